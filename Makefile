@@ -1,0 +1,103 @@
+# Every target works alone, in any order, twice in a row, from a fresh clone. Nothing is installed
+# outside .venv except system packages that are missing (deploy/prepare.sh says which, and why).
+#
+#   make install   .venv, with dlcmd and diesel-server in .venv/bin
+#   make demo      packs a folder of images, mounts it, trains on it, cleans up
+#   make test      all tests         (make test ARGS="-k snapshot -x" for some)
+#   make lint      ruff and mypy
+#   make bench     measures us against peers, prints a table
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv; else prepare.sh finds one.
+
+SHELL := /bin/sh
+.SHELLFLAGS := -ec
+.ONESHELL:
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
+MADE := $(VENV)/made
+ARGS ?=
+
+# torchvision names one exact torch; its wheel is often built for CUDA where torch is not, and then
+# would pull that torch in, hence --no-deps. deploy/torchvision_operators.py makes the pair import.
+TORCH := torch==2.13.0
+TORCHVISION := torchvision==0.28.0
+# The bench's peers want older numpy and xxhash than ours, so they get an environment of their own.
+PEERS := mosaicml-streaming ratarmount
+
+.PHONY: help install demo test lint bench clean system-install system-test system-bench
+
+help:
+	@sed -n '/^#   make/s/^# *//p' Makefile
+
+install: $(MADE)/install
+
+demo: $(MADE)/demo
+	@$(VENV)/bin/python -m deploy.demo
+
+test: $(MADE)/tools $(MADE)/demo | system-test
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(MADE)/tools
+	@failed=0
+	$(VENV)/bin/ruff check || failed=1
+	$(VENV)/bin/ruff format --check || failed=1
+	$(VENV)/bin/mypy || failed=1
+	exit $$failed
+
+bench: $(MADE)/tools $(MADE)/peers | system-test system-bench
+	@$(VENV)/bin/python -m tests.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# System packages are looked for each time (it takes milliseconds), and installed where missing.
+system-install:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install
+
+system-test:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install test
+
+system-bench:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench
+
+OURS = @[ -w $(VENV) ] || { echo "$(VENV) belongs to $$(stat -c %U $(VENV)): run make as that \
+user once, or remove $(VENV)" >&2; exit 1; }
+
+# Stamps: what they stand for is done again when pyproject.toml or this file changes.
+$(MADE)/install: pyproject.toml Makefile | system-install
+	$(OURS)
+	echo "installing diesel-fs into $(VENV)"
+	$(PIP) install --editable .
+	mkdir -p $(MADE)
+	touch $@
+
+$(MADE)/tools: $(MADE)/install
+	$(OURS)
+	echo "installing the test tools"
+	$(PIP) install --editable '.[test]'
+	touch $@
+
+$(MADE)/demo: $(MADE)/install
+	$(OURS)
+	echo "installing $(TORCH) and $(TORCHVISION) (CPU suffices)"
+	$(PIP) install --editable '.[demo]' '$(TORCH)' || {
+		echo "$(TORCH) cannot be had for this Python; another may have it:" \
+			"make clean, then make demo PYTHON=python3.12" >&2
+		exit 1
+	}
+	$(PIP) install --no-deps '$(TORCHVISION)'
+	touch $@
+
+$(MADE)/peers: $(MADE)/install
+	$(OURS)
+	echo "installing the peers that the bench measures against: $(PEERS)"
+	[ -x $(VENV)/peers/bin/pip ] || $(VENV)/bin/python -m venv --clear $(VENV)/peers
+	$(PEERS_PIP) install '$(TORCH)'
+	$(PEERS_PIP) install --no-deps '$(TORCHVISION)'
+	$(PEERS_PIP) install $(PEERS)
+	touch $@

@@ -1,0 +1,1 @@
+"""`dlcmd`, the command line: thin commands over the library."""

@@ -1,0 +1,6 @@
+"""`python -m dlcmd`."""
+
+from dlcmd.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+#!/bin/sh
+# Sees to it that the system packages are there, and that .venv is. Looks first and installs only
+# what is missing, with apt-get, as root or through sudo; where that cannot be, says what to do.
+#
+#   deploy/prepare.sh install|test|bench...      (PYTHON=... chooses the interpreter)
+set -eu
+cd "$(dirname "$0")/.."
+
+missing="" # Debian packages
+say() { printf '%s\n' "$*" >&2; }
+have() { PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null 2>&1; }
+need() { have "$1" || missing="$missing $2"; }
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+# By running each: a name on PATH may be a shim with nothing behind it.
+find_python() {
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+        if new_enough "$candidate"; then
+            python="$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+venv_works() { new_enough .venv/bin/python && .venv/bin/python -c 'import pip' >/dev/null 2>&1; }
+
+# A Python of Debian's comes without headers, and without what makes a .venv, in packages of its own.
+look_for_python() {
+    if ! find_python; then
+        if [ -n "${PYTHON:-}" ]; then
+            say "PYTHON=$PYTHON is no Python 3.11 or later"
+            exit 1
+        fi
+        # The distribution's own; where that is too old, the one it may have beside it.
+        three=python3
+        ! have python3 || three=python3.11
+        missing="$missing $three $three-venv $three-dev"
+        return 0
+    fi
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    if ! venv_works && ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        missing="$missing python$version-venv"
+    fi
+    header='import sysconfig; open(sysconfig.get_path("include") + "/Python.h").close()'
+    if ! pyfuse3_there && ! "$python" -c "$header" >/dev/null 2>&1; then
+        missing="$missing python$version-dev"
+    fi
+}
+
+# pyfuse3 is compiled when it is installed, against libfuse 3; afterwards none of this is needed.
+pyfuse3_there() { set -- .venv/lib/python3*/site-packages/pyfuse3; [ -d "$1" ]; }
+
+look_for_compiler() {
+    pyfuse3_there && return 0
+    if ! have gcc || ! echo '#include <stdio.h>' | gcc -E - >/dev/null 2>&1; then
+        missing="$missing gcc libc6-dev"
+    fi
+    need pkg-config pkg-config
+    have pkg-config && pkg-config --exists fuse3 || missing="$missing libfuse3-dev"
+}
+
+look_for() {
+    case "$1" in
+    install)
+        need fusermount3 fuse3
+        look_for_python
+        look_for_compiler
+        ;;
+    test)
+        need strace strace
+        need fuser psmisc
+        need bindfs bindfs
+        ;;
+    bench)
+        need squashfuse squashfuse
+        need mksquashfs squashfs-tools
+        ;;
+    *)
+        say "deploy/prepare.sh: no such group: $1"
+        exit 2
+        ;;
+    esac
+}
+
+install_missing() {
+    if ! have apt-get; then
+        say "please install what Debian calls:$missing (no apt-get here), then run make again"
+        exit 1
+    fi
+    as_root=""
+    if [ "$(id -u)" -ne 0 ]; then
+        if ! have sudo; then
+            say "not root, and there is no sudo. As root, run: apt-get install$missing"
+            exit 1
+        fi
+        as_root="sudo"
+    fi
+    say "installing system packages:$missing"
+    log="$(mktemp)"
+    # The lists of a fresh machine may be empty or old, so they are fetched when the first try fails.
+    get="$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install"
+    # shellcheck disable=SC2086 # words are meant
+    if ! $get $missing >"$log" 2>&1; then
+        $as_root apt-get -qq update >"$log" 2>&1 || true
+        if ! $get $missing >>"$log" 2>&1; then
+            tail -n 15 "$log" >&2
+            rm -f "$log"
+            say "these could not be installed:$missing. Install them by hand, then run make again"
+            exit 1
+        fi
+    fi
+    rm -f "$log"
+}
+
+make_venv() {
+    venv_works && return 0
+    if ! find_python; then
+        say "no Python 3.11 or later was found (tried python3.13 to python3)."
+        say "Install one, for example python3.11 python3.11-venv python3.11-dev, or name it:" \
+            "make install PYTHON=/path/to/python3"
+        exit 1
+    fi
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+}
+
+for group in "$@"; do look_for "$group"; done
+[ -z "$missing" ] || install_missing
+if ! venv_works && ! find_python; then # what came was too old: one more try
+    missing=""
+    look_for_python
+    install_missing
+fi
+make_venv

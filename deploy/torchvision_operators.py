@@ -1,0 +1,32 @@
+"""Makes a torchvision that was built for CUDA importable beside a torch that was not.
+
+Such a torchvision cannot load its compiled operators, and then its import fails, because it
+registers two of them by name: "operator torchvision::nms does not exist". Importing this module
+declares the two (without giving them a kernel: calling them still fails), and does nothing where
+the operators load. Import it before torchvision. Torchvision itself stays unmodified.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"  # csrc/ops/nms.cpp
+
+
+def _operators_load() -> bool:
+    """Whether torchvision's own library loads; loading it twice, here and there, is harmless."""
+    spec = find_spec("torchvision")
+    folders = spec.submodule_search_locations if spec is not None else None
+    libraries = [path for folder in folders or [] for path in Path(folder).glob("_C*.so")]
+    try:
+        for library in libraries:
+            torch.ops.load_library(str(library))
+    except OSError:
+        return False
+    return bool(libraries)
+
+
+if not _operators_load():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", _SCHEMA)

@@ -1,0 +1,1 @@
+"""Bytes of chunks near the reader: what is kept in memory, and for how long."""

@@ -1,0 +1,152 @@
+"""Chunks in this process's memory: one load per chunk in flight, the least recently used go first.
+
+Owned here: the budget and who waits for whom. Not owned: what lies inside a chunk, and whether an
+entry's bytes are right (`store.py` checks each entry once per time that its chunk was loaded).
+Thread-safe; after a fork the child keeps what was loaded and begins with new locks.
+"""
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+FETCH_THREADS = 4
+"""Loads at once per process: enough to hide a store's latency behind its bandwidth."""
+
+
+@dataclass(slots=True)
+class LoadedChunk:
+    """A chunk's bytes, where its entries have been checked (`offset`s), and what was decoded.
+
+    `view` is read-only and goes to readers; `patch` replaces bytes that no check has passed yet.
+    """
+
+    buffer: memoryview
+    view: memoryview = field(init=False)
+    checked: set[int] = field(default_factory=set)
+    decoded: dict[int, memoryview] = field(default_factory=dict)
+    charged: int = 0  # bytes counted in the budget
+
+    def __post_init__(self) -> None:
+        self.view = self.buffer.toreadonly()
+        self.charged = len(self.buffer)
+
+    def patch(self, offset: int, stored: memoryview) -> None:
+        """Put right what was damaged on its way here."""
+        self.buffer[offset : offset + len(stored)] = stored
+
+
+class ChunkCache:
+    """At most `budget_bytes` of chunks by number, and the loads that are under way."""
+
+    def __init__(self, budget_bytes: int, load: Callable[[int], LoadedChunk]) -> None:
+        self.budget_bytes = budget_bytes
+        self._load = load
+        self._chunks: OrderedDict[int, LoadedChunk] = OrderedDict()
+        self._held_bytes = 0
+        self.evictions = 0
+        self._begin_again()
+        _CACHES.add(self)
+
+    def _begin_again(self) -> None:
+        self._lock = threading.Lock()
+        self._flights: dict[int, Future[LoadedChunk]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What is counted in the budget now."""
+        return self._held_bytes
+
+    def peek(self, number: int) -> LoadedChunk | None:
+        """The chunk if it is in memory; never waits for a load."""
+        chunk = self._chunks.get(number)
+        if chunk is not None:
+            with self._lock:
+                if number in self._chunks:
+                    self._chunks.move_to_end(number)
+        return chunk
+
+    def get(self, number: int) -> LoadedChunk:
+        """The chunk, loaded in this thread unless another is at it. Raises what loading raises."""
+        chunk = self.peek(number)
+        if chunk is not None:
+            return chunk
+        with self._lock:
+            flight = self._flights.get(number)
+            mine = flight is None
+            if flight is None:
+                flight = self._flights[number] = Future()
+        if not mine:
+            return flight.result()
+        return self._fly(number, flight)
+
+    def prefetch(self, number: int) -> None:
+        """Begin to load a chunk in the background, unless it is here or on its way."""
+        with self._lock:
+            if number in self._chunks or number in self._flights:
+                return
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+            flight = self._flights[number] = Future()
+            self._threads.submit(self._fly_quietly, number, flight)
+
+    def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
+        """Count what has been decoded out of a chunk with it."""
+        with self._lock:
+            chunk.charged += more_bytes
+            self._held_bytes += more_bytes
+            self._shrink()
+
+    def close(self) -> None:
+        """Forget everything. Views that were handed out stay valid."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._chunks.clear()
+            self._held_bytes = 0
+
+    def _fly(self, number: int, flight: Future[LoadedChunk]) -> LoadedChunk:
+        try:
+            chunk = self._load(number)
+        except BaseException as error:
+            with self._lock:
+                del self._flights[number]
+            flight.set_exception(error)
+            raise
+        with self._lock:
+            del self._flights[number]
+            self._chunks[number] = chunk
+            self._held_bytes += chunk.charged
+            self._shrink()
+        flight.set_result(chunk)
+        return chunk
+
+    def _fly_quietly(self, number: int, flight: Future[LoadedChunk]) -> None:
+        try:
+            self._fly(number, flight)
+        except BaseException:  # whoever asks for the chunk gets it from the flight, or tries anew
+            flight.exception()
+
+    def _shrink(self) -> None:
+        """Let go of the least recently used, but never of the newest: somebody waits for it."""
+        while self._held_bytes > self.budget_bytes and len(self._chunks) > 1:
+            _, chunk = self._chunks.popitem(last=False)
+            self._held_bytes -= chunk.charged
+            self.evictions += 1
+
+
+_CACHES: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for cache in _CACHES:
+        cache._begin_again()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,596 @@
+"""The chunk format (FORMAT.md, section 4): laying out a chunk, and reading it back.
+
+Owned here: every byte of a chunk. Not owned: gathering entries into one (`chunk_builder.py`),
+what entries mean together (the fold is the metadata store's), where chunks lie (`storage/`), when
+IDs are made (`chunk_id.py`). Pure: bytes in, values out; safe from any thread.
+
+No reader of hostile bytes takes more memory than a small multiple of what it was given: lengths are
+checked against the object's own before anything is allocated.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+from uuid import UUID
+
+import lz4.block
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from .chunk_id import chunk_id_text, same_writer, stamp, stamp_fields
+from .entries import (
+    EXTENT,
+    MODE_MASK,
+    NAME_BYTES_MAX,
+    RECORD,
+    ROOT,
+    ChunkId,
+    Codec,
+    Kind,
+    Rows,
+    Stamp,
+    join,
+    name_fault,
+    path_fault,
+)
+from .errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
+
+FORMAT_VERSION = 1
+EXTENT_ALIGNMENT = 65536
+"""Extents start at multiples of this in their file: a boundary inside a page is never resident."""
+
+CHUNK_BYTES_DEFAULT = 4 << 20
+CHUNK_BYTES_MIN = 64 << 10
+CHUNK_BYTES_MAX = 1 << 30
+ENTRIES_MAX = 65_536
+"""Entries per chunk: bounds the time to decode a header (some 10 ms) and a commit's transaction."""
+
+_MAGIC = b"\x93DIESEL\n"
+_PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+_KNOWN_FLAGS = 0
+_HEADER_RATIO_MAX = 32
+_HEADER_SLACK_BYTES = 4096
+_BODY_RATIO_MAX = 16
+_BODY_SLACK_BYTES = 4 << 20
+_LZ4_PAYS = 8  # lz4 is kept where it saves one part in this many
+
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("kind", "u1"),
+    ("mode", "<u2"),
+    ("size", "<u8"),
+    ("mtime_ns", "<i8"),
+    ("offset", "<u4"),
+    ("stored", "<u4"),
+    ("codec", "u1"),
+    ("checksum", "<u8"),
+)
+_KEYS = frozenset(
+    ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
+)
+_EXTENT_ROW_BYTES = 4 + 4 + 4 + 8 + 8
+_STAMP_ROW_BYTES = 4 + 4 + 16
+
+
+class Part(NamedTuple):
+    """That an entry is one of several extents of its file."""
+
+    number: int
+    total: int
+    start: int  # in the file, bytes
+    size: int  # of this extent's content, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first 96 bytes of a chunk, checked."""
+
+    identity: UUID
+    id: ChunkId
+    object_bytes: int
+    body_bytes: int
+    header_codec: int
+    header_stored: int
+    header_raw: int
+    entries: int
+    header_checksum: int
+
+    @property
+    def body_start(self) -> int:
+        """Where the body begins in the object."""
+        return PREAMBLE_BYTES + self.header_stored
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A chunk's preamble and the columns of its entries, checked, as numpy arrays of length n.
+
+    `records` has offsets from the start of the object; `stamps` holds only those that are not the
+    entry's own place; `faults` names the entries whose path is not allowed: they are skipped.
+    """
+
+    preamble: Preamble
+    folders: tuple[bytes, ...]
+    folder: npt.NDArray[np.uint32]
+    names: tuple[bytes, ...]
+    records: npt.NDArray[np.void]
+    links: Mapping[int, bytes]
+    parts: Mapping[int, Part]
+    stamps: Mapping[int, Stamp]
+    faults: Mapping[int, str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, place: int) -> bytes:
+        """The path of the entry at `place`."""
+        return join(self.folders[self.folder[place]], self.names[place])
+
+    def stamp(self, place: int) -> Stamp:
+        """The stamp of the entry at `place`."""
+        return self.stamps.get(place) or stamp(self.preamble.id, place)
+
+    def content_bytes(self, place: int) -> int:
+        """The decoded length of the body of the entry at `place`."""
+        part = self.parts.get(place)
+        if part is not None:
+            return part.size
+        record = self.records[place]
+        return int(record["size"]) if record["kind"] == Kind.FILE else 0
+
+    def rows(self) -> tuple[Rows, list[Stamp]]:
+        """What a metadata store commits: the last entry of each allowed path, and their stamps."""
+        places: Sequence[int] = range(len(self))
+        if self.faults or self._has_repeats():
+            last = {
+                (folder, name, self.parts.get(place)): place
+                for place, (folder, name) in enumerate(
+                    zip(self.folder.tolist(), self.names, strict=True)
+                )
+                if place not in self.faults
+            }
+            places = sorted(last.values())
+        tails = dict(self.links)
+        for place, part in self.parts.items():
+            tails[place] = self._extent(place, part)
+        rows = Rows(
+            folders=self.folders,
+            folder=self.folder[places],
+            names=[self.names[place] for place in places],
+            records=self.records[places],
+            chunk=np.zeros(len(places), np.uint32),
+            chunks=[self.preamble.id],
+            tails={i: tails[place] for i, place in enumerate(places) if place in tails}
+            if tails
+            else {},
+        )
+        return rows, self._stamps_of(places)
+
+    def _has_repeats(self) -> bool:
+        """Whether a path may stand here more than once."""
+        return len(set(zip(self.folder.tolist(), self.names, strict=True))) < len(self)
+
+    def _stamps_of(self, places: Sequence[int]) -> list[Stamp]:
+        """The stamps of many entries; nearly always each entry's own place."""
+        numbers = np.asarray(places, ">u4").tobytes()
+        own = self.preamble.id
+        stamps = [Stamp(own + numbers[at : at + 4]) for at in range(0, len(numbers), 4)]
+        for i, place in enumerate(places) if self.stamps else ():
+            stamps[i] = self.stamps.get(place, stamps[i])
+        return stamps
+
+    def _extent(self, place: int, part: Part) -> bytes:
+        record = self.records[place]
+        extent = np.zeros(1, EXTENT)
+        extent["chunk"] = np.void(self.preamble.id)
+        extent["start"], extent["size"], extent["number"] = part.start, part.size, part.number
+        extent["place"] = place
+        for name in ("checksum", "offset", "stored", "codec"):
+            extent[name] = record[name]
+        return extent.tobytes()
+
+    def check_stamps(self, put_window_s: int) -> None:
+        """Refuse stamps that a client may not choose (FAULTS Z12). Raises CorruptError."""
+        own = self.preamble.id
+        for place, value in self.stamps.items():
+            first, _ = stamp_fields(value)
+            part = self.parts.get(place)
+            later_extent = part is not None and part.number > 0
+            age_s = int.from_bytes(own[:4], "big") - int.from_bytes(first[:4], "big")
+            if not (
+                later_extent and first < own and same_writer(first, own) and age_s <= put_window_s
+            ):
+                raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
+
+
+class Fixed(NamedTuple):
+    """The fixed columns of one entry, in the order of the format; `offset` is within the body."""
+
+    kind: int
+    mode: int
+    size: int
+    mtime_ns: int
+    offset: int
+    stored: int
+    codec: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class Entries:
+    """The entries of a chunk that is being built, in order: what `write_front` lays out."""
+
+    fixed: list[Fixed] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    folder: list[int] = field(default_factory=list)
+    folders: dict[bytes, int] = field(default_factory=dict)
+    links: list[bytes] = field(default_factory=list)
+    parts: dict[int, Part] = field(default_factory=dict)
+    stamps: dict[int, Stamp] = field(default_factory=dict)
+
+
+def write_front(
+    identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
+) -> tuple[bytes, bytes]:
+    """The preamble and the stored header of a chunk, as `parse_*` read them."""
+    raw = _pack_header(entries)
+    stored = lz4.block.compress(raw, store_size=False)
+    codec = Codec.LZ4
+    if len(stored) >= len(raw) or len(raw) > _header_raw_max(len(stored)):
+        stored, codec = raw, Codec.RAW
+    front = _PREAMBLE.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        codec,
+        0,
+        identity.bytes,
+        chunk,
+        PREAMBLE_BYTES + len(stored) + body_bytes,
+        body_bytes,
+        len(stored),
+        len(raw),
+        len(entries.names),
+        0,
+        xxh3_64_intdigest(stored),
+        0,
+    )[:-8]
+    return front + struct.pack("<Q", xxh3_64_intdigest(front)), stored
+
+
+def pack_body(content: memoryview) -> bytes | None:
+    """The lz4 form of a content where it pays and the format allows it; else None."""
+    packed: bytes = lz4.block.compress(content, store_size=False)
+    size = len(content)
+    if len(packed) > size - max(size // _LZ4_PAYS, 1) or size > _body_raw_max(len(packed)):
+        return None
+    return packed
+
+
+def parse_preamble(
+    data: bytes | memoryview,
+    *,
+    identity: UUID | None = None,
+    id: ChunkId | None = None,  # noqa: A002 (the field's own name)
+    object_bytes: int | None = None,
+) -> Preamble:
+    """The preamble at the start of `data`, checked against what the caller knows of the chunk.
+
+    Raises TruncatedError, ForeignError, CorruptError or NewerVersionError.
+    """
+    if len(data) < PREAMBLE_BYTES:
+        raise TruncatedError(f"truncated chunk: {len(data)} bytes are less than a preamble")
+    front = bytes(data[:PREAMBLE_BYTES])
+    (
+        magic, version, codec, flags, raw_identity, raw_id, total, body_bytes,
+        stored, raw, entries, zero, header_checksum, checksum,
+    ) = _PREAMBLE.unpack(front)  # fmt: skip
+    if magic != _MAGIC:
+        raise ForeignError("not a chunk (another magic number)", offset=0)
+    if checksum != xxh3_64_intdigest(front[:-8]):
+        raise CorruptError("corrupt chunk: the preamble's checksum does not match", offset=88)
+    if version != FORMAT_VERSION:
+        raise NewerVersionError(f"the chunk needs format version {version} (known: 1)", offset=8)
+    if flags & ~_KNOWN_FLAGS:
+        raise NewerVersionError(f"the chunk needs features {flags:#x} (none is known)", offset=12)
+    preamble = Preamble(
+        UUID(bytes=raw_identity), ChunkId(raw_id), total, body_bytes, codec, stored, raw, entries,
+        header_checksum,
+    )  # fmt: skip
+    if identity is not None and preamble.identity != identity:
+        raise ForeignError(f"foreign chunk: it belongs to dataset {preamble.identity}", offset=16)
+    if id is not None and preamble.id != id:
+        raise ForeignError(f"foreign chunk: it is {chunk_id_text(preamble.id)}", offset=32)
+    if (
+        zero
+        or codec not in (Codec.RAW, Codec.LZ4)
+        or total != PREAMBLE_BYTES + stored + body_bytes
+        or (codec == Codec.RAW and raw != stored)
+        or raw > _header_raw_max(stored)
+        or entries > raw
+    ):
+        raise CorruptError("corrupt chunk: the preamble contradicts itself", offset=48)
+    if object_bytes is not None and object_bytes < total:
+        raise TruncatedError(f"truncated chunk: {object_bytes} of {total} bytes")
+    if object_bytes is not None and object_bytes > total:
+        raise CorruptError(f"corrupt chunk: {object_bytes - total} bytes behind its end")
+    return preamble
+
+
+def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
+    """The header behind the preamble, from its stored bytes. Raises Truncated- or CorruptError."""
+    if len(data) < preamble.header_stored:
+        raise TruncatedError(
+            f"truncated chunk: {len(data)} of {preamble.header_stored} header bytes"
+        )
+    stored = data[: preamble.header_stored]
+    if xxh3_64_intdigest(stored) != preamble.header_checksum:
+        _corrupt("the header's checksum does not match")
+    columns = _unpack(preamble, stored)
+    count = preamble.entries
+    records = np.zeros(count, RECORD)
+    for name, kind in _COLUMNS:
+        records[name] = _column(columns, name, kind, count)
+    records["offset"] += np.uint32(preamble.body_start)
+    records["place"] = np.arange(count, dtype=np.uint32)
+    folders = tuple(columns["folders"].split(b"\0"))
+    folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
+    names = tuple(columns["names"].split(b"\0")) if count else ()
+    if len(names) != count or (count and int(folder.max()) >= len(folders)):
+        _corrupt("names and folders do not match its entries")
+    links = _links(columns["links"], records)
+    parts = _parts(columns["extents"], records)
+    _check_bodies(preamble, records, parts)
+    return Header(
+        preamble=preamble,
+        folders=folders,
+        folder=folder,
+        names=names,
+        records=records,
+        links=links,
+        parts=parts,
+        stamps=_stamps(columns["stamps"], count),
+        faults=_path_faults(folders, folder, names, records),
+    )
+
+
+def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryview:
+    """The content of a body: checked against its checksum; `stored` itself where it is raw.
+
+    Raises CorruptError. Never makes more than `size` bytes, nor more than the format allows.
+    """
+    content = stored
+    if codec == Codec.LZ4:
+        if size > _body_raw_max(len(stored)):
+            _corrupt("a body decodes to more than is allowed")
+        try:
+            content = memoryview(lz4.block.decompress(stored, uncompressed_size=size))
+        except (lz4.block.LZ4BlockError, ValueError, MemoryError):
+            _corrupt("a body is no lz4 block")
+    if len(content) != size:
+        _corrupt(f"a body has {len(content)} bytes, not {size}")
+    if xxh3_64_intdigest(content) != checksum:
+        _corrupt("a body's checksum does not match")
+    return content
+
+
+def damaged(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
+    """The places of the entries whose bytes in `body` are not what the header says."""
+    start = header.preamble.body_start if body_start is None else body_start
+    places = np.flatnonzero(header.records["stored"])
+    held = header.records[places]
+    sizes = held["size"].tolist()
+    for i, place in enumerate(places.tolist() if header.parts else ()):
+        if place in header.parts:
+            sizes[i] = header.parts[place].size
+    bad: list[int] = []
+    for place, at, stored, codec, size, checksum in zip(
+        places.tolist(),
+        (held["offset"] - np.uint32(start)).tolist(),
+        held["stored"].tolist(),
+        held["codec"].tolist(),
+        sizes,
+        held["checksum"].tolist(),
+        strict=True,
+    ):
+        try:
+            decode(body[at : at + stored], codec, size, checksum)
+        except FormatError:
+            bad.append(place)
+    return bad
+
+
+def _pack_header(entries: Entries) -> bytes:
+    rows = np.array(entries.fixed, dtype=[(name, kind) for name, kind in _COLUMNS])
+    extents = np.array(
+        [(place, *part) for place, part in entries.parts.items()],
+        dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],
+    )
+    stamps = [(place, *stamp_fields(value)) for place, value in entries.stamps.items()]
+    columns: dict[str, bytes] = {
+        "folders": b"\0".join(entries.folders),
+        "folder": np.array(entries.folder, "<u4").tobytes(),
+        "names": b"\0".join(entries.names),
+        "links": b"\0".join(entries.links),
+        "extents": b"".join(extents[name].tobytes() for name in ("p", "n", "c", "a", "s")),
+        "stamps": np.array([place for place, _, _ in stamps], "<u4").tobytes()
+        + np.array([place for _, _, place in stamps], "<u4").tobytes()
+        + b"".join(chunk for _, chunk, _ in stamps),
+    }
+    columns |= {name: rows[name].tobytes() for name, _ in _COLUMNS}
+    packed: bytes = msgpack.packb(columns, use_bin_type=True)
+    return packed
+
+
+def _header_raw_max(stored: int) -> int:
+    return _HEADER_RATIO_MAX * stored + _HEADER_SLACK_BYTES
+
+
+def _body_raw_max(stored: int) -> int:
+    return _BODY_RATIO_MAX * stored + _BODY_SLACK_BYTES
+
+
+def _corrupt(what: str) -> NoReturn:
+    raise CorruptError(f"corrupt chunk: {what}")
+
+
+def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
+    """The header's map: exactly the known keys, each once, each a bin."""
+
+    def once(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            _corrupt("the header repeats a key")
+        return dict(pairs)
+
+    try:
+        raw = bytes(stored)
+        if preamble.header_codec == Codec.LZ4:
+            raw = lz4.block.decompress(raw, uncompressed_size=preamble.header_raw)
+        if len(raw) != preamble.header_raw:
+            _corrupt("the header decodes to another length")
+        columns = msgpack.unpackb(
+            raw,
+            max_bin_len=len(raw),
+            max_str_len=16,
+            max_map_len=len(_KEYS),
+            max_array_len=0,
+            max_ext_len=0,
+            object_pairs_hook=once,
+        )
+    except FormatError:
+        raise
+    except Exception as error:  # the decoders raise many kinds; each means the same here
+        raise CorruptError("corrupt chunk: the header does not decode") from error
+    if not isinstance(columns, dict) or set(columns) != _KEYS:
+        _corrupt("the header's keys are not those of version 1")
+    if not all(isinstance(value, bytes) for value in columns.values()):
+        _corrupt("a column of the header is not a bin")
+    return columns
+
+
+def _column(
+    columns: Mapping[str, bytes], name: str, kind: str, count: int
+) -> npt.NDArray[np.uint64]:
+    dtype: np.dtype[np.uint64] = np.dtype(kind)
+    if len(columns[name]) != count * dtype.itemsize:
+        _corrupt(f"the column {name!r} has another length")
+    return np.frombuffer(columns[name], dtype)
+
+
+def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
+    places = np.flatnonzero(records["kind"] == Kind.LINK).tolist()
+    targets = joined.split(b"\0") if places else []
+    if len(targets) != len(places) or (joined and not places):
+        _corrupt("the links' targets do not match its entries")
+    for place, target in zip(places, targets, strict=True):
+        if len(target) != records["size"][place] or not target:
+            _corrupt("a link's target has another length")
+    return dict(zip(places, targets, strict=True))
+
+
+def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, Part]:
+    count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
+    if rest:
+        _corrupt("the column 'extents' has another length")
+    narrow = np.frombuffer(packed, "<u4", 3 * count).reshape(3, count)
+    wide = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count)
+    places, numbers, counts = narrow.tolist()
+    starts, sizes = wide.tolist()
+    parts: dict[int, Part] = {}
+    for place, *fields in zip(places, numbers, counts, starts, sizes, strict=True):
+        part = Part(*fields)
+        if place in parts or place >= len(records) or records["kind"][place] != Kind.FILE:
+            _corrupt("an extent names an entry that cannot have one")
+        if (
+            part.total < 2
+            or part.number >= part.total
+            or part.start % EXTENT_ALIGNMENT
+            or not part.size
+            or part.start + part.size > int(records["size"][place])
+        ):
+            _corrupt("an extent does not fit its file")
+        parts[place] = part
+        records["extents"][place] = part.total
+    whole = np.ones(len(records), bool)
+    whole[list(parts)] = False
+    records["extents"][whole] = 1
+    return parts
+
+
+def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
+    rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
+    if rest:
+        _corrupt("the column 'stamps' has another length")
+    places, stamped = np.frombuffer(packed, "<u4", 2 * rows).reshape(2, rows).tolist()
+    ids = packed[8 * rows :]
+    stamps = {
+        place: stamp(ChunkId(ids[16 * i : 16 * i + 16]), stamped[i])
+        for i, place in enumerate(places)
+    }
+    if len(stamps) != rows or any(place >= count for place in places):
+        _corrupt("a stamp names no entry")
+    return stamps
+
+
+def _check_bodies(
+    preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, Part]
+) -> None:
+    """Bodies tile the chunk's body in order, and each could decode to the length it claims."""
+    if not len(records):
+        if preamble.body_bytes:
+            _corrupt("it has a body but no entries")
+        return
+    kind, codec, stored = records["kind"], records["codec"], records["stored"].astype(np.int64)
+    if int(kind.max()) > Kind.TOMBSTONE or int(codec.max()) > Codec.LZ4:
+        _corrupt("an entry's kind or codec is unknown")
+    if int(records["mode"].max()) & ~MODE_MASK:
+        _corrupt("an entry's mode holds more than permission bits")
+    size = np.where(kind == Kind.FILE, records["size"], 0)
+    for place, part in parts.items():
+        size[place] = part.size
+    if ((size == 0) != (stored == 0)).any():
+        _corrupt("an entry's stored length contradicts its size")
+    raw = codec == Codec.RAW
+    if (size[raw] != stored[raw]).any() or (size > _BODY_RATIO_MAX * stored.astype(np.uint64) +
+                                            np.uint64(_BODY_SLACK_BYTES))[~raw].any():  # fmt: skip
+        _corrupt("an entry's stored length contradicts its size")
+    held = np.flatnonzero(stored)
+    ends = preamble.body_start + np.cumsum(stored[held])
+    if (records["offset"][held] != ends - stored[held]).any() or (
+        int(ends[-1]) if len(held) else preamble.body_start
+    ) != preamble.object_bytes:
+        _corrupt("the bodies overlap, leave gaps or end elsewhere")
+
+
+def _path_faults(
+    folders: Sequence[bytes],
+    folder: npt.NDArray[np.uint32],
+    names: Sequence[bytes],
+    records: npt.NDArray[np.void],
+) -> dict[int, str]:
+    faults: dict[int, str] = {}
+    bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
+    if bad_folders:
+        for place in np.flatnonzero(np.isin(folder, list(bad_folders))).tolist():
+            faults[place] = bad_folders[int(folder[place])]
+    lengths = list(map(len, names))
+    if (
+        names
+        and min(lengths)
+        and max(lengths) <= NAME_BYTES_MAX
+        and {b".", b".."}.isdisjoint(names)
+        and b"/" not in b"".join(names)
+    ):
+        return faults  # nearly always: no name needs a look of its own
+    for place, name in enumerate(names):
+        fault = name_fault(name)
+        if not fault:
+            continue
+        is_root = (
+            not name and folders[folder[place]] == ROOT and records["kind"][place] == Kind.FOLDER
+        )
+        if not is_root and place not in faults:
+            faults[place] = fault
+    return faults

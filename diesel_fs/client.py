@@ -1,0 +1,352 @@
+"""libDIESEL: one dataset, from Python, without a mount (DIESEL, Table 3).
+
+A `Dataset` shows one version of its dataset: the one at which it was opened, and after its own
+`flush`, `delete` or `refresh` the current one. Objects may be used from several threads for
+reading; writing belongs to one. A forked child may go on reading; what its parent had not flushed
+is the parent's alone.
+"""
+
+import io
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .cache.store import ContentReader
+from .chunk import CHUNK_BYTES_DEFAULT
+from .entries import Kind, Stat, check_path, split
+from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
+from .repository import Repository, WriteSession, found
+from .settings import load_settings
+from .snapshot import Snapshot, Stats
+from .snapshots import adopt
+from .writer.options import COMPRESSIONS
+from .writer.pack import Packer, Unsettled
+from .writer.plan import RESERVED
+
+MEMORY_BYTES_DEFAULT = 256 << 20
+"""Chunks kept per process: a DataLoader has many, each with its own."""
+
+_SPOOL_BYTES = 64 << 20  # a stream longer than this waits on disk until its length is known
+
+PathLike = str | bytes
+
+
+def connect(
+    dataset: str,
+    url: str | None = None,
+    user: str | None = None,
+    key: str | None = None,
+    *,
+    create: bool = False,
+    memory_bytes: int = MEMORY_BYTES_DEFAULT,
+    compress: str = "auto",
+) -> "Dataset":
+    """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
+
+    With `create`, the repository and the dataset are made where they are missing. Raises
+    NoSuchDataset, ObjectStoreError, MetadataError, UsageError.
+    """
+    if compress not in COMPRESSIONS:
+        raise UsageError(f"bad compression {compress!r}: one of {COMPRESSIONS}")
+    if key is not None:
+        raise UsageError("a file:// repository has no accounts", advice="leave `key` out")
+    settings = load_settings({"url": url, "user": user})
+    repository = Repository.open(settings.repository_url, create=create)
+    try:
+        if create:
+            repository.begin(dataset)
+        return Dataset(repository, dataset, memory_bytes, compress)
+    except BaseException:
+        repository.close()
+        raise
+
+
+class Dataset:
+    """A dataset, open for reading and writing (see the module). Made by `connect`."""
+
+    def __init__(
+        self, repository: Repository, name: str, memory_bytes: int, compress: str = "auto"
+    ) -> None:
+        self.name = name
+        self._repository = repository
+        self._memory_bytes = memory_bytes
+        self._compress = compress
+        self._pinned = False
+        self._closed = False
+        self._show(repository.view(name))
+        self._forget_writes()
+
+    # Reading
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """All metadata of the version that this object shows."""
+        return self._view
+
+    @property
+    def version(self) -> int:
+        """The version that this object shows."""
+        return self._view.version
+
+    def __len__(self) -> int:
+        """How many files there are."""
+        return self._view.file_count
+
+    def get(self, path: PathLike | int) -> bytes:
+        """The content of a file (DL_get), by path or index. Raises NoSuchPath, CorruptError."""
+        index = path if isinstance(path, int) else self._find(path)
+        if self._view.stat(index).kind != Kind.FILE:
+            raise UsageError(f"{path!r} is not a file")
+        return bytes(self._reader.read(index))
+
+    def read_many(
+        self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]
+    ) -> Iterator[memoryview]:
+        """The contents of many files, in this order; chunks are fetched ahead in the background.
+
+        A view stays valid as long as it is held. Raises NoSuchPath before anything is read, and as
+        `get` while it goes on.
+        """
+        return self._reader.read_many(self._indices(paths))
+
+    def stat(self, path: PathLike) -> Stat:
+        """Kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
+        index = self._find(path)  # may move on to a newer version
+        return self._view.stat(index)
+
+    def stat_many(self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]) -> Stats:
+        """`stat` of many entries, as columns. Raises NoSuchPath."""
+        if len(paths) and isinstance(paths[0], str):
+            paths = [os.fsencode(path) for path in paths if isinstance(path, str)]
+        return self._view.stat_many(paths)  # type: ignore[arg-type]  # one kind of path by now
+
+    def ls(self, path: PathLike = "") -> list[str]:
+        """The names in a folder, sorted (DL_ls); of another entry, its own. Raises NoSuchPath."""
+        index = self._find(path)
+        if self._view.stat(index).kind != Kind.FOLDER:
+            return [os.fsdecode(self._view.name(index))]
+        return [os.fsdecode(name) for name in self._view.names(self._view.children(index))]
+
+    def refresh(self) -> int:
+        """Show the current version from now on; the version comes back."""
+        self._pinned = False
+        self._show(self._repository.view(self.name))
+        return self._view.version
+
+    # Writing
+
+    def put(
+        self,
+        source: str | os.PathLike[str] | bytes | BinaryIO,
+        path: PathLike,
+        *,
+        mode: int = 0o644,
+        mtime_ns: int | None = None,
+    ) -> None:
+        """Put a file: from a path, bytes, or a file object (DL_put). Durable after `flush`.
+
+        Mode and mtime are those of a source path; else `mode`, and `mtime_ns` or now. Raises
+        ConflictError where the path is a folder or lies below a file.
+        """
+        target = self._target(path)
+        packer = self._writer()
+        now = time.time_ns() if mtime_ns is None else mtime_ns
+        self._add_parents(packer, target, now)
+        try:
+            if isinstance(source, str | os.PathLike):
+                self._put_file(packer, Path(os.path.realpath(source)), target)
+            elif isinstance(source, bytes | bytearray | memoryview):
+                size = len(source)
+                packer.add_stream(io.BytesIO(source), size, split(target), mode, now)
+            else:
+                with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+                    shutil.copyfileobj(source, spool)
+                    size = spool.tell()
+                    spool.seek(0)
+                    packer.add_stream(spool, size, split(target), mode, now)  # type: ignore[arg-type]
+        except Unsettled as reason:
+            raise ConflictError(f"{source!r}: {reason}") from None
+
+    def flush(self) -> int:
+        """Make all that was put or deleted durable (DL_flush), and show it; the version."""
+        if self._session is None or self._owner != os.getpid():
+            return self._view.version
+        assert self._packer is not None
+        self._packer.finish()
+        self._session.finish()
+        self._made.clear()
+        return self._view.version if self._pinned else self.refresh()
+
+    def delete(self, path: PathLike, *, recursive: bool = False) -> None:
+        """Delete a file, link or empty folder (DL_delete), or a whole folder. Durable on return.
+
+        Raises NoSuchPath, ConflictError for a folder with entries.
+        """
+        self.flush()
+        index = self._find(path)
+        below = self._view.walk(index).tolist()
+        if len(below) > 1 and not recursive:
+            raise ConflictError(f"{path!r} is a folder with entries", advice="recursive=True")
+        self._writer()
+        assert self._session is not None
+        self._session.delete([self._view.path(i) for i in reversed(below)])
+        self.flush()
+
+    # Metadata
+
+    def save_meta(self, file: str | os.PathLike[str]) -> None:
+        """Write the snapshot of the version that this object shows (DL_save_meta)."""
+        self._repository.snapshots.save(self._view, Path(file))
+
+    def load_meta(self, file: str | os.PathLike[str]) -> bool:
+        """Go by a saved snapshot from now on (DL_load_meta); whether it is the current version.
+
+        Raises FormatError, and ForeignError for a snapshot of another dataset.
+        """
+        loaded = adopt(Path(file))
+        if loaded.identity != self._view.identity:
+            raise ForeignError(
+                f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}), not of {self.name!r}"
+            )
+        self._show(loaded)
+        self._pinned = True
+        marker = self._repository.dataset(self.name).marker
+        return marker is None or marker.version == loaded.version
+
+    def delete_dataset(self) -> None:
+        """Delete the dataset for ever (DL_delete_dataset), and close."""
+        self._forget_writes()
+        self._repository.delete_dataset(self.name)
+        self.close()
+
+    def close(self) -> None:
+        """Flush and let go (DL_close). A forked child's close writes nothing of its parent's."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:  # half of what was meant is worse than nothing of it
+            self._closed = True
+            self._end()
+        self.close()
+
+    # Parts
+
+    def _end(self) -> None:
+        if self._packer is not None and self._owner == os.getpid():
+            self._packer.close()
+        self._forget_writes()
+        self._reader.close()
+        self._repository.close()
+
+    def _show(self, view: Snapshot) -> None:
+        self._view = view
+        self._reader = ContentReader(view, self._repository.objects, self._memory_bytes)
+
+    def _forget_writes(self) -> None:
+        self._session: WriteSession | None = None
+        self._packer: Packer | None = None
+        self._owner = os.getpid()
+        self._made: set[bytes] = set()
+
+    def _writer(self) -> Packer:
+        """The packer of this process; a forked child never touches its parent's."""
+        if self._owner != os.getpid():
+            self._forget_writes()
+        if self._packer is None:
+            session = self._repository.begin(self.name, create=False)
+            self._session = session
+            self._packer = Packer(
+                session.identity,
+                CHUNK_BYTES_DEFAULT,
+                self._compress,
+                session.objects,
+                session.new_id,
+                lambda preamble, header: void(session.commit(preamble, header)),
+            )
+        return self._packer
+
+    def _put_file(self, packer: Packer, source: Path, target: bytes) -> None:
+        folder = os.open(source.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            packer.add_file(folder, os.fsencode(source.name), split(target))
+        finally:
+            os.close(folder)
+
+    def _target(self, path: PathLike) -> bytes:
+        target = check_path(os.fsencode(path))
+        if not target or target.split(b"/")[0] == RESERVED:
+            raise UsageError(f"{path!r} cannot be a file of a dataset")
+        index = self._view.lookup(target)
+        if (index >= 0 and self._view.stat(index).kind == Kind.FOLDER) or target in self._made:
+            raise ConflictError(f"{path!r} is a folder")
+        return target
+
+    def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
+        """Make the folders above a path entries of their own, where there are none."""
+        folder = split(target)[0]
+        missing = []
+        while folder and folder not in self._made:
+            index = self._view.lookup(folder)
+            if index >= 0:
+                if self._view.stat(index).kind != Kind.FOLDER:
+                    raise ConflictError(f"{os.fsdecode(folder)!r} is a file")
+                break
+            missing.append(folder)
+            folder = split(folder)[0]
+        for path in reversed(missing):
+            packer.add_folder(split(path), 0o755, mtime_ns)
+            self._made.add(path)
+
+    def _find(self, path: PathLike) -> int:
+        """The index of a path; a miss looks once whether there is a newer version."""
+        wanted = check_path(os.fsencode(path))
+        index = self._view.lookup(wanted)
+        if index < 0 and not self._pinned:
+            marker = self._repository.dataset(self.name).marker
+            if marker is not None and marker.version > self._view.version:
+                self.refresh()
+        return found(self._view, wanted)
+
+    def _indices(
+        self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        if (
+            isinstance(paths, np.ndarray)
+            or not len(paths)
+            or isinstance(paths[0], int | np.integer)
+        ):
+            indices = np.asarray(paths, np.int64)
+            if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self._view):
+                raise NoSuchPath(f"an index is outside 0..{len(self._view) - 1}")
+            return indices
+        encoded = [os.fsencode(path) for path in paths if isinstance(path, str | bytes)]
+        indices = self._view.lookup_many(encoded)
+        if len(missing := np.flatnonzero(indices < 0)):
+            raise NoSuchPath(f"no {paths[int(missing[0])]!r} in dataset {self.name!r}")
+        return indices
+
+
+def void(_: object) -> None:
+    """Nothing: for callbacks whose result nobody wants."""

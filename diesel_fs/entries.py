@@ -1,0 +1,184 @@
+"""What an entry is: its kinds, its path rules, and the columns in which many of them travel.
+
+Owned here: the rules for paths and names, `RECORD` (the fixed part of an entry as metadata stores
+keep it) and `EXTENT` (one part of a file larger than a chunk). Not owned: how a chunk or a snapshot
+lays them out (`chunk.py`, `snapshot.py`). Pure values; safe from any thread.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import UsageError
+
+ChunkId = NewType("ChunkId", bytes)
+"""16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
+
+Stamp = NewType("Stamp", bytes)
+"""20 bytes, ordered as bytes: the ID of the version's first chunk (16), the place in it (4)."""
+
+NAME_BYTES_MAX = 255
+"""NAME_MAX of Linux: a longer component could be stored but never opened."""
+
+PATH_BYTES_MAX = 262_144
+"""1,000 folders of 250-byte names; longer ones are reachable on no system we know."""
+
+MODE_MASK = 0o777
+"""Set-user-ID, set-group-ID and sticky bits never travel."""
+
+DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+ROOT = b""
+"""The path of a dataset's own root folder."""
+
+
+class Kind(IntEnum):
+    """What an entry is. The numbers are part of the formats."""
+
+    FILE = 0
+    LINK = 1
+    FOLDER = 2
+    TOMBSTONE = 3
+
+
+class Codec(IntEnum):
+    """How the bytes of an entry are stored. The numbers are part of the formats."""
+
+    RAW = 0
+    LZ4 = 1
+
+
+RECORD = np.dtype(
+    [
+        ("size", "<u8"),  # of the whole file, in bytes; of a link, its target's length
+        ("mtime_ns", "<i8"),  # since 1970, signed: files are older than that and younger than 2106
+        ("checksum", "<u8"),  # xxh3-64 of the content; of a file of several extents, 0
+        ("offset", "<u4"),  # from the start of the chunk object
+        ("stored", "<u4"),  # bytes in the chunk
+        ("mode", "<u2"),  # permission bits
+        ("kind", "u1"),
+        ("codec", "u1"),
+        ("place", "<u4"),  # its number among its chunk's entries
+        ("extents", "<u4"),  # 1; or how many extents the file has, then they stand in its tail
+        ("spare", "<u4"),
+    ]
+)
+"""The fixed part of an entry, 48 bytes. Opaque to a metadata store, except `kind` and `extents`."""
+
+EXTENT = np.dtype(
+    [
+        ("chunk", "V16"),  # the chunk that holds it
+        ("start", "<u8"),  # in the file; a multiple of 64 KiB
+        ("size", "<u8"),  # of the content, in bytes
+        ("checksum", "<u8"),
+        ("offset", "<u4"),  # from the start of the chunk object
+        ("stored", "<u4"),
+        ("number", "<u4"),  # i of n, from 0
+        ("place", "<u4"),
+        ("codec", "u1"),
+        ("spare", "V7"),
+    ]
+)
+"""One extent of a file that has several, 64 bytes; a file's tail is these in order of `number`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What `stat` tells of an entry: mode holds permission bits only; sizes in bytes."""
+
+    kind: Kind
+    mode: int
+    size: int
+    mtime_ns: int
+
+
+class ChunkInfo(NamedTuple):
+    """A chunk of a dataset: its ID and the length of its object in bytes."""
+
+    id: ChunkId
+    object_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Entries as columns, n of them, in any order, each path once.
+
+    `folder[i]` is a position in `folders` (paths, each once), `chunk[i]` one in `chunks`; `tails`
+    maps i to a link's target or to a file's `EXTENT`s and lacks all others.
+    """
+
+    folders: Sequence[bytes]
+    folder: npt.NDArray[np.uint32]
+    names: Sequence[bytes]
+    records: npt.NDArray[np.void]  # of dtype RECORD
+    chunk: npt.NDArray[np.uint32]
+    chunks: Sequence[ChunkId]
+    tails: Mapping[int, bytes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, i: int) -> bytes:
+        """The path of entry i."""
+        return join(self.folders[self.folder[i]], self.names[i])
+
+
+def join(folder: bytes, name: bytes) -> bytes:
+    """The path of `name` in `folder`."""
+    return folder + b"/" + name if folder else name
+
+
+def split(path: bytes) -> tuple[bytes, bytes]:
+    """The folder of a path, and its name in it; the root is `(b"", b"")`."""
+    folder, _, name = path.rpartition(b"/")
+    return folder, name
+
+
+def name_fault(name: bytes) -> str:
+    """Why `name` cannot be a component of a path, or the empty string."""
+    if not name:
+        return "an empty component"
+    if name in (b".", b".."):
+        return f"the component {name.decode()!r}"
+    if len(name) > NAME_BYTES_MAX:
+        return f"a component of {len(name)} bytes (at most {NAME_BYTES_MAX})"
+    if b"/" in name or b"\0" in name:
+        return "a slash or NUL inside a component"
+    return ""
+
+
+def path_fault(path: bytes) -> str:
+    """Why `path` is no path of a dataset, or the empty string. The root is one."""
+    if path == ROOT:
+        return ""
+    if len(path) > PATH_BYTES_MAX:
+        return f"{len(path)} bytes (at most {PATH_BYTES_MAX})"
+    return next(filter(None, map(name_fault, path.split(b"/"))), "")
+
+
+def check_path(path: bytes) -> bytes:
+    """`path` itself. Raises UsageError where it is no path of a dataset."""
+    if fault := path_fault(path):
+        raise UsageError(f"bad path {shown(path)}: it has {fault}")
+    return path
+
+
+def check_dataset_name(name: str) -> str:
+    """`name` itself. Raises UsageError: a name becomes part of keys and paths."""
+    if not DATASET_NAME.fullmatch(name):
+        raise UsageError(
+            f"bad dataset name {name!r}",
+            advice="a name is a letter or digit, then up to 62 letters, digits, '.', '_' or '-'",
+        )
+    return name
+
+
+def shown(path: bytes) -> str:
+    """A path for people: control characters and bytes that are not UTF-8 are escaped."""
+    text = path.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,82 @@
+"""Where things lie in an object store: the names of FORMAT.md, section 2, both directions.
+
+Pure functions of identities, IDs and versions.
+"""
+
+from uuid import UUID
+
+from .chunk_id import LOWEST, chunk_id_text, parse_chunk_id
+from .entries import ChunkId
+
+DATASETS = "datasets/"
+DELETED = "deleted/"
+_PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
+
+
+def dataset_object(identity: UUID) -> str:
+    """The object that holds a dataset's name."""
+    return f"{DATASETS}{identity.hex}/DATASET"
+
+
+def deleted_object(identity: UUID) -> str:
+    """The object that says: this dataset is deleted."""
+    return f"{DELETED}{identity.hex}"
+
+
+def dataset_prefix(identity: UUID) -> str:
+    """What the names of all objects of a dataset begin with."""
+    return f"{DATASETS}{identity.hex}/"
+
+
+def chunk_prefix(identity: UUID) -> str:
+    """What the names of a dataset's chunks begin with."""
+    return f"{DATASETS}{identity.hex}/chunks/"
+
+
+def chunk_object(identity: UUID, chunk: ChunkId) -> str:
+    """The object of a chunk. Names sort as IDs do."""
+    text = chunk_id_text(chunk)
+    return f"{DATASETS}{identity.hex}/chunks/{text[:_PREFIX_CHARS]}/{text}"
+
+
+def chunk_of_object(name: str) -> ChunkId | None:
+    """The ID of a chunk object's name; None where it is not one."""
+    parts = name.rsplit("/", 2)
+    try:
+        chunk = parse_chunk_id(parts[-1])
+    except ValueError:
+        return None
+    return chunk if len(parts) == 3 and parts[1] == parts[2][:_PREFIX_CHARS] else None
+
+
+def after_chunk(identity: UUID, since: ChunkId) -> str:
+    """From which name on a listing holds the chunks whose ID is greater than `since`."""
+    return "" if since == LOWEST else chunk_object(identity, since)
+
+
+def snapshot_prefix(identity: UUID) -> str:
+    """What the names of a dataset's snapshots begin with."""
+    return f"{DATASETS}{identity.hex}/snapshots/"
+
+
+def snapshot_object(identity: UUID, version: int) -> str:
+    """The object of the snapshot of a version. Names sort as versions do."""
+    return f"{snapshot_prefix(identity)}{version:016x}"
+
+
+def version_of_object(name: str) -> int | None:
+    """The version of a snapshot object's name; None where it is not one."""
+    text = name.rpartition("/")[2]
+    try:
+        return int(text, 16) if len(text) == 16 else None
+    except ValueError:
+        return None
+
+
+def identity_of_object(name: str) -> UUID | None:
+    """The dataset whose identity is the second component of a name; None where it is not one."""
+    parts = name.split("/")
+    try:
+        return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None
+    except ValueError:
+        return None

@@ -1,0 +1,250 @@
+"""Mounting, unmounting and asking a mount, from other programs: `dlcmd` and the Python interface.
+
+Owned here: starting the daemon and hearing whether it came up, ending it. Not owned: what it does
+(`daemon.py`). Imports stay few: these calls are what a user waits for. Any thread.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from .. import errors
+from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied
+from ..settings import state_folder
+from . import kernel
+from .holders import daemon_of, ended, holders_of
+from .mountpoint import is_alive, our_mount, prepare, read_through, real_path, unmount
+from .request import MountRequest
+
+START_DEADLINE_S = 60.0
+"""How long a mount may take to come up: it may fetch a snapshot first."""
+
+END_DEADLINE_S = 5.0
+"""How long a daemon may take to end after its mount is gone; it needs a few milliseconds."""
+
+LOG_LINES_SHOWN = 15
+
+DAEMON = (sys.executable, "-m", "diesel_fs.mount.daemon")
+
+_SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
+_PIDS_SHOWN = 20
+
+# The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
+# interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
+_DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
+    """Mounts in the background and returns when reads work.
+
+    Raises DieselError with the reason; where the daemon started, the end of its log is in it.
+    """
+    request = _checked(request)
+    with _log_file(request) as log:
+        start = log.tell()
+        try:
+            _start(request, program, log)
+            if not is_alive(request.mountpoint):
+                raise DieselError(f"the mount on {request.mountpoint} died at once")
+        except DeadlineError:
+            umount(request.mountpoint, force=True)
+            raise
+        except DieselError as error:
+            error.message += _last_lines(log, start)
+            raise
+
+
+def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
+    """Becomes the daemon: it logs to stderr (or the log file), and ends with the mount."""
+    request = _checked(request)
+    text = request.to_json()
+    if request.log_file:
+        with _log_file(request) as log:
+            os.dup2(log.fileno(), 2)
+    receiver, sender = os.pipe()
+    os.write(sender, text)  # fits the pipe
+    os.close(sender)
+    os.dup2(receiver, 0)
+    command = [*program, "--foreground", request.mountpoint]
+    os.execve(command[0], command, _environment())  # noqa: S606  # without a shell, on purpose
+
+
+def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool = False) -> None:
+    """Unmounts and waits for the daemon's end.
+
+    Raises BusyError, naming the processes, where it is in use: it then goes on serving. `lazy`
+    takes it out of the tree at once, and it ends with its last user. `force` ends it now, whatever
+    it does: its users get errors.
+    """
+    found = our_mount(directory)
+    daemon = daemon_of(found.device)
+    if force:
+        _force(found.path, found.device, daemon)
+        return
+    held = lazy and holders_of(found.device)  # once detached, nobody can tell
+    try:
+        unmount(found.path, lazy=lazy)
+    except BusyError:
+        raise _busy(found.path, found.device) from None
+    if daemon is not None and not held:
+        _wait(daemon, found.path)
+
+
+def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
+    """What a mount says of itself (`.diesel/stats`). Raises DieselError."""
+    found = our_mount(directory)
+    try:
+        values = json.loads(read_through(f"{found.path}/.diesel/stats"))
+    except ValueError as error:
+        raise DieselError(f"the statistics of {found.path} are no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise DieselError(f"the statistics of {found.path} are no object")
+    return values
+
+
+def _checked(request: MountRequest) -> MountRequest:
+    request = replace(request, mountpoint=real_path(request.mountpoint))
+    if not os.path.exists("/dev/fuse"):
+        raise PermissionDenied(
+            "no /dev/fuse here",
+            advice="modprobe fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN",
+        )
+    if os.geteuid():
+        if shutil.which("fusermount3") is None:
+            raise PermissionDenied("no fusermount3 here", advice="install the package fuse3")
+        if request.allow_other and not _users_may_allow_other():
+            raise PermissionDenied(
+                "only root may use --allow-other here",
+                advice="write user_allow_other into /etc/fuse.conf",
+            )
+    prepare(request.mountpoint, request.kept_outside)
+    return request
+
+
+def _users_may_allow_other() -> bool:
+    with suppress(OSError):
+        lines = Path("/etc/fuse.conf").read_text(errors="replace").splitlines()
+        return any(line.strip() == "user_allow_other" for line in lines)
+    return False
+
+
+def _start(request: MountRequest, program: Sequence[str], log: BinaryIO) -> None:
+    """Starts the daemon and hears its report."""
+    detach = [sys.executable, "-I", "-S", "-c", _DETACH]
+    receiver, sender = os.pipe()
+    with open(receiver, "rb", buffering=0) as report:
+        try:
+            text = request.to_json()
+            starter = subprocess.Popen(
+                [*detach, *program, request.mountpoint],
+                stdin=subprocess.PIPE,
+                stdout=sender,
+                stderr=log,
+                cwd="/",
+                env=_environment(),
+                start_new_session=True,
+            )
+        finally:
+            os.close(sender)
+        with suppress(BrokenPipeError):
+            starter.communicate(text)
+        _hear(report, request)
+
+
+def _environment() -> dict[str, str]:
+    """Ours without secrets; the daemon finds the modules that we run."""
+    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _hear(report: FileIO, request: MountRequest) -> None:
+    pid, deadline_s, text = 0, time.monotonic() + START_DEADLINE_S, b""
+    while select.select([report], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        read = report.read(4096)
+        if not read:
+            raise DieselError(f"the mount on {request.mountpoint} did not come up")
+        *lines, text = (text + read).split(b"\n")
+        for line in map(json.loads, lines):
+            pid = line.get("pid", pid)
+            if "error" in line:
+                raise _error(**line)
+            if "ready" in line:
+                return
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    raise DeadlineError(f"the mount did not come up within {START_DEADLINE_S:g} s")
+
+
+def _error(error: str, message: str, advice: str) -> DieselError:
+    kind = getattr(errors, error, DieselError)
+    if not isinstance(kind, type) or not issubclass(kind, DieselError):
+        kind = DieselError
+    try:
+        return kind(message, advice=advice)
+    except TypeError:  # a leaf with fields of its own
+        return DieselError(message, advice=advice)
+
+
+@contextmanager
+def _log_file(request: MountRequest) -> Iterator[BinaryIO]:
+    """The log, open at its end; readable by its owner alone."""
+    path = Path(request.log_file) if request.log_file else default_log(request)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PermissionDenied(f"cannot write the log {path}: {error.strerror}") from error
+    with open(descriptor, "a+b") as log:
+        yield log
+
+
+def default_log(request: MountRequest) -> Path:
+    """Where the background log of a mount goes: one file for a mount point."""
+    flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
+    return state_folder() / f"mount-{request.dataset}-{flat[-100:]}.log"
+
+
+def _last_lines(log: BinaryIO, start: int) -> str:
+    log.seek(start)
+    lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    return "".join(f"\n  | {line}" for line in lines)
+
+
+def _busy(path: str, device: str) -> BusyError:
+    pids = holders_of(device)
+    shown = ", ".join(map(str, pids[:_PIDS_SHOWN])) + (", ..." if len(pids) > _PIDS_SHOWN else "")
+    who = f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
+    return BusyError(f"{path} is held by {who}", advice="end them, or use --lazy")
+
+
+def _force(path: str, device: str, daemon: int | None) -> None:
+    """Ends the connection first, so that nothing below can wait for the daemon."""
+    if not kernel.abort(device):
+        with suppress(OSError):  # root; it aborts, and is refused where somebody holds the mount
+            kernel.umount2(path, kernel.MNT_FORCE)
+    if daemon is not None and not ended(daemon, 1.0):
+        with suppress(ProcessLookupError):
+            os.kill(daemon, signal.SIGKILL)
+    with suppress(DieselError):
+        unmount(path, lazy=True)
+    if daemon is not None:
+        _wait(daemon, path)
+
+
+def _wait(daemon: int, path: str) -> None:
+    if not ended(daemon, END_DEADLINE_S):
+        raise DeadlineError(
+            f"{path} is unmounted, but its daemon (process {daemon}) has not ended",
+            advice=f"kill -9 {daemon}",
+        )

@@ -1,0 +1,175 @@
+"""Mount points: which are ours, whether one may be used, whether one is dead, and taking it away.
+
+Everything is read from `/proc/self/mountinfo`. Nothing here calls stat on a mount (a dead one looks
+alive, its attributes are cached; a hung one would never answer): what must touch one is asked of a
+child process with a deadline. Any thread.
+"""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BusyError, DeadlineError, DieselError, NoSuchPath, PermissionDenied, UsageError
+from . import kernel
+
+SUBTYPE = "diesel"
+"""The type shown by `mount` is `fuse.diesel`; by it our mounts are told from others'."""
+
+ANSWER_DEADLINE_S = 10.0
+"""How long a mount may take to answer statfs or to give its statistics."""
+
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """A line of mountinfo."""
+
+    mount_id: int
+    device: str
+    path: str
+    kind: str
+    source: str
+
+    @property
+    def ours(self) -> bool:
+        return self.kind == f"fuse.{SUBTYPE}"
+
+
+def mounts(process: str = "self") -> Iterator[Mounted]:
+    """What a process sees mounted, in the order of mounting."""
+    lines = Path(f"/proc/{process}/mountinfo").read_bytes().splitlines()
+    for line in lines:
+        before, _, after = line.partition(b" - ")
+        mount_id, _, device, _, path, *_ = before.split(b" ")
+        kind, source, *_ = after.split(b" ")
+        yield Mounted(
+            int(mount_id), device.decode(), _unescaped(path), kind.decode(), _unescaped(source)
+        )
+
+
+def _unescaped(field: bytes) -> str:
+    return os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), field))
+
+
+def mounted_at(path: str) -> Mounted | None:
+    """What is on top at this very path, or None."""
+    return next((each for each in reversed(list(mounts())) if each.path == path), None)
+
+
+def real_path(directory: str | os.PathLike[str]) -> str:
+    """The path as mountinfo has it, without touching what is mounted there."""
+    folder, name = os.path.split(os.path.abspath(directory))
+    path = os.path.join(os.path.realpath(folder), name)
+    return path if mounted_at(path) or not os.path.islink(path) else os.path.realpath(path)
+
+
+def our_mount(directory: str | os.PathLike[str]) -> Mounted:
+    """The mount of ours at `directory`. Raises UsageError where there is none."""
+    path = real_path(directory)
+    found = mounted_at(path)
+    if found is None or not found.ours:
+        what = "nothing is mounted there" if found is None else f"that is a mount of {found.kind}"
+        raise UsageError(f"{path} is no mount of a dataset: {what}")
+    return found
+
+
+def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> None:
+    """Checks that something can be mounted here, and takes away a dead mount of ours.
+
+    `kept_outside`: folders that the mount must neither hide nor lie in (the store, the cache).
+    Raises UsageError, NoSuchPath, BusyError or PermissionDenied.
+    """
+    found = mounted_at(mountpoint)
+    if found is not None and found.ours:
+        if is_alive(mountpoint):
+            raise BusyError(
+                f"{found.source} is mounted on {mountpoint}", advice="umount it, or take another"
+            )
+        unmount(mountpoint, lazy=True)
+    try:
+        names = os.listdir(mountpoint)
+    except FileNotFoundError:
+        raise NoSuchPath(f"no folder {mountpoint}", advice="make it first") from None
+    except NotADirectoryError:
+        raise UsageError(f"{mountpoint} is not a folder") from None
+    except OSError as error:
+        raise PermissionDenied(f"cannot look into {mountpoint}: {error.strerror}") from error
+    if names:
+        raise UsageError(f"{mountpoint} is not empty", advice="mount on an empty folder")
+    for folder in kept_outside:
+        inner, outer = Path(mountpoint), Path(os.path.realpath(folder))
+        if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+            raise UsageError(
+                f"{mountpoint} and {outer} lie in one another", advice="take another folder"
+            )
+
+
+def unmount(mountpoint: str, *, lazy: bool = False) -> None:
+    """Takes away the mount on top. Raises BusyError, PermissionDenied or DieselError."""
+    try:
+        kernel.umount2(mountpoint, kernel.MNT_DETACH if lazy else 0)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise BusyError(f"{mountpoint} is in use") from None
+        if error.errno != errno.EPERM:
+            raise DieselError(f"cannot unmount {mountpoint}: {error.strerror}") from error
+        _unmount_as_user(mountpoint, lazy)
+
+
+def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
+    command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", mountpoint]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, env={**os.environ, "LC_ALL": "C"}, timeout=10, check=False
+        )
+    except FileNotFoundError:
+        raise PermissionDenied(
+            f"only root may unmount {mountpoint} here", advice="install fuse3 (fusermount3)"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"fusermount3 did not end while unmounting {mountpoint}") from None
+    reason = done.stderr.decode(errors="replace").strip()
+    if done.returncode and "busy" in reason:
+        raise BusyError(f"{mountpoint} is in use")
+    if done.returncode:
+        raise PermissionDenied(f"cannot unmount {mountpoint}: {reason}")
+
+
+def is_alive(mountpoint: str) -> bool:
+    """Whether the mount answers statfs. Raises DeadlineError where it neither does nor is dead."""
+    try:
+        _ask("os.statvfs(sys.argv[1])", mountpoint)
+    except DieselError as error:
+        if isinstance(error, DeadlineError):
+            raise
+        return False
+    return True
+
+
+def read_through(path: str) -> bytes:
+    """The content of a small file in a mount. Raises DieselError; DeadlineError where it hangs."""
+    return _ask("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+
+
+def _ask(question: str, path: str) -> bytes:
+    """Runs one line of Python in a child: a process that a mount hangs must not be ours."""
+    command = [sys.executable, "-I", "-S", "-c", f"import os, sys; {question}", path]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/")
+    try:
+        answer, complaint = child.communicate(timeout=ANSWER_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()  # where it waits uninterruptibly, it ends when the mount does
+        child.returncode = -9
+        raise DeadlineError(
+            f"the mount that holds {path} does not answer", advice="umount --force ends it"
+        ) from None
+    if child.returncode:
+        reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DieselError(f"cannot read {path}: {reason}")
+    return answer

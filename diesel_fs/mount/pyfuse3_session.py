@@ -1,0 +1,247 @@
+"""The portable session: pyfuse3, hence libfuse. The reference in tests, and the fallback.
+
+It opens files by OPEN (pyfuse3 does not hand the inode to `read`), so an open, read and close of a
+file costs three requests; FLUSH and extended attributes are refused once with ENOSYS, after which
+the kernel no longer asks. Kept pages and names are valid for ever.
+
+Concurrency: pyfuse3 runs a trio task for each request that waits. Nothing here awaits but `read`,
+so the objects that answers are written into are reused: pyfuse3 copies them before another task
+runs. One per process, since pyfuse3 keeps its state in globals.
+"""
+
+import errno
+import functools
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+
+import pyfuse3
+
+from ..entries import NAME_BYTES_MAX
+from ..errors import DieselError
+from ..vfs import BLOCK_BYTES, FOREVER_S, HIDDEN_ROOT, Attributes, Refused, Vfs
+from .session import MountOptions
+
+TASKS_MAX = 10_000
+"""Requests under way at once. A READ that waits holds a task, and must delay no other request."""
+
+NUDGE_S = 0.25
+"""While READs wait, a signal so often. A request can vanish (its process was killed) between the
+kernel's "readable" and our read(2), which then blocks the loop until the next request comes; the
+signal ends it with EINTR, which pyfuse3 expects."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Handler = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
+
+
+def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Handler[_P, _T]]:
+    """Counts a handler's calls and turns whatever it raises into an errno (FAULTS H5).
+
+    pyfuse3 lets only FUSEError through: any other exception would end the mount. Cancelled is no
+    exception to this: a real one comes again at the session's next wait.
+    """
+
+    def wrap(handler: _Handler[_P, _T]) -> _Handler[_P, _T]:
+        @functools.wraps(handler)
+        async def answer(self: "_Operations", node: int, /, *args: _P.args, **kw: _P.kwargs) -> _T:
+            self.vfs.requests[request] += 1
+            try:
+                return await handler(self, node, *args, **kw)
+            except GeneratorExit:
+                raise
+            except BaseException as fault:
+                raise pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node)) from None
+
+        return answer
+
+    return wrap
+
+
+class _Operations(pyfuse3.Operations):
+    """The requests of pyfuse3, each a call of the `Vfs`. What is missing is refused with ENOSYS."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+
+    def __init__(self, vfs: Vfs) -> None:
+        super().__init__()
+        self.vfs = vfs
+        self._entry = self._blank()
+        self._listed = self._blank()
+        self._opened = pyfuse3.FileInfo(keep_cache=True)
+        self.started: Callable[[], object] = int
+
+    def init(self) -> None:
+        """Called while the kernel's first request is answered."""
+        self.started()
+
+    def _blank(self) -> pyfuse3.EntryAttributes:
+        entry = pyfuse3.EntryAttributes()
+        entry.st_uid, entry.st_gid = self.vfs.owner.uid, self.vfs.owner.gid
+        entry.st_blksize = BLOCK_BYTES
+        entry.attr_timeout = FOREVER_S
+        return entry
+
+    def _told(self, found: Attributes) -> pyfuse3.EntryAttributes:
+        entry = self._entry
+        entry.st_ino, entry.st_mode, entry.st_size = found.node, found.mode, found.size
+        entry.st_blocks = -(-found.size // 512)
+        entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = found.mtime_ns
+        entry.entry_timeout = found.name_valid_s
+        return entry
+
+    @_answered("lookup")
+    async def lookup(
+        self, node: int, name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        found = self.vfs.lookup(node, name)
+        self.vfs.remember(found.node)
+        return self._told(found)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for node, count in inode_list:
+            if node >= HIDDEN_ROOT:
+                self.vfs.forget(node, count)
+
+    @_answered("getattr")
+    async def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        return self._told(self.vfs.attributes(node))
+
+    @_answered("readlink")
+    async def readlink(self, node: int, ctx: pyfuse3.RequestContext) -> bytes:
+        return self.vfs.link_target(node)
+
+    @_answered("open")
+    async def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        self._opened.fh = node
+        return self._opened
+
+    @_answered("read")
+    async def read(self, node: int, off: int, size: int) -> bytes:
+        found = self.vfs.read_now(node, off, size)
+        if found is None:
+            with _nudged(self.vfs):
+                found = await self.vfs.read(node, off, size)
+        # pyfuse3 takes anything with a buffer and hands it to writev(2) as it is.
+        return found  # type: ignore[return-value]
+
+    @_answered("release")
+    async def release(self, node: int) -> None:
+        pass
+
+    @_answered("opendir")
+    async def opendir(self, node: int, ctx: pyfuse3.RequestContext) -> int:
+        return node
+
+    @_answered("readdir")
+    async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Entries from an offset on: 0 is `.`, 1 is `..`, and child k has k + 2."""
+        if start_id == 0 and not self._dot(token, b".", node, 1):
+            return
+        if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), 2):
+            return
+        position = max(start_id - 2, 0)
+        while (after := self._children(token, node, position)) > position:
+            position = after
+
+    @_answered("releasedir")
+    async def releasedir(self, node: int) -> None:
+        pass
+
+    def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
+        return pyfuse3.readdir_reply(token, name, self._told(self.vfs.attributes(node)), after)
+
+    def _children(self, token: pyfuse3.ReaddirToken, folder: int, position: int) -> int:
+        """Adds children from `position` on: the position after them, the same at the end of the
+
+        folder, and -1 where the answer is full.
+        """
+        found = self.vfs.listing(folder, position)
+        skip = position - found.position
+        if skip >= len(found.names):
+            return position
+        entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
+        entry.entry_timeout = found.name_valid_s
+        columns = (found.names, found.nodes, found.modes, found.sizes, found.mtimes_ns)
+        rest = zip(*(column[skip:] for column in columns), strict=True)
+        for name, node, mode, size, mtime_ns in rest:
+            entry.st_ino = node
+            entry.st_mode = mode
+            entry.st_size = size
+            entry.st_blocks = (size + 511) >> 9
+            if mtime_ns != mtime_before:
+                entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = mtime_before = mtime_ns
+            if not reply(token, name, entry, position + 3):
+                return -1
+            if node >= HIDDEN_ROOT:
+                self.vfs.remember(node)
+            position += 1
+        return position
+
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        return await self._statfs(0)
+
+    @_answered("statfs")
+    async def _statfs(self, node: int) -> pyfuse3.StatvfsData:
+        space, told = self.vfs.space(), pyfuse3.StatvfsData()
+        told.f_bsize = told.f_frsize = BLOCK_BYTES
+        told.f_blocks, told.f_files = space.blocks, space.entries
+        told.f_namemax = NAME_BYTES_MAX
+        return told
+
+    @_answered("flush")
+    async def flush(self, node: int) -> None:
+        raise Refused(errno.ENOSYS)
+
+    @_answered("getxattr")
+    async def getxattr(self, node: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        raise Refused(errno.ENOSYS)
+
+    @_answered("listxattr")
+    async def listxattr(self, node: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        raise Refused(errno.ENOSYS)
+
+
+@contextmanager
+def _nudged(vfs: Vfs) -> Iterator[None]:
+    """Interrupts the loop's read(2) now and then while any READ waits."""
+    signal.setitimer(signal.ITIMER_REAL, NUDGE_S, NUDGE_S)
+    try:
+        yield
+    finally:
+        if not vfs.waiting:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class Pyfuse3Session:
+    """The session over libfuse; see the module."""
+
+    name: ClassVar[str] = "pyfuse3"
+
+    def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
+        self._operations = _Operations(vfs)
+        self._mountpoint = mountpoint
+        self._options = options
+
+    def mount(self) -> None:
+        """Puts the file system in the tree. What libfuse says of a failure is on stderr."""
+        try:
+            pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
+        except RuntimeError as error:
+            raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Answers requests until the kernel has closed the connection."""
+        self._operations.started = started
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        try:
+            await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def close(self) -> None:
+        """Closes the connection; unmounting is the daemon's affair."""
+        pyfuse3.close(unmount=False)

@@ -1,0 +1,236 @@
+"""Rebuilding metadata from chunks, and telling where the two differ: `recover` and `verify`.
+
+Owned here: what counts as damage and how it is named. The chunks are the truth; `recover` folds
+them again, `verify` folds them beside the live metadata and compares. Blocking; one thread.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import UUID
+
+from .chunk import Header, damaged, parse_header, parse_preamble
+from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
+from .entries import ChunkId, shown
+from .errors import DieselError, FormatError, NewerVersionError, ObjectMissing
+from .layout import chunk_object, dataset_prefix
+from .repository import PUT_WINDOW_S, DatasetInfo, Repository, batch_of
+from .storage.metadata import Batch, Changes, MetadataStore
+from .storage.sqlite import SqliteMetadata
+
+Tell = Callable[[int, int], None]
+"""Progress: chunks done, chunks in all (0: not known)."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a look at all chunks found. `problems` are damage; `notes` are not."""
+
+    chunks: int = 0
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+    folded: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is damaged or lost."""
+        return not self.problems
+
+
+def recover(
+    repository: Repository,
+    name: str,
+    since_s: float | None = None,
+    tell: Tell = lambda done, total: None,
+) -> Findings:
+    """Fold the chunks of a dataset again: all into a fresh state, or those since a time.
+
+    A chunk that cannot be read is a problem and is left out; all others are folded in. Readers see
+    the old state until the new one is whole. Raises NoSuchDataset, MetadataError.
+    """
+    info = repository.dataset(name)
+    meta = repository.meta
+    findings = Findings()
+    since = LOWEST if since_s is None else lowest_id(int(since_s))
+    chunks = list(repository.chunk_names(info.identity, since))
+    known = {record.id for record in meta.chunks(info.identity)} if info.marker else set()
+
+    def batches() -> Iterator[Batch]:
+        for done, (chunk, header) in enumerate(
+            _headers(repository, info.identity, chunks, findings)
+        ):
+            tell(done, len(chunks))
+            findings.folded += chunk not in known
+            findings.entries += len(header)
+            yield batch_of(header)
+
+    if since_s is None:
+        meta.rebuild(name, info.identity, batches())
+    else:
+        if info.marker is None:
+            meta.create(name, info.identity)
+        for batch in batches():
+            meta.commit(info.identity, batch)
+    repository.publish(name, full=True)
+    marker = meta.marker(name)
+    findings.files, findings.bytes = marker.files, marker.bytes
+    return findings
+
+
+def verify(
+    repository: Repository,
+    name: str,
+    *,
+    headers_only: bool = False,
+    tell: Tell = lambda done, total: None,
+) -> Findings:
+    """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
+
+    Changes nothing. Raises NoSuchDataset.
+    """
+    info = repository.dataset(name)
+    findings = Findings()
+    chunks = list(repository.chunk_names(info.identity))
+    with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
+        scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
+        try:
+            scratch.create(name, info.identity)
+            known = _known_chunks(repository, info, findings)
+            for done, (chunk, header) in enumerate(
+                _headers(repository, info.identity, chunks, findings, bodies=not headers_only)
+            ):
+                tell(done, len(chunks))
+                findings.entries += len(header)
+                if known is None or chunk in known:
+                    scratch.commit(info.identity, batch_of(header))
+                else:
+                    _unindexed(chunk, len(header), findings)
+            if known is not None:
+                for lost in sorted(known.difference(chunks)):
+                    findings.problems.append(
+                        f"lost chunk {chunk_id_text(lost)}: metadata names it, the store has it not"
+                    )
+                _compare(repository.meta, scratch, info, findings)
+            marker = scratch.marker(name)
+            findings.files, findings.bytes = marker.files, marker.bytes
+        finally:
+            scratch.close()
+    _look_around(repository, info, findings)
+    return findings
+
+
+def _known_chunks(
+    repository: Repository, info: DatasetInfo, findings: Findings
+) -> set[ChunkId] | None:
+    """The chunks that the metadata store has committed; None where it cannot say."""
+    if info.marker is None:
+        findings.problems.append(
+            f"the metadata store does not know the dataset: run `dlcmd recover {info.name}`"
+        )
+        return None
+    return {record.id for record in repository.meta.chunks(info.identity)}
+
+
+def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
+    text = f"unindexed chunk {chunk_id_text(chunk)} with {entries} entries"
+    if time.time() - id_seconds(chunk) < PUT_WINDOW_S:
+        findings.notes.append(f"{text}: of a put under way, or of one that was killed")
+    else:
+        findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
+
+
+def _headers(
+    repository: Repository,
+    identity: UUID,
+    chunks: list[ChunkId],
+    findings: Findings,
+    *,
+    bodies: bool = False,
+) -> Iterator[tuple[ChunkId, Header]]:
+    """The readable headers of `chunks`; what is wrong with the others becomes a problem."""
+    for chunk in chunks:
+        findings.chunks += 1
+        try:
+            if bodies:
+                header = _check_bodies(repository, identity, chunk, findings)
+            else:
+                header = repository.read_header(identity, chunk)
+        except NewerVersionError as error:
+            findings.problems.append(
+                f"chunk {chunk_id_text(chunk)}: {error.message}; left as it is"
+            )
+            continue
+        except ObjectMissing:
+            continue  # removed since it was listed
+        except FormatError as error:
+            findings.problems.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
+            continue
+        for place, fault in header.faults.items():
+            findings.problems.append(
+                f"chunk {chunk_id_text(chunk)}: entry {place} "
+                f"({shown(header.path(place))}) is skipped: its path has {fault}"
+            )
+        yield chunk, header
+
+
+def _check_bodies(
+    repository: Repository, identity: UUID, chunk: ChunkId, findings: Findings
+) -> Header:
+    name = chunk_object(identity, chunk)
+    data = memoryview(repository.objects.get(name))
+    preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
+    start = preamble.body_start - preamble.header_stored
+    header = parse_header(preamble, data[start : preamble.body_start])
+    for place in damaged(header, data[preamble.body_start :]):
+        findings.problems.append(
+            f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
+        )
+    return header
+
+
+def _compare(
+    live: MetadataStore, folded: MetadataStore, info: DatasetInfo, findings: Findings
+) -> None:
+    """Name the paths for which the metadata store and the fold over its chunks differ."""
+    wanted, have = (_by_path(store.changes(info.identity, 0)) for store in (folded, live))
+    for path in sorted(wanted.keys() | have.keys()):
+        if path not in have:
+            findings.problems.append(f"metadata lacks {shown(path)}")
+        elif path not in wanted:
+            findings.problems.append(f"metadata has {shown(path)}, no chunk does")
+        elif wanted[path] != have[path]:
+            findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
+
+
+def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
+    rows = changes.rows
+    return {
+        rows.path(i): (
+            rows.records[i].tobytes(),
+            rows.chunks[rows.chunk[i]],
+            rows.tails.get(i, b""),
+        )
+        for i in range(len(rows))
+    }
+
+
+def _look_around(repository: Repository, info: DatasetInfo, findings: Findings) -> None:
+    """Shadowed files, leftovers and foreign objects."""
+    try:
+        view = repository.view_of(info)
+        for index in view.shadowed().tolist():
+            findings.problems.append(
+                f"{shown(view.path(index))} is a file and a folder: the folder shows"
+            )
+    except DieselError as error:
+        findings.problems.append(error.message)
+    prefix = dataset_prefix(info.identity)
+    if leftovers := sum(1 for _ in repository.objects.leftovers(prefix)):
+        findings.notes.append(f"{leftovers} temporary files of puts under way or killed")
+    if foreign := sum(1 for _ in repository.objects.foreign(prefix)):
+        findings.notes.append(f"{foreign} foreign objects, ignored")

@@ -1,0 +1,545 @@
+"""A repository: an object store and a metadata store, and what dataset operations mean over them.
+
+Owned here: the order of writing (FORMAT.md, section 5), who may commit what, and which snapshot
+answers a reader. Not owned: bytes of chunks and snapshots, keys of stores. The chunks are the only
+truth; everything else here can be made again (`recovery.py`).
+
+A `Repository` may be used from several threads and in forked children; a `WriteSession` belongs to
+one writer. Readers never need the metadata store: where it cannot be had they go by the newest
+snapshot in the object store.
+"""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from uuid import UUID
+
+from .chunk import Header, parse_header, parse_preamble
+from .chunk_builder import ChunkBuilder
+from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds
+from .entries import ChunkId, ChunkInfo, Kind, Rows, Stat, check_dataset_name, check_path, split
+from .errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DieselError,
+    MetadataBehind,
+    MetadataError,
+    NoSuchDataset,
+    NoSuchPath,
+    ObjectExists,
+    ObjectMissing,
+    PermissionDenied,
+    UsageError,
+)
+from .layout import (
+    DATASETS,
+    chunk_object,
+    chunk_of_object,
+    chunk_prefix,
+    dataset_object,
+    deleted_object,
+    identity_of_object,
+)
+from .settings import RepositoryUrl, parse_url
+from .snapshot import Snapshot
+from .snapshots import SnapshotShelf
+from .storage.folder import FolderStore
+from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
+from .storage.objects import ObjectStore
+from .storage.sqlite import SqliteMetadata
+
+PUT_WINDOW_S = 3600
+"""How long a chunk may take from its sealing to its commit; how far back recovery must look."""
+
+CLOCK_ALLOWANCE_S = 300
+"""How far an ID may be ahead of the committer's clock: all later IDs have to follow it."""
+
+_TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
+
+
+class StaleChunk(BusyError):
+    """A chunk was older than the put window at its commit; it has been deleted again."""
+
+    def __init__(self, message: str, paths: Sequence[bytes]) -> None:
+        super().__init__(message, advice="put these files again")
+        self.paths = paths
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit brought: regular files (the last extent counts), their bytes, all entries."""
+
+    version: int
+    files: int
+    content_bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """A dataset as the object store knows it; `marker` is None where the metadata store does not."""
+
+    name: str
+    identity: UUID
+    created_ns: int
+    marker: Marker | None
+
+
+class Repository:
+    """Datasets over an object store and a metadata store (None: it cannot be had, reading only)."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        meta: MetadataStore | None,
+        *,
+        url: RepositoryUrl,
+        meta_problem: DieselError | None = None,
+    ) -> None:
+        self.objects = objects
+        self.url = url
+        self._meta = meta
+        self._meta_problem = meta_problem
+        self.snapshots = SnapshotShelf(objects)
+        self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
+
+    @classmethod
+    def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
+        """Open the repository at `url`; `create` makes a new one in a new or empty folder.
+
+        Raises ConfigError for a scheme that this version does not have, ObjectStoreError where
+        there is no repository.
+        """
+        where = parse_url(url) if isinstance(url, str) else url
+        if where.scheme != "file" or where.meta:
+            raise ConfigError(
+                f"this version has no {where.scheme}:// repository and no ?meta=",
+                advice="use file:///folder",
+            )
+        objects = FolderStore.create(where.path) if create else FolderStore.open(where.path)
+        meta: MetadataStore | None = None
+        problem: DieselError | None = None
+        try:
+            meta = SqliteMetadata.open(Path(objects.root) / "meta.sqlite", create=create)
+        except DieselError as error:
+            problem = error
+        return cls(objects, meta, url=where, meta_problem=problem)
+
+    def close(self) -> None:
+        """Let go of the metadata store."""
+        if self._meta is not None:
+            self._meta.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def meta(self) -> MetadataStore:
+        """The metadata store. Raises why it cannot be had."""
+        if self._meta is None:
+            raise self._meta_problem or MetadataError("there is no metadata store")
+        return self._meta
+
+    # Finding datasets
+
+    def datasets(self) -> list[DatasetInfo]:
+        """All datasets that are not deleted, by name. The object store is the truth here."""
+        markers: dict[UUID, Marker] = {}
+        if self._meta is not None:
+            markers = {marker.identity: marker for marker in self._meta.markers()}
+        found = []
+        for identity in self._identities():
+            info = self._dataset_info(identity, markers.get(identity))
+            if info is not None:
+                found.append(info)
+        return sorted(found, key=lambda info: (info.name, info.created_ns))
+
+    def dataset(self, name: str) -> DatasetInfo:
+        """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
+        check_dataset_name(name)
+        if self._meta is not None:
+            try:
+                marker = self._meta.marker(name)
+            except NoSuchDataset:
+                pass
+            else:
+                info = self._dataset_info(marker.identity, marker)
+                if info is not None and info.name == name:
+                    return info
+        same = [info for info in self.datasets() if info.name == name]
+        if not same:
+            raise NoSuchDataset(f"no dataset {name!r} in {self.url}")
+        if len(same) > 1:
+            raise MetadataError(
+                f"two datasets are named {name!r}: {same[0].identity} and {same[1].identity}"
+            )
+        return same[0]
+
+    def _identities(self) -> Iterator[UUID]:
+        # One listing per folder of the store, not of the chunks in it
+        after = DATASETS
+        while True:
+            name = next(iter(self.objects.names(DATASETS, after)), None)
+            if name is None:
+                return
+            identity = identity_of_object(name)
+            if identity is not None:
+                yield identity
+            after = name[: len(DATASETS) + 32] + "0"  # behind every "<identity>/..."
+
+    def _dataset_info(self, identity: UUID, marker: Marker | None) -> DatasetInfo | None:
+        """What the store says of a dataset; None where it is deleted or was never finished."""
+        if self._is_deleted(identity):
+            return None
+        try:
+            described = json.loads(bytes(self.objects.get(dataset_object(identity))))
+            name, created_ns = described["name"], described["created_ns"]
+        except ObjectMissing:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
+        if not isinstance(name, str) or not isinstance(created_ns, int):
+            raise CorruptError(f"{dataset_object(identity)} is damaged")
+        return DatasetInfo(check_dataset_name(name), identity, created_ns, marker)
+
+    def _is_deleted(self, identity: UUID) -> bool:
+        try:
+            self.objects.stat(deleted_object(identity))
+        except ObjectMissing:
+            return False
+        return True
+
+    # Reading
+
+    def view(self, name: str) -> Snapshot:
+        """All metadata of a dataset at its current version.
+
+        Where the metadata store cannot be had or does not know the dataset, the newest snapshot
+        answers. Raises NoSuchDataset, or MetadataBehind where there is no way to know.
+        """
+        return self.view_of(self.dataset(name))
+
+    def view_of(self, info: DatasetInfo) -> Snapshot:
+        """`view` of a dataset that has been found."""
+        newest = self.snapshots.newest(info.identity)
+        if info.marker is None or self._meta is None:
+            if newest:
+                return self.snapshots.load(info.identity, newest)
+            if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
+                return self.snapshots.empty(info.identity, info.name)
+            raise self._behind(info.name)
+        if newest > info.marker.version:  # the metadata store lost something; the snapshot did not
+            return self.snapshots.load(info.identity, newest)
+        return self.snapshots.at(self._meta, info.marker)
+
+    def _behind(self, name: str) -> MetadataBehind:
+        why = f" ({self._meta_problem.message})" if self._meta_problem else ""
+        return MetadataBehind(
+            f"the metadata of {name!r} is behind its chunks{why}",
+            advice=f"run `dlcmd recover {name}`",
+        )
+
+    def stat(self, name: str, path: bytes) -> Stat:
+        """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""
+        check_path(path)
+        info = self.dataset(name)
+        if info.marker is None or self._meta is None or not path:
+            view = self.view_of(info)
+            return view.stat(found(view, path))
+        rows = self._meta.lookup(info.identity, [path])
+        if len(rows):
+            record = rows.records[0]
+            return Stat(
+                Kind(int(record["kind"])),
+                int(record["mode"]),
+                int(record["size"]),
+                int(record["mtime_ns"]),
+            )
+        if len(self._meta.children(info.identity, path)):
+            return Stat(Kind.FOLDER, 0o755, 0, 0)
+        raise NoSuchPath(f"no {path!r} in dataset {name!r}")
+
+    def list(self, name: str, folder: bytes = b"") -> Rows:
+        """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
+        info = self.dataset(name)
+        rows = self.meta.children(info.identity, check_path(folder))
+        if not len(rows) and folder and self.stat(name, folder).kind != Kind.FOLDER:
+            raise NoSuchPath(f"{folder!r} in dataset {name!r} is not a folder")
+        return rows
+
+    def read_header(self, identity: UUID, chunk: ChunkId) -> Header:
+        """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
+        name = chunk_object(identity, chunk)
+        size = self.objects.stat(name).bytes
+        front = self.objects.get(name, 0, min(size, _HEADER_GUESS_BYTES))
+        preamble = parse_preamble(bytes(front), identity=identity, id=chunk, object_bytes=size)
+        stored = bytes(front[preamble.body_start - preamble.header_stored : preamble.body_start])
+        if len(stored) < preamble.header_stored:
+            stored = bytes(
+                self.objects.get(
+                    name, preamble.body_start - preamble.header_stored, preamble.header_stored
+                )
+            )
+        return parse_header(preamble, stored)
+
+    def chunk_names(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
+        """The IDs of the durable chunks greater than `since`, ascending."""
+        after = "" if since == LOWEST else chunk_object(identity, since)
+        for name in self.objects.names(chunk_prefix(identity), after):
+            chunk = chunk_of_object(name)
+            if chunk is not None:
+                yield chunk
+
+    # Writing
+
+    def begin(self, name: str, *, create: bool = True) -> "WriteSession":
+        """A writer's session on a dataset, which is made if it is missing and `create`.
+
+        Folds in what the metadata store does not know and no put under way can own. Raises
+        NoSuchDataset, MetadataError, PermissionDenied.
+        """
+        check_dataset_name(name)
+        meta = self.meta
+        try:
+            info = self.dataset(name)
+        except NoSuchDataset:
+            if not create:
+                raise
+            info = self._create(name)
+        if info.marker is None:
+            self._fold_missing(info, meta.create(name, info.identity), everything=True)
+        else:
+            self._fold_missing(info, info.marker, everything=False)
+        return WriteSession(self, self.dataset(name))
+
+    def _create(self, name: str) -> DatasetInfo:
+        identity = uuid.uuid4()
+        created_ns = time.time_ns()
+        described = json.dumps({"name": name, "identity": identity.hex, "created_ns": created_ns})
+        self.objects.put(dataset_object(identity), [described.encode() + b"\n"])
+        return DatasetInfo(name, identity, created_ns, None)
+
+    def _fold_missing(self, info: DatasetInfo, marker: Marker, *, everything: bool) -> None:
+        """Commit chunks that are durable but unknown and older than the put window."""
+        count, digest = 0, 0
+        for chunk in self.chunk_names(info.identity):
+            count, digest = count + 1, digest + chunk_digest(chunk)
+        if (count, digest % 2**128) == (marker.chunks, marker.digest):
+            return
+        known = {record.id for record in self.meta.chunks(info.identity)}
+        limit = time.time() - PUT_WINDOW_S
+        for chunk in self.chunk_names(info.identity):
+            if chunk not in known and (everything or id_seconds(chunk) < limit):
+                self.fold_in(info.identity, chunk)
+
+    def fold_in(self, identity: UUID, chunk: ChunkId) -> None:
+        """Commit a durable chunk as it is, whoever wrote it. Raises FormatError."""
+        header = self.read_header(identity, chunk)
+        self.meta.commit(identity, batch_of(header))
+
+    def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Committed:
+        """Commit a chunk that is durable, from its preamble and stored header.
+
+        Idempotent. Raises CorruptError for an ID from the future or stamps that a client may not
+        choose, StaleChunk for an ID older than the put window (the chunk is deleted).
+        """
+        front = parse_preamble(preamble, identity=identity)
+        parsed = parse_header(front, header)
+        age_s = time.time() - id_seconds(front.id)
+        if age_s < -CLOCK_ALLOWANCE_S:
+            raise CorruptError(
+                f"chunk {chunk_id_text(front.id)} is from the future by {-age_s:.0f} s",
+                advice="set the clocks of the writers right",
+            )
+        if age_s > PUT_WINDOW_S:
+            self.objects.delete(chunk_object(identity, front.id))
+            paths = [parsed.path(place) for place in range(len(parsed))]
+            raise StaleChunk(f"chunk {chunk_id_text(front.id)} came too late", paths)
+        parsed.check_stamps(PUT_WINDOW_S)
+        version = self.meta.commit(identity, batch_of(parsed))
+        files = parsed.records["kind"] == Kind.FILE
+        for part in parsed.parts.items():
+            files[part[0]] = part[1].number == part[1].total - 1
+        return Committed(
+            version,
+            int(files.sum()),
+            int(parsed.records["size"][files].sum()),
+            len(parsed),
+        )
+
+    def publish(self, name: str, *, full: bool = False) -> int:
+        """Leave the snapshot of the current version beside the chunks; the version comes back.
+
+        Everything committed so far is durable on return. `full` starts from nothing rather than
+        from the previous snapshot.
+        """
+        info = self.dataset(name)
+        if info.marker is None:
+            raise self._behind(name)
+        self.meta.durable()
+        return self.snapshots.publish(self.meta, info.marker, full=full)
+
+    def refuse_recursion(self, source: Path) -> None:
+        """Raise UsageError where `source` lies in this repository, or it in `source`."""
+        if not isinstance(self.objects, FolderStore):
+            return
+        real, store = Path(os.path.realpath(source)), Path(self.objects.root)
+        if real == store or store in real.parents or real in store.parents:
+            raise UsageError(
+                f"{source} and the repository {store} lie in each other",
+                advice="put from, or keep the repository in, another folder",
+            )
+
+    def delete_dataset(self, name: str) -> int:
+        """Delete a dataset for ever; how many objects were removed comes back.
+
+        Repeatable: a deletion that was interrupted goes on. Raises NoSuchDataset.
+        """
+        try:
+            identities = [self.dataset(name).identity]
+        except NoSuchDataset:
+            identities = list(self._dying(name))
+            if not identities:
+                raise
+        removed = 0
+        for identity in identities:
+            try:
+                self.objects.put(deleted_object(identity), [name.encode()])
+            except ObjectExists:
+                pass
+            if self._meta is not None:
+                self._meta.drop(identity)
+            prefix = f"{DATASETS}{identity.hex}/"
+            for object_name in list(self.objects.names(prefix)):
+                if object_name != dataset_object(identity):
+                    self.objects.delete(object_name)
+                    removed += 1
+            self.objects.delete(dataset_object(identity))  # last: it is how `_dying` finds the rest
+        return removed
+
+    def _dying(self, name: str) -> Iterator[UUID]:
+        """Deleted datasets of this name of which objects are left."""
+        for identity in self._identities():
+            try:
+                described = json.loads(bytes(self.objects.get(dataset_object(identity))))
+            except (ObjectMissing, ValueError):
+                continue
+            if isinstance(described, dict) and described.get("name") == name:
+                yield identity
+
+
+class WriteSession:
+    """One writer on one dataset: new IDs, commits, deletions; `finish` makes it acknowledged."""
+
+    def __init__(self, repository: Repository, info: DatasetInfo) -> None:
+        assert info.marker is not None
+        self._repository = repository
+        self.name = info.name
+        self.identity = info.identity
+        self.objects = repository.objects
+        self._began_at = info.marker.version
+        self._view: Snapshot | None = None
+        self._info = info
+
+    @property
+    def view(self) -> Snapshot:
+        """The dataset as it was when the session began."""
+        if self._view is None:
+            self._view = self._repository.view_of(self._info)
+        return self._view
+
+    def new_id(self, writer_of: ChunkId | None = None) -> ChunkId:
+        """The ID of a chunk that is being sealed now. Raises ConflictError after a deletion."""
+        marker = self._marker()
+        return self._repository.ids.next(marker.newest, writer_of)
+
+    def commit(self, preamble: bytes, header: bytes) -> Committed:
+        """`Repository.commit`, into the dataset that this session began on."""
+        return self._repository.commit(self.identity, preamble, header)
+
+    def delete(self, paths: Sequence[bytes]) -> int:
+        """Write and commit tombstones for `paths`; how many comes back. Repeatable."""
+        builder = ChunkBuilder(self.identity, _TOMBSTONE_BODY_BYTES, "none")
+        for path in paths:
+            builder.add_tombstone(split(check_path(path)))
+            if builder.full:
+                self._store(builder)
+        if len(builder):
+            self._store(builder)
+        return len(paths)
+
+    def finish(self) -> int:
+        """Acknowledge: all commits are durable and their snapshot is published. The version."""
+        if self._marker().version == self._began_at and self._repository.snapshots.newest(
+            self.identity
+        ):
+            return self._began_at
+        return self._repository.publish(self.name)
+
+    def _store(self, builder: ChunkBuilder) -> None:
+        while True:
+            chunk = self.new_id()
+            parts, _ = builder.seal(chunk)
+            try:
+                self.objects.put(chunk_object(self.identity, chunk), parts)
+            except ObjectExists:
+                continue  # another writer drew the same ID
+            self.commit(bytes(parts[0]), bytes(parts[1]))
+            builder.clear()
+            return
+
+    def _marker(self) -> Marker:
+        try:
+            marker = self._repository.meta.marker(self.name)
+        except NoSuchDataset:
+            marker = None
+        if marker is None or marker.identity != self.identity:
+            raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
+        return marker
+
+
+_HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header: one request instead of two
+
+
+def batch_of(header: Header) -> Batch:
+    """What a metadata store commits of a chunk."""
+    rows, stamps = header.rows()
+    preamble = header.preamble
+    return Batch(
+        chunk=ChunkInfo(preamble.id, preamble.object_bytes),
+        uploaded_ns=time.time_ns(),
+        rows=rows,
+        stamps=stamps,
+    )
+
+
+def found(view: Snapshot, path: bytes) -> int:
+    """The index of a path in a view. Raises NoSuchPath."""
+    index = view.lookup(check_path(path))
+    if index < 0:
+        raise NoSuchPath(f"no {os.fsdecode(path)!r} in dataset {view.dataset!r}")
+    return index
+
+
+__all__ = [
+    "CLOCK_ALLOWANCE_S",
+    "PUT_WINDOW_S",
+    "Committed",
+    "DatasetInfo",
+    "PermissionDenied",
+    "Repository",
+    "StaleChunk",
+    "WriteSession",
+    "batch_of",
+    "found",
+]

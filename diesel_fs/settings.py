@@ -1,0 +1,142 @@
+"""Settings: where they come from, which win, and the user's own folders.
+
+Flags win over the environment, the environment over `~/.config/diesel/config.toml`, that over the
+defaults; unknown keys are errors. Values are immutable once loaded.
+"""
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from .errors import ConfigError, PermissionDenied
+
+READ_DEADLINE_S = 30.0
+"""How long a read may wait for the object store before it is an error (FAULTS, 6)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryUrl:
+    """A parsed repository address. `path` is set for `file`, `host` otherwise."""
+
+    scheme: str
+    path: Path
+    host: str
+    meta: str  # the URL of the metadata store; empty: the embedded one
+
+    def __str__(self) -> str:
+        place = f"file://{self.path}" if self.scheme == "file" else f"{self.scheme}://{self.host}"
+        return f"{place}?meta={self.meta}" if self.meta else place
+
+
+def parse_url(text: str) -> RepositoryUrl:
+    """The repository that a URL names. Raises ConfigError for anything but a known form."""
+    if "://" not in text:
+        raise ConfigError(f"bad repository URL {text!r}", advice="write it as file:///folder")
+    parts = urlsplit(text)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(set(query) - {"meta"}):
+        raise ConfigError(f"bad repository URL: unknown parameter {unknown[0]!r}")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise ConfigError(
+                f"bad repository URL {text!r}", advice="a file:// URL has three slashes: file:///x"
+            )
+        return RepositoryUrl("file", Path(unquote(parts.path)), "", query.get("meta", ""))
+    if parts.scheme in ("diesel", "diesel+tls", "s3"):
+        return RepositoryUrl(parts.scheme, Path(), parts.netloc, query.get("meta", ""))
+    raise ConfigError(f"bad repository URL: unknown scheme {parts.scheme!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What may stand in the configuration file, in the environment, and in global options."""
+
+    url: str = ""
+    user: str = ""
+    key_file: str = ""
+
+    @property
+    def repository_url(self) -> str:
+        """The repository that is meant, the user's own where none is named."""
+        return self.url or data_folder().as_uri()
+
+
+_ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER"}
+
+
+def load_settings(
+    flags: Mapping[str, str | None], environment: Mapping[str, str] | None = None
+) -> Settings:
+    """The settings in force. Raises ConfigError for unknown keys and wrong types."""
+    env = os.environ if environment is None else environment
+    settings = replace(Settings(), **_from_file(config_file()))
+    settings = replace(settings, **{k: env[v] for k, v in _ENVIRONMENT.items() if env.get(v)})
+    return replace(settings, **{k: v for k, v in flags.items() if v is not None})
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    known = {field.name for field in fields(Settings)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}", advice=f"known: {sorted(known)}")
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}: {key} must be a string")
+    return values
+
+
+def config_file() -> Path:
+    """The user's configuration file."""
+    return _home("XDG_CONFIG_HOME", ".config") / "diesel" / "config.toml"
+
+
+def data_folder() -> Path:
+    """The default repository."""
+    return _home("XDG_DATA_HOME", ".local/share") / "diesel"
+
+
+def state_folder() -> Path:
+    """Where background logs go; made where it is missing."""
+    return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")
+
+
+def cache_folder() -> Path:
+    """Private copies that can be made again; made where it is missing."""
+    return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, a folder that only this user can read and change.
+
+    Raises PermissionDenied where it belongs to another user or lets others write.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise PermissionDenied(f"cannot make the folder {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionDenied(f"{path} is not a folder of this user")
+    if found.st_mode & 0o022:
+        raise PermissionDenied(f"others can write to {path}", advice=f"chmod 700 {path}")
+    return path
+
+
+def _home(variable: str, default: str) -> Path:
+    value = os.environ.get(variable, "")
+    if value.startswith("/"):  # the XDG specification says to ignore relative ones
+        return Path(value)
+    try:
+        return Path.home() / default
+    except RuntimeError as error:
+        raise ConfigError("no home folder", advice=f"set {variable}") from error

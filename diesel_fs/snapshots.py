@@ -1,0 +1,210 @@
+"""Where snapshots are kept and made: the object store's, and this user's private mapped copies.
+
+Only files in the user's own private folder are mapped: a foreign file can be truncated or changed
+after the check, and a mapped file that is truncated kills the process. A snapshot from the object
+store is read into memory, checked whole, and written there once per node, user and version.
+Thread-safe; files are replaced by rename only.
+"""
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+
+from .entries import RECORD, Rows
+from .errors import (
+    CorruptError,
+    DieselError,
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    ObjectExists,
+    PermissionDenied,
+)
+from .layout import snapshot_object, snapshot_prefix, version_of_object
+from .settings import cache_folder, private_folder
+from .snapshot import Snapshot
+from .snapshot_merge import merge
+from .storage.metadata import Marker, MetadataStore
+from .storage.objects import ObjectStore
+
+KEPT = 2
+"""Snapshots kept per dataset, in the store and privately: the newest, and one for its readers."""
+
+Part = bytes | bytearray | memoryview
+
+NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
+
+
+class SnapshotShelf:
+    """Snapshots of the datasets of one object store."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def newest(self, identity: UUID) -> int:
+        """The greatest version of which the store has a snapshot; 0 for none."""
+        return max(self._versions(identity), default=0)
+
+    def load(self, identity: UUID, version: int) -> Snapshot:
+        """The snapshot of a version that the store has. Raises FormatError, ObjectMissing."""
+        own = _open_private(identity, version)
+        if own is not None:
+            return own
+        data = memoryview(self._objects.get(snapshot_object(identity, version)))
+        checked = Snapshot(data, verify=True)
+        if checked.identity != identity or checked.version != version:
+            raise CorruptError(f"{snapshot_object(identity, version)} holds another snapshot")
+        return _keep_private(identity, version, [data]) or checked
+
+    def save(self, view: Snapshot, file: Path) -> None:
+        """Write a snapshot to a file of the user's: whole or not at all, durable on return."""
+        try:
+            write_durably(file, [view.buffer])
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+    def empty(self, identity: UUID, name: str) -> Snapshot:
+        """The snapshot of a dataset without any entry, version 0."""
+        parts = merge(None, NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0)
+        return Snapshot(memoryview(b"".join(parts)), verify=True)
+
+    def at(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> Snapshot:
+        """The snapshot of the metadata store's current version, made where there is none yet."""
+        if marker.version == 0:
+            return self.empty(marker.identity, marker.name)
+        if not full:
+            own = _open_private(marker.identity, marker.version)
+            if own is not None:
+                return own
+            if marker.version in self._versions(marker.identity):
+                return self.load(marker.identity, marker.version)
+        made, parts = self._export(meta, marker, full=full)
+        return _keep_private(marker.identity, made, parts) or Snapshot(
+            memoryview(b"".join(parts)), verify=False
+        )
+
+    def publish(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> int:
+        """Put the snapshot of the current version into the store; its version comes back."""
+        if marker.version in self._versions(marker.identity) and not full:
+            return marker.version
+        version, parts = self._export(meta, marker, full=full)
+        try:
+            self._objects.put(snapshot_object(marker.identity, version), parts)
+        except ObjectExists:
+            pass  # another writer published the same version; a version has one content
+        for old in sorted(self._versions(marker.identity))[:-KEPT]:
+            self._objects.delete(snapshot_object(marker.identity, old))
+        return version
+
+    def _export(
+        self, meta: MetadataStore, marker: Marker, *, full: bool
+    ) -> tuple[int, Sequence[Part]]:
+        """The current version's snapshot: the previous one, and what changed since."""
+        previous = None if full else self._previous(marker)
+        changes = meta.changes(marker.identity, previous.version if previous else 0)
+        now = changes.marker
+        parts = merge(
+            previous,
+            changes.rows,
+            changes.chunks,
+            identity=now.identity,
+            dataset=now.name,
+            version=now.version,
+            digest=now.digest,
+        )
+        return now.version, parts
+
+    def _previous(self, marker: Marker) -> Snapshot | None:
+        """The best snapshot to start from: none is as good as any that cannot be read."""
+        for version in sorted(self._versions(marker.identity), reverse=True):
+            if version <= marker.version:
+                try:
+                    return self.load(marker.identity, version)
+                except DieselError:
+                    continue
+        return None
+
+    def _versions(self, identity: UUID) -> Iterator[int]:
+        for name in self._objects.names(snapshot_prefix(identity)):
+            version = version_of_object(name)
+            if version is not None:
+                yield version
+
+
+def adopt(file: Path) -> Snapshot:
+    """The snapshot in a file of somebody's, checked whole; then only our own copy is used.
+
+    Raises FormatError, NotFoundError, PermissionDenied.
+    """
+    try:
+        data = memoryview(file.read_bytes())
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no file {file}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
+    try:
+        checked = Snapshot(data, verify=True)
+    except FormatError as error:
+        error.advice = error.advice or "make it again with `dlcmd save-meta`"
+        raise
+    return _keep_private(checked.identity, checked.version, [data]) or checked
+
+
+def write_durably(file: Path, parts: Sequence[Part]) -> None:
+    """Write a file under a temporary name, sync it, rename it. Raises OSError."""
+    temporary = file.with_name(f".tmp-{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as handle:
+            for part in parts:
+                handle.write(part)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.rename(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unwritable(file: Path, error: OSError) -> DieselError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
+
+
+def map_private(path: Path) -> Snapshot:
+    """Map a snapshot file of this user's private folder. Raises OSError, FormatError."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return Snapshot(memoryview(mapped), verify=False)
+
+
+def _private_path(identity: UUID, version: int) -> Path:
+    return private_folder(cache_folder() / "snapshots") / f"{identity.hex}-{version:016x}"
+
+
+def _open_private(identity: UUID, version: int) -> Snapshot | None:
+    try:
+        found = map_private(_private_path(identity, version))
+    except (OSError, ValueError, DieselError):
+        return None
+    return found if (found.identity, found.version) == (identity, version) else None
+
+
+def _keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
+    """Write a checked snapshot to the private folder and map it; None where that is impossible.
+
+    Synced before it gets its name: it is not checked again when it is opened.
+    """
+    try:
+        path = _private_path(identity, version)
+        write_durably(path, parts)
+        for old in sorted(path.parent.glob(f"{identity.hex}-*"))[:-KEPT]:
+            old.unlink(missing_ok=True)
+        return map_private(path)
+    except (OSError, PermissionDenied):
+        return None

@@ -1,0 +1,239 @@
+"""Metadata stores: the interface, and the values that go in and come out.
+
+A metadata store keeps the fold over the chunks of each dataset (FORMAT.md, section 5) so that it
+can be asked, and nothing that the chunks do not say: it can be thrown away and made again. Owned
+here: what every such store promises. Not owned: bytes of chunks and objects, which chunks may be
+committed (the repository decides that), tables and keys (`sqlite.py`).
+
+Concurrency: every method may be called from many threads and processes at once; all are
+synchronous, block no longer than the store's deadline, and work in a forked child.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Self
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_intdigest
+
+from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
+from diesel_fs.errors import UsageError
+
+HOLD_S_MAX = 60.0
+"""Longer holds are refused, and one that seems to last longer is void: a clock has gone back."""
+
+_DIGEST_MODULUS = 1 << 128
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What a metadata store says of a dataset's state as a whole, at one version."""
+
+    identity: UUID
+    name: str
+    version: int  # 0: nothing has been committed yet
+    files: int  # that show: no links, folders, tombstones, incomplete versions
+    bytes: int  # of their contents
+    chunks: int
+    digest: int  # `chunks_digest` of the IDs of all committed chunks
+    newest: ChunkId  # the greatest of them; 16 zero bytes where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One chunk's entries, to be committed together.
+
+    `rows.chunks` is this chunk alone. An entry that is one of several extents of its file has
+    `record.extents` > 1 and one `EXTENT` as its tail. `moved`: purge wrote this chunk.
+    """
+
+    chunk: ChunkInfo
+    uploaded_ns: int
+    rows: Rows
+    stamps: Sequence[Stamp]
+    moved: bool = False
+
+    def check(self) -> Self:
+        """The batch itself. Raises UsageError where it contradicts itself."""
+        rows = self.rows
+        count = len(rows)
+        columns = (rows.records, rows.folder, rows.chunk, self.stamps)
+        if rows.records.dtype != RECORD or any(len(column) != count for column in columns):
+            raise UsageError("a batch whose columns do not fit together")
+        if count and (rows.chunks[0] != self.chunk.id or rows.chunk.any()):
+            raise UsageError("a batch of more than one chunk")
+        for i in np.flatnonzero(rows.records["extents"] > 1).tolist():
+            self._check_extent(i)
+        return self
+
+    def _check_extent(self, i: int) -> None:
+        record, tail = self.rows.records[i], self.rows.tails.get(i, b"")
+        if record["kind"] != Kind.FILE or len(tail) != EXTENT.itemsize:
+            raise UsageError(f"entry {i} of a batch is an extent, but has no extent")
+        extent = np.frombuffer(tail, EXTENT)[0]
+        if (
+            extent["chunk"].tobytes() != self.chunk.id
+            or extent["number"] >= record["extents"]
+            or extent["place"] != record["place"]
+        ):
+            raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
+
+
+@dataclass(frozen=True, slots=True)
+class StampedRows(Rows):
+    """Rows with the stamp of each."""
+
+    stamps: Sequence[Stamp] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has become of a dataset since some version, all of it true at `marker.version`."""
+
+    marker: Marker
+    rows: Rows
+    chunks: Sequence[ChunkInfo]  # all of the dataset, not only the new ones
+
+
+class ChunkRecord(NamedTuple):
+    """What is known of a committed chunk."""
+
+    id: ChunkId
+    object_bytes: int
+    uploaded_ns: int
+    entries: int
+    holes: int  # of its entries, how many have been replaced or deleted
+
+
+class Hold:
+    """Holds a dataset's commits back until released, at the latest until its time is over."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """Let commits go on. Repeatable."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def chunk_digest(chunk: ChunkId) -> int:
+    """What one chunk adds to a dataset's digest."""
+    return xxh3_128_intdigest(chunk)
+
+
+def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
+    """The digest of a set of chunks, whatever their order; `start` is that of others before."""
+    return (start + sum(map(chunk_digest, chunks))) % _DIGEST_MODULUS
+
+
+def next_version(previous: int, clock_ns: int) -> int:
+    """The version after `previous`: microseconds since 1970, unless a clock has gone back."""
+    return max(previous + 1, clock_ns // 1000)
+
+
+class MetadataStore(ABC):
+    """A fold over chunks, for each of many datasets.
+
+    Each method raises MetadataError where the store cannot be reached, BusyError or DeadlineError
+    where its deadline passes, and, if it is given an identity, NoSuchDataset where the store has no
+    such dataset (it has been dropped, or the store has lost it).
+    """
+
+    @abstractmethod
+    def markers(self) -> list[Marker]:
+        """The markers of all datasets that this store knows, by name."""
+
+    @abstractmethod
+    def marker(self, name: str) -> Marker:
+        """The marker of a dataset. Raises NoSuchDataset."""
+
+    @abstractmethod
+    def create(self, name: str, identity: UUID) -> Marker:
+        """Make an empty dataset. Idempotent. Raises ConflictError where the name or the identity
+        belongs to another; then nothing has changed.
+        """
+
+    @abstractmethod
+    def drop(self, identity: UUID) -> None:
+        """Forget a dataset with everything in it. Atomic, idempotent."""
+
+    @abstractmethod
+    def commit(self, identity: UUID, batch: Batch) -> int:
+        """Fold a chunk in; the new version comes back. Atomic: whole or not at all.
+
+        Per path the greatest stamp wins, among equal ones the greatest ID of the holding chunk; the
+        loser's place becomes a hole of its chunk. A batch that `moved` only replaces places of
+        equal stamp, and never inserts one. A version of several extents waits aside until all are
+        there; until then the version before stands, and is no hole. Places that no row names, below
+        the greatest that one does, are holes from the start: the chunk itself replaced them.
+
+        So the state depends on which chunks have been committed, not on their order. A chunk that
+        is known already changes nothing, and the current version comes back. The version moves
+        with everything else: nobody sees the one without the other. What has been committed
+        survives a crash of this process on return, a power cut after `durable`.
+        """
+
+    @abstractmethod
+    def lookup(
+        self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
+    ) -> StampedRows:
+        """The entries at `paths`, each once, in that order; those that do not exist are left out.
+        A folder that only its entries imply has none.
+        """
+
+    @abstractmethod
+    def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
+        """What lies in a folder, by name; empty where there is no such folder.
+
+        Implied folders are there too: mode 0755, time 0, chunk ID 16 zero bytes. Where a path is a
+        file and has entries below it, the folder shows.
+        """
+
+    @abstractmethod
+    def changes(self, identity: UUID, since: int) -> Changes:
+        """One state of a dataset, and what is in it that was not at version `since`.
+
+        `rows` are those of which a chunk has been committed after `since`, tombstones included;
+        from 0 they are all there is, without tombstones.
+        """
+
+    @abstractmethod
+    def chunks(self, identity: UUID) -> list[ChunkRecord]:
+        """All committed chunks, in order of their IDs."""
+
+    @abstractmethod
+    def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
+        """The places in a chunk that have been replaced or deleted, ascending. Raises NotFoundError
+        for a chunk that has not been committed.
+        """
+
+    @abstractmethod
+    def durable(self) -> None:
+        """Everything that was committed before the call survives a power cut on return."""
+
+    @abstractmethod
+    def hold(self, identity: UUID, seconds: float) -> Hold:
+        """Hold all commits to a dataset back (this process's, too): they wait, and raise BusyError
+        when their deadline passes. For an export that keeps losing the race. Several may hold.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Repeatable; other calls raise MetadataError afterwards."""

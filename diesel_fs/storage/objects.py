@@ -1,0 +1,240 @@
+"""Object stores: the interface, the names that objects may have, and the marker of a store.
+
+Owns: the contract words (in `ObjectStore`), the grammar of names, what the marker holds, and
+`StoreWrapper`, from which retry, latency, counting and faults are made. Does not own: what is
+inside an object, and when one may be deleted (the repository decides that).
+
+Concurrency: every method of a store may be called from many threads and processes at once; all
+are synchronous and block. A store may be used in a forked child.
+"""
+
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diesel_fs.errors import CorruptError, ForeignError, NewerVersionError, UsageError
+
+Bytes = bytes | bytearray | memoryview
+
+MARKER = "DIESEL-STORE"
+MARKER_BYTES_MAX = 4096
+STORE_FORMAT = 1
+
+# What lies where (FORMAT.md, section 2). A name that is not in here is not ours: never written,
+# listed, read or deleted. A new sort of object is a line here and in FORMAT.md; older programs will
+# call it foreign.
+_IDENTITY = r"[0-9a-f]{32}"
+_OF_CHUNK_ID = r"[0-9A-Za-z_-]"
+_OBJECTS = {
+    "marker": re.escape(MARKER),
+    "dataset": rf"datasets/{_IDENTITY}/DATASET",
+    "chunk": rf"datasets/{_IDENTITY}/chunks/(?P<shard>{_OF_CHUNK_ID}{{4}})"
+    rf"/(?P=shard){_OF_CHUNK_ID}{{18}}",
+    "snapshot": rf"datasets/{_IDENTITY}/snapshots/[0-9a-f]{{16}}",
+    "lease": rf"datasets/{_IDENTITY}/leases/[0-9A-Za-z_-]{{1,64}}",
+    "deleted": rf"deleted/{_IDENTITY}",
+}
+OBJECT_NAME = re.compile("|".join(_OBJECTS.values()))
+FOLDER_NAME = re.compile(
+    rf"datasets(/{_IDENTITY}(/(chunks(/{_OF_CHUNK_ID}{{4}})?|snapshots|leases))?)?"
+    r"|deleted"
+)
+# The only objects whose bytes may change.
+MUTABLE_NAME = re.compile(_OBJECTS["lease"])
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError where `name` is not the name of an object of ours."""
+    if not OBJECT_NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is not the name of an object")
+
+
+def check_mutable(name: str) -> None:
+    """Raise UsageError where `name` is not that of an object that may be replaced."""
+    if not MUTABLE_NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is not the name of an object that may be replaced")
+
+
+def check_deletable(name: str) -> None:
+    """Raise UsageError where `name` is none of ours, or the marker, which stays."""
+    check_name(name)
+    if name == MARKER:
+        raise UsageError(f"{MARKER} is not deleted: it tells a store from an empty folder")
+
+
+def check_range(name: str, start: int, length: int | None) -> None:
+    """Raise UsageError for a bad name or a negative number."""
+    check_name(name)
+    if start < 0 or (length is not None and length < 0):
+        raise UsageError(f"{name}: no range has start {start} and length {length}")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise UsageError where `prefix` lies in a folder that no object of ours can be in."""
+    folder = prefix.rpartition("/")[0]
+    if "/" in prefix and not FOLDER_NAME.fullmatch(folder):
+        raise UsageError(f"{folder!r} is not a folder of objects")
+
+
+def encode_marker(store: uuid.UUID) -> bytes:
+    """The content of the marker object: JSON, for whoever wonders what this folder is."""
+    return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
+
+
+def parse_marker(content: Bytes) -> uuid.UUID:
+    """The store's UUID. Raises ForeignError, CorruptError or NewerVersionError."""
+    try:
+        fields: object = json.loads(bytes(content))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{MARKER}: not JSON: {error}") from None
+    if not isinstance(fields, dict) or "diesel-fs" not in fields:
+        raise ForeignError(f"{MARKER}: not the marker of a DIESEL-FS store")
+    store, version = fields["diesel-fs"], fields.get("format")
+    if not isinstance(version, int) or version < 1:
+        raise CorruptError(f"{MARKER}: no format version")
+    if version > STORE_FORMAT:
+        raise NewerVersionError(
+            f"{MARKER}: format {version}, and this program knows {STORE_FORMAT}",
+            advice="use a newer diesel-fs",
+        )
+    if not isinstance(store, str) or not re.fullmatch(_IDENTITY, store):
+        raise CorruptError(f"{MARKER}: no store UUID")
+    return uuid.UUID(hex=store)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object's name, its size in bytes, and when it was written (ns since 1970)."""
+
+    name: str
+    bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A temporary that was not finished: of a put under way, or of a writer that died."""
+
+    name: str
+    bytes: int
+    modified_ns: int
+    host: str
+    pid: int
+
+
+class ObjectStore(ABC):
+    """Named, immutable byte strings. (Only leases may change: `replace`.)
+
+    Errors, of all methods: UsageError for a name outside the grammar; PermissionDenied,
+    NoSpaceError; ObjectStoreError for whatever else the store did not do. ObjectMissing says
+    that the store is there and the object is not; a store that is gone is an ObjectStoreError.
+    """
+
+    store_id: uuid.UUID
+
+    @abstractmethod
+    def put(self, name: str, parts: Sequence[Bytes]) -> None:
+        """Create an object from `parts`, one after the other (they are not joined).
+
+        Atomic: under its name it is absent or whole, at every moment and after any crash, and of
+        several that put one name at once exactly one succeeds. Durable on return. Never
+        overwrites: ObjectExists, and the object there is untouched. After any other error it is
+        unknown whether the object is there (whole), and the caller takes a new name.
+        """
+
+    @abstractmethod
+    def replace(self, name: str, parts: Sequence[Bytes]) -> None:
+        """Create or overwrite a mutable object. Atomic (old or new, whole), durable on return,
+        idempotent; of several at once the last wins."""
+
+    @abstractmethod
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        """Exactly `length` bytes from `start` on (None: to the end).
+
+        Raises ObjectMissing, and TruncatedError where the object ends before; that is found out
+        before memory is taken.
+        """
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Fill `buffer` from `start` on: `get` without a copy and with the caller's memory.
+        After an error the buffer's content is undefined."""
+
+    @abstractmethod
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """The objects whose names begin with `prefix` and are greater than `after`, in byte order.
+
+        Lazy. What is there during the whole listing is listed once; what comes or goes
+        meanwhile may be. Temporaries and foreign things are left out. A part of the store that
+        cannot be read raises; it is never passed over.
+        """
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        """As `list`, names only: cheaper where a size costs a request of its own."""
+        return (info.name for info in self.list(prefix, after))
+
+    @abstractmethod
+    def stat(self, name: str) -> ObjectInfo:
+        """Size and time of one object. Raises ObjectMissing."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Make sure that the object is absent. Idempotent, durable on return. The marker is
+        refused (UsageError)."""
+
+    @abstractmethod
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        """Temporaries of unfinished puts, those under way included."""
+
+    @abstractmethod
+    def discard(self, leftover: Leftover) -> None:
+        """Remove a leftover. Idempotent. The caller knows that its writer is dead."""
+
+    @abstractmethod
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        """Names of what lies among the objects and is not ours; a folder's ends with a slash and
+        nothing in it is named. For one summary line; it is never touched."""
+
+
+class StoreWrapper(ObjectStore):
+    """A store that passes everything on; subclasses change what they are about."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+        self.store_id = inner.store_id
+
+    def put(self, name: str, parts: Sequence[Bytes]) -> None:
+        self.inner.put(name, parts)
+
+    def replace(self, name: str, parts: Sequence[Bytes]) -> None:
+        self.inner.replace(name, parts)
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        return self.inner.get(name, start, length)
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.inner.read_into(name, start, buffer)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix, after)
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        return self.inner.names(prefix, after)
+
+    def stat(self, name: str) -> ObjectInfo:
+        return self.inner.stat(name)
+
+    def delete(self, name: str) -> None:
+        self.inner.delete(name)
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        return self.inner.leftovers(prefix)
+
+    def discard(self, leftover: Leftover) -> None:
+        self.inner.discard(leftover)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        return self.inner.foreign(prefix)

@@ -1,0 +1,314 @@
+"""The embedded metadata store: one SQLite file beside the chunks.
+
+Owned here: datasets and holds, and what is one transaction. Not owned: tables (`sqlite_schema.py`),
+folding a chunk in (`sqlite_fold.py`), reading entries (`sqlite_rows.py`), connections, locks and
+errors (`sqlite_file.py`). Safe from threads, processes and forked children; writers of all datasets
+of a repository take turns, readers (in WAL mode) wait for nobody.
+"""
+
+# Statements are put together from constants only; values always travel as parameters.
+# ruff: noqa: S608
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, Self
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.chunk_id import LOWEST, chunk_id_text
+from diesel_fs.entries import ChunkId, Kind, Rows, Stamp, split
+from diesel_fs.errors import BusyError, ConflictError, NoSuchDataset, NotFoundError, UsageError
+from diesel_fs.storage.metadata import (
+    HOLD_S_MAX,
+    Batch,
+    Changes,
+    ChunkRecord,
+    Hold,
+    Marker,
+    MetadataStore,
+    StampedRows,
+    chunks_digest,
+    next_version,
+)
+from diesel_fs.storage.sqlite_file import DEADLINE_S, SqliteFile
+from diesel_fs.storage.sqlite_fold import Fold
+from diesel_fs.storage.sqlite_rows import (
+    COLUMNS,
+    Folders,
+    Gathered,
+    all_chunks,
+    everything,
+    implied,
+    kind_of,
+    named_chunks,
+    newer,
+)
+from diesel_fs.storage.sqlite_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+
+_MARKER = "number, identity, name, version, files, bytes, chunks, digest, newest"
+_HOLD_POLL_S = 0.02
+
+
+class _Dataset(NamedTuple):
+    number: int
+    marker: Marker
+
+
+class SqliteMetadata(MetadataStore):
+    """A metadata store in one file."""
+
+    def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._file = file
+        self._clock_ns = clock_ns
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        create: bool = False,
+        readonly: bool = False,
+        *,
+        deadline_s: float = DEADLINE_S,
+        clock_ns: Callable[[], int] = time.time_ns,
+        host: str = "",
+    ) -> Self:
+        """Open the store at `path`, or make it. `readonly` refuses changes and takes no lease.
+
+        Raises MetadataBehind where there is none, PermissionDenied where the file or its folder is
+        not writable (readers go by a snapshot then), ForeignError, NewerVersionError, CorruptError.
+        """
+        file = SqliteFile(
+            path,
+            SCHEMA,
+            application_id=APPLICATION_ID,
+            schema_version=SCHEMA_VERSION,
+            create=create and not readonly,
+            readonly=readonly,
+            deadline_s=deadline_s,
+            host=host,
+            clock=lambda: clock_ns() / 1e9,
+        )
+        return cls(file, clock_ns)
+
+    def close(self) -> None:
+        self._file.close()
+
+    # Datasets
+
+    def markers(self) -> list[Marker]:
+        with self._file.reading() as db:
+            return [
+                _dataset(row).marker
+                for row in db.execute(f"SELECT {_MARKER} FROM dataset ORDER BY name")
+            ]
+
+    def marker(self, name: str) -> Marker:
+        with self._file.reading() as db:
+            row = db.execute(f"SELECT {_MARKER} FROM dataset WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
+        return _dataset(row).marker
+
+    def create(self, name: str, identity: UUID) -> Marker:
+        with self._file.writing() as db:
+            same = db.execute(
+                f"SELECT {_MARKER} FROM dataset WHERE name = ? OR identity = ?",
+                (name, identity.bytes),
+            ).fetchall()
+            if not same:
+                db.execute(
+                    "INSERT INTO dataset (identity, name, version, files, bytes, chunks, digest,"
+                    " newest) VALUES (?, ?, 0, 0, 0, 0, ?, ?)",
+                    (identity.bytes, name, bytes(16), LOWEST),
+                )
+                return Marker(identity, name, 0, 0, 0, 0, 0, LOWEST)
+            found = _dataset(same[0]).marker
+            if len(same) > 1 or (found.name, found.identity) != (name, identity):
+                raise ConflictError(
+                    f"dataset {found.name!r} has the identity {found.identity}, so none can be"
+                    f" {name!r} with {identity}"
+                )
+            return found
+
+    def drop(self, identity: UUID) -> None:
+        folders = "(SELECT number FROM folder WHERE dataset = ?)"
+        chunks = "(SELECT number FROM chunk WHERE dataset = ?)"
+        with self._file.writing() as db:
+            row = db.execute("SELECT number FROM dataset WHERE identity = ?", (identity.bytes,))
+            for number in row.fetchall():
+                db.execute(f"DELETE FROM entry WHERE folder IN {folders}", number)
+                db.execute(f"DELETE FROM part WHERE folder IN {folders}", number)
+                db.execute(f"DELETE FROM span WHERE chunk IN {chunks}", number)
+                db.execute(f"DELETE FROM hole WHERE chunk IN {chunks}", number)
+                for table in ("folder", "chunk", "hold"):
+                    db.execute(f"DELETE FROM {table} WHERE dataset = ?", number)
+                db.execute("DELETE FROM dataset WHERE number = ?", number)
+
+    # Commits
+
+    def commit(self, identity: UUID, batch: Batch) -> int:
+        batch.check()
+        deadline = time.monotonic() + self._file.deadline_s
+        while (version := self._try_commit(identity, batch)) is None:
+            if time.monotonic() > deadline:
+                raise BusyError(f"an export holds commits to dataset {identity} back")
+            time.sleep(_HOLD_POLL_S)
+        return version
+
+    def _try_commit(self, identity: UUID, batch: Batch) -> int | None:
+        """The version after the commit; None while somebody holds commits back."""
+        chunk = batch.chunk
+        with self._file.writing() as db:
+            number, marker = self._find(db, identity)
+            known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
+            if db.execute(known, (number, chunk.id)).fetchone():
+                return marker.version
+            if self._is_held(db, number):
+                return None
+            version = next_version(marker.version, self._clock_ns())
+            fold = Fold(db, number, batch, version)
+            fold.run()
+            db.execute(
+                "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
+                " newest = ? WHERE number = ?",
+                (
+                    version,
+                    marker.files + fold.files,
+                    marker.bytes + fold.bytes,
+                    marker.chunks + 1,
+                    chunks_digest([chunk.id], marker.digest).to_bytes(16, "big"),
+                    max(marker.newest, chunk.id),
+                    number,
+                ),
+            )
+        return version
+
+    def durable(self) -> None:
+        if not self._file.durable_commits:
+            with self._file.writing(sync=True) as db:
+                db.execute("UPDATE sync SET count = count + 1")
+
+    def hold(self, identity: UUID, seconds: float) -> Hold:
+        if not 0 < seconds <= HOLD_S_MAX:
+            raise UsageError(f"commits cannot be held back for {seconds:g} s")
+        token = secrets.token_bytes(16)
+        now = self._now()
+        with self._file.writing() as db:
+            number, _ = self._find(db, identity)
+            over = "DELETE FROM hold WHERE until < ? OR until > ?"
+            db.execute(over, (now, now + HOLD_S_MAX))
+            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
+
+        def release() -> None:
+            with self._file.writing() as db:
+                db.execute("DELETE FROM hold WHERE token = ?", (token,))
+
+        return Hold(release)
+
+    def _is_held(self, db: sqlite3.Connection, number: int) -> bool:
+        held = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
+        now = self._now()
+        return db.execute(held, (number, now, now + HOLD_S_MAX)).fetchone() is not None
+
+    def _now(self) -> float:
+        return self._clock_ns() / 1e9
+
+    # Reading
+
+    def lookup(
+        self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
+    ) -> StampedRows:
+        select = f"SELECT {COLUMNS}, entry.stamp FROM entry WHERE folder = ? AND name = ?"
+        found, stamps = Gathered(), []
+        with self._file.reading() as db:
+            folders = Folders(db, self._find(db, identity).number)
+            for path in dict.fromkeys(paths):
+                folder, name = split(path)
+                row = db.execute(select, (folders.number(folder), name)).fetchone()
+                if row is not None and (tombstones or kind_of(row[2]) != Kind.TOMBSTONE):
+                    found.add(folder, [row[:4]])
+                    stamps.append(Stamp(row[4]))
+            rows = found.rows(named_chunks(db, found.chunks))
+        return StampedRows(
+            folders=rows.folders,
+            folder=rows.folder,
+            names=rows.names,
+            records=rows.records,
+            chunk=rows.chunk,
+            chunks=rows.chunks,
+            tails=rows.tails,
+            stamps=stamps,
+        )
+
+    def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
+        select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
+        found = Gathered()
+        with self._file.reading() as db:
+            folders = Folders(db, self._find(db, identity).number)
+            number = folders.number(folder)
+            if number is not None:
+                rows = {row[0]: row for row in db.execute(select, (number,))}
+                for name, child in folders.below(number):
+                    own = kind_of(rows[name][2]) if name in rows else None
+                    if own != Kind.FOLDER and folders.has_entries(child):
+                        rows[name] = implied(name)
+                alive = (r for r in rows.values() if tombstones or kind_of(r[2]) != Kind.TOMBSTONE)
+                found.add(folder, sorted(alive, key=lambda row: row[0]))
+            return found.rows(named_chunks(db, found.chunks))
+
+    def changes(self, identity: UUID, since: int) -> Changes:
+        with self._file.reading() as db:
+            number, marker = self._find(db, identity)
+            table = all_chunks(db, number)
+            found = newer(db, number, since) if since > 0 else everything(db, number)
+        return Changes(marker, found.rows(table), table.infos)
+
+    def chunks(self, identity: UUID) -> list[ChunkRecord]:
+        with self._file.reading() as db:
+            number = self._find(db, identity).number
+            return [
+                ChunkRecord(ChunkId(row[0]), *row[1:])
+                for row in db.execute(
+                    "SELECT id, object_bytes, uploaded_ns, entries,"
+                    " (SELECT count(*) FROM hole WHERE hole.chunk = chunk.number)"
+                    " FROM chunk WHERE dataset = ? ORDER BY id",
+                    (number,),
+                )
+            ]
+
+    def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
+        with self._file.reading() as db:
+            number = self._find(db, identity).number
+            select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
+            found = db.execute(select, (number, chunk)).fetchone()
+            if found is None:
+                raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
+            places = db.execute("SELECT place FROM hole WHERE chunk = ? ORDER BY place", found)
+            return np.fromiter((place for (place,) in places), np.uint32)
+
+    def _find(self, db: sqlite3.Connection, identity: UUID) -> _Dataset:
+        select = f"SELECT {_MARKER} FROM dataset WHERE identity = ?"
+        row = db.execute(select, (identity.bytes,)).fetchone()
+        if row is None:
+            raise NoSuchDataset(f"the metadata store knows no dataset with identity {identity}")
+        return _dataset(row)
+
+
+def _dataset(row: tuple[int, bytes, str, int, int, int, int, bytes, bytes]) -> _Dataset:
+    number, identity, name, version, files, total, chunks, digest, newest = row
+    marker = Marker(
+        UUID(bytes=identity),
+        name,
+        version,
+        files,
+        total,
+        chunks,
+        int.from_bytes(digest, "big"),
+        ChunkId(newest),
+    )
+    return _Dataset(number, marker)

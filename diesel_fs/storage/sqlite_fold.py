@@ -1,0 +1,298 @@
+"""Folding one chunk into the tables of the embedded metadata store (FORMAT.md, section 5).
+
+Owned here: which version of a path wins, what becomes a hole, and when a version of several extents
+is complete. Everything happens inside the caller's transaction, in one thread.
+"""
+
+# Statements are put together from constants only; values always travel as parameters.
+# ruff: noqa: S608
+
+import sqlite3
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from diesel_fs.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
+from diesel_fs.errors import CorruptError
+from diesel_fs.storage.metadata import Batch
+from diesel_fs.storage.sqlite_rows import Folders
+
+_INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+class _Row(NamedTuple):
+    """A row of `entry`, or one that would like to be."""
+
+    folder: int
+    name: bytes
+    stamp: bytes
+    chunk: int
+    record: bytes
+    tail: bytes | None
+
+    @property
+    def place(self) -> int:
+        return int(np.frombuffer(self.record, RECORD)["place"][0])
+
+    @property
+    def extents(self) -> int:
+        """How many extents the file has, where it has several; otherwise 0 or 1."""
+        return int(np.frombuffer(self.record, RECORD)["extents"][0])
+
+
+class Fold:
+    """One chunk's way into the tables; `files` and `bytes` are by how much the counts change."""
+
+    def __init__(self, db: sqlite3.Connection, dataset: int, batch: Batch, version: int) -> None:
+        self.files = 0
+        self.bytes = 0
+        self._db = db
+        self._dataset = dataset
+        self._batch = batch
+        self._numbers: dict[bytes, int] = {}
+        self._ids: dict[int, ChunkId] = {}
+        self._chunk = self._insert_chunk(version)
+
+    def run(self) -> None:
+        """Place every row of the batch."""
+        rows, number = self._batch.rows, self._chunk
+        folders = Folders(self._db, self._dataset)
+        folder_numbers = [folders.make(folder) for folder in rows.folders]
+        packed, size = rows.records.tobytes(), RECORD.itemsize
+        tails = map(rows.tails.get, range(len(rows))) if rows.tails else repeat(None)
+        made = [
+            _Row(folder_numbers[folder], name, stamp, number, packed[at : at + size], tail)
+            for folder, name, stamp, at, tail in zip(
+                rows.folder.tolist(),
+                rows.names,
+                self._batch.stamps,
+                range(0, len(packed), size),
+                tails,
+                strict=False,  # `repeat` has no end
+            )
+        ]
+        self._add_own_holes()
+        several = rows.records["extents"] > 1
+        self._add_whole([made[i] for i in np.flatnonzero(~several).tolist()])
+        for i in np.flatnonzero(several).tolist():
+            self._add_part(made[i])
+
+    def _insert_chunk(self, version: int) -> int:
+        chunk, places = self._batch.chunk, self._batch.rows.records["place"]
+        entries = int(places.max()) + 1 if len(places) else 0
+        cursor = self._db.execute(
+            "INSERT INTO chunk (dataset, id, object_bytes, uploaded_ns, entries, version)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                self._dataset,
+                chunk.id,
+                chunk.object_bytes,
+                self._batch.uploaded_ns,
+                entries,
+                version,
+            ),
+        )
+        assert cursor.lastrowid is not None
+        self._numbers[chunk.id], self._ids[cursor.lastrowid] = cursor.lastrowid, chunk.id
+        return cursor.lastrowid
+
+    def _add_own_holes(self) -> None:
+        """Places that no row names: the chunk replaced them itself, or they were refused."""
+        places = self._batch.rows.records["place"]
+        if len(places) and int(places.max()) + 1 > len(places):
+            for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
+                self._add_hole(self._chunk, int(place))
+
+    # Entries that are whole
+
+    def _add_whole(self, rows: list[_Row]) -> None:
+        if self._batch.moved:
+            left = rows
+        else:
+            left = self._insert_new(rows)
+            self._beat_parts(rows)
+        for row in left:
+            old = self._entry(row.folder, row.name)
+            allowed = old is not None and (row.stamp == old.stamp or not self._batch.moved)
+            if old is not None and allowed and self._rank(row) > self._rank(old):
+                self._replace(old, row)
+            else:
+                self._add_hole(row.chunk, row.place)
+
+    def _insert_new(self, rows: list[_Row]) -> list[_Row]:
+        """Insert the rows whose path is new, nearly always all; the others come back."""
+        before = self._db.total_changes
+        self._db.executemany(f"INSERT {_INTO} ON CONFLICT (folder, name) DO NOTHING", rows)
+        inserted, left = rows, list[_Row]()
+        if self._db.total_changes - before < len(rows):
+            mine = "SELECT folder, name, record FROM entry WHERE chunk = ?"
+            found = set(self._db.execute(mine, (self._chunk,)))
+            inserted = [row for row in rows if (row.folder, row.name, row.record) in found]
+            left = [row for row in rows if (row.folder, row.name, row.record) not in found]
+        records = np.frombuffer(b"".join(row.record for row in inserted), RECORD)
+        sizes = records["size"][records["kind"] == Kind.FILE].tolist()
+        self.files += len(sizes)
+        self.bytes += sum(sizes)
+        return left
+
+    def _beat_parts(self, rows: list[_Row]) -> None:
+        """Parts of versions older than one of `rows` will never be complete: they are holes."""
+        if self._db.execute("SELECT 1 FROM part LIMIT 1").fetchone() is None:
+            return
+        waiting = {
+            (folder, name)
+            for folder in {row.folder for row in rows}
+            for (name,) in self._db.execute("SELECT name FROM part WHERE folder = ?", (folder,))
+        }
+        for row in rows:
+            if (row.folder, row.name) in waiting:
+                self._drop_parts(row, "<")
+
+    def _drop_parts(self, row: _Row, which: str, *, hole: bool = True) -> None:
+        where = f"FROM part WHERE folder = ? AND name = ? AND stamp {which} ?"
+        key = (row.folder, row.name, row.stamp)
+        if hole:
+            for chunk, record in self._db.execute(f"SELECT chunk, record {where}", key).fetchall():
+                self._add_hole(chunk, int(np.frombuffer(record, RECORD)["place"][0]))
+        self._db.execute(f"DELETE {where}", key)
+
+    def _replace(self, old: _Row | None, row: _Row) -> None:
+        """Put `row` where `old` or nothing stands; what the old one leaves becomes holes."""
+        if old is not None:
+            self._count(old, -1)
+            for chunk, place in self._places(old):
+                self._add_hole(chunk, place)
+            self._write_spans(old, add=False)
+        self._db.execute(f"INSERT OR REPLACE {_INTO}", row)
+        self._write_spans(row, add=True)
+        self._count(row, 1)
+
+    # Extents
+
+    def _add_part(self, row: _Row) -> None:
+        old = self._entry(row.folder, row.name)
+        if old is not None and row.stamp <= old.stamp:
+            if row.stamp == old.stamp:
+                self._swap_extent(old, row)
+            else:
+                self._add_hole(row.chunk, row.place)
+            return
+        number = _extent_number(row)
+        key = (row.folder, row.name, row.stamp, number)
+        same = "FROM part WHERE folder = ? AND name = ? AND stamp = ? AND number = ?"
+        known = self._db.execute(f"SELECT chunk, record {same}", key).fetchone()
+        loser: tuple[int, bytes] | None = known
+        if (known is None and self._batch.moved) or (
+            known is not None and self._id(known[0]) > self._id(row.chunk)
+        ):
+            loser = (row.chunk, row.record)
+        else:
+            self._db.execute(
+                "INSERT OR REPLACE INTO part (folder, name, stamp, number, chunk, record, extent)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*key, row.chunk, row.record, row.tail),
+            )
+            if known is None:
+                self._complete(old, row, number)
+        if loser is not None:
+            self._add_hole(loser[0], int(np.frombuffer(loser[1], RECORD)["place"][0]))
+
+    def _complete(self, old: _Row | None, row: _Row, number: int) -> None:
+        """If this was the last missing extent, the version becomes the entry."""
+        where = "FROM part WHERE folder = ? AND name = ? AND stamp = ?"
+        key = (row.folder, row.name, row.stamp)
+        # Counting all for each would take square time; mostly the next one is not there yet.
+        following = (*key, (number + 1) % row.extents)
+        if self._db.execute(f"SELECT 1 {where} AND number = ?", following).fetchone() is None:
+            return
+        if self._db.execute(f"SELECT count(*) {where}", key).fetchone()[0] < row.extents:
+            return
+        parts = self._db.execute(
+            f"SELECT chunk, record, extent {where} ORDER BY number", key
+        ).fetchall()
+        tail = b"".join(extent for _, _, extent in parts)
+        self._replace(old, row._replace(chunk=parts[0][0], record=parts[0][1], tail=tail))
+        self._drop_parts(row, "=", hole=False)
+        self._drop_parts(row, "<")
+
+    def _swap_extent(self, old: _Row, row: _Row) -> None:
+        """An extent of the version that stands, from another chunk: the greater ID holds it."""
+        extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
+        number = _extent_number(row)
+        if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
+            self._add_hole(row.chunk, row.place)
+            return
+        extent = extents[number]
+        self._add_hole(self._number(extent["chunk"].tobytes()), int(extent["place"]))
+        self._write_spans(old, add=False)
+        extents[number] = np.frombuffer(row.tail or b"", EXTENT)[0]
+        front = row if number == 0 else old
+        new = front._replace(tail=extents.tobytes())
+        self._db.execute(
+            "UPDATE entry SET chunk = ?, record = ?, tail = ? WHERE folder = ? AND name = ?",
+            (new.chunk, new.record, new.tail, new.folder, new.name),
+        )
+        self._write_spans(new, add=True)
+
+    def _write_spans(self, row: _Row, *, add: bool) -> None:
+        if row.extents > 1:
+            spans = {(chunk, row.folder, row.name) for chunk, _ in self._places(row)}
+            self._db.executemany(
+                "INSERT INTO span VALUES (?, ?, ?)"
+                if add
+                else "DELETE FROM span WHERE chunk = ? AND folder = ? AND name = ?",
+                sorted(spans),
+            )
+
+    # What all of them need
+
+    def _entry(self, folder: int, name: bytes) -> _Row | None:
+        found = self._db.execute(
+            "SELECT folder, name, stamp, chunk, record, tail FROM entry"
+            " WHERE folder = ? AND name = ?",
+            (folder, name),
+        ).fetchone()
+        return None if found is None else _Row(*found)
+
+    def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
+        return Stamp(row.stamp), self._id(row.chunk)
+
+    def _places(self, row: _Row) -> list[tuple[int, int]]:
+        """Where a row's bytes are: chunk numbers and places."""
+        if row.extents <= 1:
+            return [(row.chunk, row.place)]
+        extents = np.frombuffer(row.tail or b"", EXTENT)
+        chunks = (self._number(chunk.tobytes()) for chunk in extents["chunk"])
+        return list(zip(chunks, extents["place"].tolist(), strict=True))
+
+    def _add_hole(self, chunk: int, place: int) -> None:
+        self._db.execute("INSERT OR IGNORE INTO hole VALUES (?, ?)", (chunk, place))
+
+    def _count(self, row: _Row, sign: int) -> None:
+        record = np.frombuffer(row.record, RECORD)[0]
+        if record["kind"] == Kind.FILE:
+            self.files += sign
+            self.bytes += sign * int(record["size"])
+
+    def _id(self, number: int) -> ChunkId:
+        if number not in self._ids:
+            self._remember("number = ?", (number,))
+        return self._ids[number]
+
+    def _number(self, chunk: bytes) -> int:
+        if chunk not in self._numbers:
+            self._remember("dataset = ? AND id = ?", (self._dataset, chunk))
+        return self._numbers[chunk]
+
+    def _remember(self, where: str, key: tuple[int | bytes, ...]) -> None:
+        found = self._db.execute(f"SELECT number, id FROM chunk WHERE {where}", key).fetchone()
+        if found is None:
+            raise CorruptError(
+                "the metadata names a chunk that it does not know", advice="run `dlcmd recover`"
+            )
+        self._ids[found[0]], self._numbers[found[1]] = ChunkId(found[1]), found[0]
+
+
+def _extent_number(row: _Row) -> int:
+    return int(np.frombuffer(row.tail or b"", EXTENT)["number"][0])

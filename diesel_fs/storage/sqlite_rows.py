@@ -1,0 +1,272 @@
+"""Reading entries from the tables of the embedded metadata store, few or all of them.
+
+Owned here: how folders' paths become numbers and back, and how rows become the columns of `Rows`.
+Everything belongs to one transaction and one thread: nothing is remembered beyond it, so nothing
+can be stale.
+"""
+
+# Statements are put together from constants only; values always travel as parameters.
+# ruff: noqa: S608
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.chunk_id import LOWEST
+from diesel_fs.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Rows, join
+from diesel_fs.errors import CorruptError
+
+COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
+IMPLIED_CHUNK = 0
+"""No chunk has this number."""
+
+assert RECORD.fields is not None
+_KIND_AT = int(RECORD.fields["kind"][1])
+_IS_DEAD = f"substr(entry.record, {_KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
+_IMPLIED_MODE = 0o755
+
+Row = tuple[bytes, int, bytes, bytes | None]
+"""`COLUMNS`."""
+
+
+def kind_of(record: bytes) -> int:
+    """What a packed record is, a `Kind`."""
+    return record[_KIND_AT]
+
+
+def implied(name: bytes) -> Row:
+    """The row of a folder that has none."""
+    record = np.zeros(1, RECORD)
+    record["kind"], record["mode"] = Kind.FOLDER, _IMPLIED_MODE
+    return name, IMPLIED_CHUNK, record.tobytes(), None
+
+
+class Folders:
+    """Paths of folders, and their numbers."""
+
+    def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
+        self._db = db
+        self._dataset = dataset
+        # By parent and name rather than by path: a path can be as long as 1,000 others together.
+        self._numbers: dict[tuple[int, bytes], int] = {}
+        self._paths: dict[int, bytes] = {}
+
+    def number(self, path: bytes) -> int | None:
+        """The number of a folder; None where nothing was ever below it."""
+        number: int | None = 0
+        for name in _steps(path):
+            assert number is not None
+            number = self._child(number, name)
+            if number is None:
+                return None
+        return number
+
+    def make(self, path: bytes) -> int:
+        """The number of a folder, which may be a new one."""
+        number = 0
+        for name in _steps(path):
+            child = self._child(number, name)
+            if child is None:
+                insert = "INSERT INTO folder (dataset, parent, name) VALUES (?, ?, ?)"
+                child = self._db.execute(insert, (self._dataset, number, name)).lastrowid
+                assert child is not None
+                self._numbers[number, name] = child
+            number = child
+        return number
+
+    def path(self, number: int) -> bytes:
+        """The path of a folder."""
+        names, at = [], number
+        while at not in self._paths:
+            row = self._db.execute(
+                "SELECT parent, name FROM folder WHERE number = ?", (at,)
+            ).fetchone()
+            if row is None or row[0] >= at:  # parents are made first
+                raise _damaged("a folder without a parent")
+            if row[0] == 0:
+                self._paths[at] = ROOT
+            else:
+                names.append(row[1])
+                at = row[0]
+        if names:
+            self._paths[number] = join(self._paths[at], b"/".join(reversed(names)))
+        return self._paths[number]
+
+    def all(self) -> list[tuple[bytes, int]]:
+        """All folders, in order of their paths."""
+        paths: dict[int, bytes] = {}
+        rows = self._db.execute(
+            "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
+            (self._dataset,),
+        )
+        for number, parent, name in rows:
+            above = paths.get(parent)
+            if parent and above is None:
+                raise _damaged("a folder without a parent")
+            paths[number] = join(above, name) if above is not None else ROOT
+        return sorted((path, number) for number, path in paths.items())
+
+    def below(self, number: int) -> list[tuple[bytes, int]]:
+        """Names and numbers of the folders directly in one."""
+        return self._db.execute(
+            "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
+            (self._dataset, number),
+        ).fetchall()
+
+    def has_entries(self, number: int) -> bool:
+        """Whether anything but tombstones lies in a folder, however deep."""
+        found = self._db.execute(
+            "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
+            " SELECT folder.number FROM below JOIN folder"
+            " ON folder.dataset = ? AND folder.parent = below.number)"
+            " SELECT 1 FROM below JOIN entry ON entry.folder = below.number"
+            f" WHERE NOT {_IS_DEAD} LIMIT 1",
+            (number, self._dataset),
+        )
+        return found.fetchone() is not None
+
+    def _child(self, parent: int, name: bytes) -> int | None:
+        key = (parent, name)
+        if key not in self._numbers:
+            row = self._db.execute(
+                "SELECT number FROM folder WHERE dataset = ? AND parent = ? AND name = ?",
+                (self._dataset, parent, name),
+            ).fetchone()
+            if row is None:
+                return None
+            self._numbers[key] = row[0]
+        return self._numbers[key]
+
+
+class ChunkTable(NamedTuple):
+    """Chunks in order of their numbers."""
+
+    numbers: npt.NDArray[np.int64]
+    infos: Sequence[ChunkInfo]
+
+
+def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
+    """The chunks of a dataset."""
+    select = "SELECT number, id, object_bytes FROM chunk WHERE dataset = ? ORDER BY number"
+    rows = db.execute(select, (dataset,)).fetchall()
+    return ChunkTable(
+        np.array([row[0] for row in rows], np.int64),
+        [ChunkInfo(ChunkId(row[1]), row[2]) for row in rows],
+    )
+
+
+def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
+    """The chunks with these numbers, that of implied folders among them."""
+    select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
+    wanted, infos = sorted(set(numbers)), []
+    for number in wanted:
+        row = (LOWEST, 0) if number == IMPLIED_CHUNK else db.execute(select, (number,)).fetchone()
+        if row is None:
+            raise _damaged("an entry without a chunk")
+        infos.append(ChunkInfo(ChunkId(row[0]), row[1]))
+    return ChunkTable(np.array(wanted, np.int64), infos)
+
+
+class Gathered:
+    """Rows on their way to columns."""
+
+    def __init__(self) -> None:
+        self._folders: dict[bytes, int] = {}
+        self._folder: list[int] = []  # position in `_folders` of each ...
+        self._counts: list[int] = []  # ... run of so many rows
+        self._names: list[bytes] = []
+        self.chunks: list[int] = []  # numbers
+        self._records: list[bytes] = []
+        self._tails: dict[int, bytes] = {}
+
+    def add(self, folder: bytes, rows: Sequence[Row]) -> None:
+        """Add rows of one folder."""
+        if not rows:
+            return
+        names, chunks, records, tails = zip(*rows, strict=True)
+        start = len(self._names)
+        self._folder.append(self._folders.setdefault(folder, len(self._folders)))
+        self._counts.append(len(rows))
+        self._names += names
+        self.chunks += chunks
+        self._records.append(b"".join(records))
+        if any(tail is not None for tail in tails):
+            self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
+
+    def rows(self, table: ChunkTable) -> Rows:
+        """The columns. `table` must have all chunks that are named."""
+        records = b"".join(self._records)
+        if len(records) != len(self._names) * RECORD.itemsize:
+            raise _damaged("records of another length")
+        numbers = np.array(self.chunks, np.int64)
+        chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
+        if len(numbers) and (
+            chunk.max() >= len(table.numbers) or (table.numbers[chunk] != numbers).any()
+        ):
+            raise _damaged("an entry without a chunk")
+        return Rows(
+            folders=list(self._folders),
+            folder=np.repeat(np.array(self._folder, np.uint32), self._counts),
+            names=self._names,
+            records=np.frombuffer(records, RECORD),
+            chunk=chunk,
+            chunks=[info.id for info in table.infos],
+            tails=self._tails,
+        )
+
+
+def everything(db: sqlite3.Connection, dataset: int) -> Gathered:
+    """All entries but tombstones, in order of folder and name."""
+    found = Gathered()
+    select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_DEAD}"
+    for path, number in Folders(db, dataset).all():
+        found.add(path, db.execute(select, (number,)).fetchall())
+    return found
+
+
+def newer(db: sqlite3.Connection, dataset: int, since: int) -> Gathered:
+    """The entries, tombstones too, of which a chunk was committed after version `since`."""
+    new_chunks = " WHERE chunk.dataset = :dataset AND chunk.version > :since"
+    rows = db.execute(
+        f"SELECT entry.folder, {COLUMNS}"
+        f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
+        # Those of several extents whose first is in an older chunk
+        f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
+        " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
+        " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"
+        " CROSS JOIN chunk AS first ON first.number = entry.chunk"
+        f" {new_chunks} AND first.version <= :since"
+        " ORDER BY 1, 2",
+        {"dataset": dataset, "since": since},
+    )
+    found, folders = Gathered(), Folders(db, dataset)
+    for folder, run in _runs(rows):
+        found.add(folders.path(folder), run)
+    return found
+
+
+def _runs(
+    rows: Iterable[tuple[int, bytes, int, bytes, bytes | None]],
+) -> Iterator[tuple[int, list[Row]]]:
+    """Rows of one folder that follow each other, and its number."""
+    here, run = 0, list[Row]()
+    for folder, name, chunk, record, tail in rows:
+        if folder != here and run:
+            yield here, run
+            run = []
+        here = folder
+        run.append((name, chunk, record, tail))
+    if run:
+        yield here, run
+
+
+def _steps(path: bytes) -> list[bytes]:
+    """The names on the way to a folder, from the root's."""
+    return [ROOT, *path.split(b"/")] if path else [ROOT]
+
+
+def _damaged(what: str) -> CorruptError:
+    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

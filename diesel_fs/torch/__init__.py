@@ -1,0 +1,1 @@
+"""For PyTorch: samplers that read chunk by chunk, and datasets without a mount."""

@@ -1,0 +1,484 @@
+"""The file system that a mount shows: a snapshot's tree, read through a reader, plus `.diesel`.
+
+Owned here: node numbers, attributes as shown, folder listings, the hidden folder, read deadlines,
+and what becomes an errno. Not owned: FUSE (a session under `mount/` speaks it; this module knows
+neither), where bytes come from and whether they are right (the reader checks them).
+
+A node is an entry's index in the snapshot + 1, so the root is 1, there is no table, and nothing of
+the dataset can be forgotten. Nodes from `HIDDEN_ROOT` on are made by us and belong to `.diesel`;
+such a node is never given to other content.
+
+Concurrency: one trio task at a time calls in here. Only `read` waits; what it waits for runs in one
+of `read_threads` threads and touches nothing of this object.
+"""
+
+import errno
+import json
+import logging
+import math
+import stat
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import trio
+
+from .chunk_id import chunk_id_text
+from .entries import NAME_BYTES_MAX, Kind, shown
+from .errors import CorruptError, DeadlineError, DieselError
+from .settings import READ_DEADLINE_S
+from .snapshot import Snapshot
+
+log = logging.getLogger("diesel.mount")
+
+Bytes = bytes | memoryview
+
+ROOT = 1
+HIDDEN_ROOT = 1 << 62
+HIDDEN_NAME = b".diesel"
+
+FOREVER_S = 1e9
+"""How long answers about an immutable tree hold: 31 years, which fits the kernel's jiffies."""
+
+READ_THREADS = 64
+"""Reads that wait for the store at once. More wait in line, where their deadline runs too."""
+
+RETRY_REFUSED_S = 0.5
+"""After a READ ahead has failed the kernel asks once more at once. Where the deadline has passed,
+that one is refused, or the reader would wait for two of them."""
+
+GIVEN_UP_MAX = 4096
+
+LISTING_ENTRIES = 1024
+"""Entries of a folder that are looked at together; one READDIR answer holds 24 to some 6,000."""
+
+LISTINGS_KEPT = 64
+"""So many such parts are kept: as many readers can list large folders at once without repeating."""
+
+STATS_STILL_S = 1.0
+"""A program that stats, opens and reads `.diesel/stats` finds one content."""
+
+BLOCK_BYTES = 4096
+
+_TYPE_BITS = np.array([stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR, 0], np.uint32)  # by Kind
+
+
+class Refused(Exception):
+    """An errno that is an answer and no failure: nothing is logged."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(errno.errorcode.get(number, number))
+        self.errno = number
+
+
+class ContentReader(Protocol):
+    """Checked bytes of entries, by index. Every method may be called from any thread."""
+
+    def read(self, index: int, offset: int, size: int) -> memoryview:
+        """`size` bytes from `offset` on, checked. May block. Raises DieselError."""
+        ...
+
+    def cached(self, index: int, offset: int, size: int) -> memoryview | None:
+        """The same if it is in memory, else None. Never blocks."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """What the cache holds and did."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds. Reads under way may fail."""
+        ...
+
+
+class Attributes(NamedTuple):
+    """What is told of a node. Node 0 says that the name does not exist."""
+
+    node: int
+    mode: int  # with the type bits
+    size: int
+    mtime_ns: int
+    name_valid_s: float  # how long the name leads to this node; the node itself never changes
+
+
+ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
+ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
+
+
+class Listing(NamedTuple):
+    """Consecutive children of a folder, from `position` on, as columns."""
+
+    position: int
+    names: Sequence[bytes]
+    nodes: Sequence[int]
+    modes: Sequence[int]
+    sizes: Sequence[int]
+    mtimes_ns: Sequence[int]
+    name_valid_s: float
+
+
+class Space(NamedTuple):
+    """What statfs tells. Nothing is free: nothing can be written."""
+
+    blocks: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whom all entries belong to, and the permission bits that are not shown."""
+
+    uid: int
+    gid: int
+    umask: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenFile:
+    """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
+
+    content: Callable[[], Bytes]
+    still_s: float = math.inf
+
+
+@dataclass(slots=True)
+class _Edition:
+    """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
+
+    node: int
+    name: bytes
+    content: memoryview
+    made_s: float
+    mtime_ns: int
+    known: int = 0  # how often the kernel has been told of the node, less what it forgot
+
+
+@dataclass(slots=True)
+class HiddenFolder:
+    """`.diesel`: reached by name, listed only from inside, its nodes counted.
+
+    A file gets a new node when, and only when, its content changes: the kernel keeps the pages of
+    a node, and would go on serving the old ones.
+    """
+
+    files: Mapping[bytes, HiddenFile]
+    clock: Callable[[], float] = time.monotonic
+    _current: dict[bytes, _Edition] = field(default_factory=dict)
+    _editions: dict[int, _Edition] = field(default_factory=dict)
+    _next_node: int = HIDDEN_ROOT + 1
+
+    def edition(self, name: bytes) -> _Edition | None:
+        """The content of a name as it stands, made anew where its time has come."""
+        file = self.files.get(name)
+        if file is None:
+            return None
+        current = self._current.get(name)
+        if current is not None and self.clock() < current.made_s + file.still_s:
+            return current
+        content = memoryview(file.content()).cast("B")
+        if current is not None and content == current.content:
+            current.made_s = self.clock()
+            return current
+        if current is not None and not current.known:
+            del self._editions[current.node]
+        made = _Edition(self._next_node, name, content, self.clock(), time.time_ns())
+        self._next_node += 1
+        self._current[name] = self._editions[made.node] = made
+        return made
+
+    def at(self, node: int) -> _Edition:
+        """The edition that a node names. Raises Refused(ESTALE) where it has been forgotten."""
+        try:
+            return self._editions[node]
+        except KeyError:
+            raise Refused(errno.ESTALE) from None
+
+    def remember(self, node: int) -> None:
+        """The kernel has been told of the node once more."""
+        if edition := self._editions.get(node):
+            edition.known += 1
+
+    def forget(self, node: int, count: int) -> None:
+        """The kernel has dropped `count` of its references; an old edition then goes."""
+        if edition := self._editions.get(node):
+            edition.known -= count
+            if edition.known <= 0 and self._current[edition.name] is not edition:
+                del self._editions[node]
+
+
+class Vfs:
+    """One dataset at one version as a file system."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        reader: ContentReader,
+        owner: Owner,
+        *,
+        about: Mapping[str, object] | None = None,
+        hidden: Mapping[bytes, HiddenFile] | None = None,
+        read_deadline_s: float = READ_DEADLINE_S,
+        read_threads: int = READ_THREADS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.snapshot = snapshot
+        self.owner = owner
+        self.requests: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter(hits=0, misses=0, failed=0, bytes=0)
+        self.waiting = 0
+        self._reader = reader
+        self._about = dict(about or {})
+        self._deadline_s = read_deadline_s
+        self._threads = trio.CapacityLimiter(read_threads)
+        self._given_up: dict[int, float] = {}
+        self._settled = trio.lowlevel.ParkingLot()
+        self._clock = clock
+        self._started_s = clock()
+        self._listings: OrderedDict[tuple[int, int], Listing] = OrderedDict()
+        self._hidden = HiddenFolder(
+            {b"stats": HiddenFile(self._stats_text, STATS_STILL_S), **(hidden or {})}, clock
+        )
+
+    # names and attributes ---------------------------------------------------------------------
+
+    def lookup(self, folder: int, name: bytes) -> Attributes:
+        """What `name` in `folder` leads to. Who tells the kernel of it calls `remember`."""
+        if folder < HIDDEN_ROOT:
+            if folder == ROOT and name == HIDDEN_NAME:
+                return self.attributes(HIDDEN_ROOT)
+            index = self.snapshot.child(self._index(folder), name)
+            if index < 0 and len(name) > NAME_BYTES_MAX:
+                raise Refused(errno.ENAMETOOLONG)
+            return ABSENT if index < 0 else self.attributes(index + 1)
+        edition = self._hidden.edition(name) if folder == HIDDEN_ROOT else None
+        return ABSENT_NOW if edition is None else self._of_edition(edition)
+
+    def attributes(self, node: int) -> Attributes:
+        """What a node is. Raises Refused(ESTALE) for one that is unknown."""
+        if node < HIDDEN_ROOT:
+            found = self.snapshot.stat(self._index(node))
+            mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
+            return Attributes(node, mode, found.size, found.mtime_ns, FOREVER_S)
+        if node == HIDDEN_ROOT:
+            mode = stat.S_IFDIR | self._permissions(Kind.FOLDER, 0o555)
+            mtime_ns = self.snapshot.stat(0).mtime_ns
+            return Attributes(node, mode, 0, mtime_ns, FOREVER_S)
+        return self._of_edition(self._hidden.at(node))
+
+    def remember(self, node: int) -> None:
+        """Counts that the kernel has been given the node; only hidden ones are counted."""
+        if node > HIDDEN_ROOT:
+            self._hidden.remember(node)
+
+    def forget(self, node: int, count: int) -> None:
+        """Takes back `count` of what `remember` counted."""
+        if node > HIDDEN_ROOT:
+            self._hidden.forget(node, count)
+
+    def link_target(self, node: int) -> bytes:
+        """Where a symbolic link points, verbatim."""
+        if node >= HIDDEN_ROOT:
+            raise Refused(errno.EINVAL)
+        return self.snapshot.link(self._index(node))
+
+    def space(self) -> Space:
+        """What statfs tells: never 0 blocks, because tools divide by them."""
+        blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
+        return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
+
+    # listings ---------------------------------------------------------------------------------
+
+    def folder_parent(self, node: int) -> int:
+        """The node that `..` leads to; the root's is the root."""
+        if node >= HIDDEN_ROOT or node == ROOT:
+            return ROOT
+        return self.snapshot.parent(self._index(node)) + 1
+
+    def listing(self, folder: int, position: int) -> Listing:
+        """Children of `folder` around `position`; those before it in the answer are to be skipped.
+
+        Where none is left then, the folder ends. A child's position never changes.
+        """
+        if folder >= HIDDEN_ROOT:
+            return self._hidden_listing()
+        start = position - position % LISTING_ENTRIES
+        found = self._listings.get((folder, start))
+        if found is None:
+            found = self._listings[folder, start] = self._list(folder, start)
+            if len(self._listings) > LISTINGS_KEPT:
+                self._listings.popitem(last=False)
+        else:
+            self._listings.move_to_end((folder, start))
+        return found
+
+    def _list(self, folder: int, start: int) -> Listing:
+        part = self.snapshot.children(self._index(folder))[start : start + LISTING_ENTRIES]
+        if not part:
+            return Listing(start, (), (), (), (), (), FOREVER_S)
+        stats = self.snapshot.stat_many(part)
+        shown_bits = stats.mode.astype(np.uint32) & (~self.owner.umask & 0o7777)
+        shown_bits[stats.kind == Kind.LINK] = 0o777
+        return Listing(
+            start,
+            self.snapshot.names(part),
+            range(part.start + 1, part.stop + 1),
+            (_TYPE_BITS[stats.kind] | shown_bits).tolist(),
+            stats.size.tolist(),
+            stats.mtime_ns.tolist(),
+            FOREVER_S,
+        )
+
+    def _hidden_listing(self) -> Listing:
+        names = sorted(self._hidden.files)
+        found = [self.lookup(HIDDEN_ROOT, name) for name in names]
+        return Listing(
+            0,
+            names,
+            [each.node for each in found],
+            [each.mode for each in found],
+            [each.size for each in found],
+            [each.mtime_ns for each in found],
+            0.0,
+        )
+
+    # content ----------------------------------------------------------------------------------
+
+    def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
+        """The bytes if they are in memory, in full up to the file's end; None where `read` must."""
+        if node >= HIDDEN_ROOT:
+            return self._hidden.at(node).content[offset : offset + size]
+        index = self._index(node)
+        wanted = self._wanted(index, offset, size)
+        if wanted == 0:
+            return b""
+        found = self._reader.cached(index, offset, wanted)
+        if found is None:
+            return None
+        if len(found) != wanted:
+            raise self._failed(index, offset, _short(len(found), wanted))
+        self.reads["hits"] += 1
+        self.reads["bytes"] += wanted
+        return found
+
+    async def read(self, node: int, offset: int, size: int) -> Bytes:
+        """The bytes, in full up to the file's end; or Refused(EIO), at the latest at the deadline.
+
+        A short answer never leaves here: one makes the kernel cut the file for ever.
+        """
+        found = self.read_now(node, offset, size)
+        if found is not None:
+            return found
+        index = node - 1
+        wanted = self._wanted(index, offset, size)
+        late = DeadlineError(f"no answer within {self._deadline_s:g} s")
+        if self._clock() < self._given_up.pop(index, -math.inf):
+            raise self._failed(index, offset, late)
+        self.reads["misses"] += 1
+        self.waiting += 1
+        try:
+            with trio.fail_after(self._deadline_s):
+                view = await trio.to_thread.run_sync(
+                    self._reader.read,
+                    index,
+                    offset,
+                    wanted,
+                    abandon_on_cancel=True,
+                    limiter=self._threads,
+                )
+        except trio.TooSlowError:
+            if len(self._given_up) >= GIVEN_UP_MAX:
+                self._given_up.clear()
+            self._given_up[index] = self._clock() + RETRY_REFUSED_S
+            raise self._failed(index, offset, late) from None
+        except DieselError as error:
+            raise self._failed(index, offset, error) from None
+        finally:
+            self.waiting -= 1
+            if not self.waiting:
+                self._settled.unpark_all()
+        if len(view) != wanted:
+            raise self._failed(index, offset, _short(len(view), wanted))
+        self.reads["bytes"] += wanted
+        return view
+
+    async def settle(self) -> None:
+        """Returns when no read waits."""
+        while self.waiting:
+            await self._settled.park()
+
+    def _wanted(self, index: int, offset: int, size: int) -> int:
+        return max(0, min(size, self.snapshot.stat(index).size - offset))
+
+    # faults and figures -----------------------------------------------------------------------
+
+    def errno_of(self, fault: BaseException, request: str, node: int) -> int:
+        """What a session answers for an exception: one bad request never ends a mount."""
+        if isinstance(fault, Refused):
+            return fault.errno
+        log.error("%s of %s failed: %r", request, self._where(node), fault, exc_info=fault)
+        return errno.EIO
+
+    def stats(self) -> dict[str, object]:
+        """What the mount is and did, as `.diesel/stats` has it."""
+        return {
+            "dataset": self.snapshot.dataset,
+            "identity": str(self.snapshot.identity),
+            "version": self.snapshot.version,
+            "entries": self.snapshot.entry_count,
+            "bytes": self.snapshot.byte_count,
+            **self._about,
+            "uptime_s": round(self._clock() - self._started_s, 3),
+            "requests": dict(sorted(self.requests.items())),
+            "reads": dict(self.reads),
+            "waiting": self.waiting,
+            "cache": self._reader.stats(),
+        }
+
+    def close(self) -> None:
+        """Gives back what the reader holds."""
+        self._reader.close()
+
+    def _stats_text(self) -> bytes:
+        return json.dumps(self.stats(), indent=2).encode() + b"\n"
+
+    def _failed(self, index: int, offset: int, fault: DieselError) -> Refused:
+        self.reads["failed"] += 1
+        log.error(
+            "cannot read %s at %d (%s): %s",
+            self._where(index + 1),
+            offset,
+            self._chunk_at(index, offset),
+            fault,
+        )
+        return Refused(errno.EIO)
+
+    def _where(self, node: int) -> str:
+        """Dataset and path of a node, for people; never raises."""
+        if not 0 < node <= self.snapshot.entry_count:
+            return f"{self.snapshot.dataset}: node {node}"
+        return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"
+
+    def _chunk_at(self, index: int, offset: int) -> str:
+        for extent in self.snapshot.extents(index):
+            if extent.start <= offset < extent.start + extent.size:
+                return f"chunk {chunk_id_text(self.snapshot.chunk_ids[extent.chunk])}"
+        return "no chunk"
+
+    def _index(self, node: int) -> int:
+        if not 0 < node <= self.snapshot.entry_count:
+            raise Refused(errno.ESTALE)
+        return node - 1
+
+    def _permissions(self, kind: Kind, mode: int) -> int:
+        return 0o777 if kind is Kind.LINK else mode & ~self.owner.umask
+
+    def _of_edition(self, edition: _Edition) -> Attributes:
+        mode = stat.S_IFREG | self._permissions(Kind.FILE, 0o444)
+        return Attributes(edition.node, mode, len(edition.content), edition.mtime_ns, 0.0)
+
+
+def _short(found: int, wanted: int) -> CorruptError:
+    return CorruptError(f"{found} bytes came instead of {wanted}")

@@ -1,0 +1,108 @@
+"""What a put is told, and what it tells: options, progress and report. Values only."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from ..errors import UsageError
+
+JOBS_MAX = 64
+COMPRESSIONS = ("auto", "none", "lz4")
+
+
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """How to put. Raises UsageError for numbers and words without meaning.
+
+    `include` and `exclude` are globs; one with a slash is matched against the path below the
+    source, another against the last component. A file is taken if no `exclude` matches and, where
+    there are any, an `include` does; a folder that an `exclude` matches is not entered.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES_DEFAULT
+    compress: str = "auto"
+    jobs: int = 0  # 0: one for each core
+    delete: bool = False
+    dry_run: bool = False
+    checksum: bool = False
+    allow_empty: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise UsageError(f"bad chunk size {self.chunk_bytes}: it is 64K to 1G")
+        if self.compress not in COMPRESSIONS:
+            raise UsageError(f"bad compression {self.compress!r}: one of {COMPRESSIONS}")
+        if not 0 <= self.jobs <= JOBS_MAX:
+            raise UsageError(f"bad number of jobs {self.jobs}: it is 1 to {JOBS_MAX}")
+
+    @property
+    def processes(self) -> int:
+        """How many processes pack."""
+        return self.jobs or min(len(os.sched_getaffinity(0)), JOBS_MAX)
+
+
+@dataclass(slots=True)
+class PutReport:
+    """What a put has done so far; `failed` names each file that was left out, with the reason.
+
+    Files and bytes count what was committed; `seen` what the walk has found to do.
+    """
+
+    files: int = 0
+    content_bytes: int = 0
+    chunks: int = 0
+    entries: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    seen: int = 0
+    walked: bool = False
+    version: int = 0
+    failed: list[tuple[bytes, str]] = field(default_factory=list)
+
+    def fail(self, path: bytes, reason: str) -> None:
+        """Name something that is left out, by its path below the source."""
+        self.failed.append((path, reason))
+
+
+def quiet(report: "PutReport") -> None:  # noqa: ARG001 (a Progress that draws nothing)
+    """No progress."""
+
+
+Progress = Callable[[PutReport], None]
+"""Called whenever the report has changed, from the thread that puts; it decides when to draw."""
+
+
+class Filter:
+    """`include` and `exclude` of a put (see `PutOptions`)."""
+
+    def __init__(self, options: PutOptions) -> None:
+        self._include = [_glob(pattern) for pattern in options.include]
+        self._exclude = [_glob(pattern) for pattern in options.exclude]
+        self.empty = not (self._include or self._exclude)
+
+    def excluded(self, path: bytes) -> bool:
+        """Whether an `exclude` matches a path below the source."""
+        return any(_matches(glob, path) for glob in self._exclude)
+
+    def takes(self, path: bytes) -> bool:
+        """Whether the file or link at a path below the source is to be put."""
+        if self.excluded(path):
+            return False
+        return not self._include or any(_matches(glob, path) for glob in self._include)
+
+
+def _glob(pattern: str) -> tuple[bool, re.Pattern[bytes]]:
+    if not pattern:
+        raise UsageError("an empty pattern matches nothing")
+    translated = fnmatch.translate(pattern.lstrip("/"))  # linear time: no nested repetition
+    return "/" in pattern, re.compile(os.fsencode(translated))
+
+
+def _matches(glob: tuple[bool, re.Pattern[bytes]], path: bytes) -> bool:
+    whole, expression = glob
+    return expression.match(path if whole else path.rpartition(b"/")[2]) is not None

@@ -1,0 +1,245 @@
+"""Packing: reading files whole and unmixed into chunks, and shipping the chunks that are full.
+
+A `Packer` belongs to one thread. Finished chunks are sealed and stored by one thread of its own,
+while the next is being filled; so at most two chunks are in memory, however slow the store is.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO
+from uuid import UUID
+
+from ..chunk import EXTENT_ALIGNMENT, Part
+from ..chunk_builder import ChunkBuilder
+from ..chunk_id import stamp
+from ..entries import ChunkId, Stamp
+from ..errors import DieselError, ObjectExists
+from ..layout import chunk_object
+from ..storage.objects import ObjectStore
+from .source import open_file, why
+
+NewId = Callable[[ChunkId | None], ChunkId]
+"""The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
+writer part of the file's first (FORMAT.md, section 3)."""
+
+Stored = Callable[[bytes, bytes], None]
+"""Called when a chunk is durable, with its preamble and its stored header, in order of sealing."""
+
+READ_TRIES = 3
+_UPLOAD_TRIES = 8
+_DOUBLE_BUFFER_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
+_SETTLE_S = 0.02  # between two tries to read a file that is being written
+
+Path = tuple[bytes, bytes]
+
+
+class Unsettled(Exception):
+    """A file could not be read as it was at one moment; the reason is the message."""
+
+
+class Packer:
+    """Fills chunks with entries and ships them. `finish()` ships the last; then all is durable.
+
+    Every method raises the error of an earlier chunk that could not be stored, once.
+    """
+
+    def __init__(
+        self,
+        identity: UUID,
+        chunk_bytes: int,
+        compress: str,
+        objects: ObjectStore,
+        new_id: NewId,
+        stored: Stored,
+    ) -> None:
+        self._identity = identity
+        self._extent_bytes = chunk_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        self._objects = objects
+        self._new_id = new_id
+        self._stored = stored
+        spares = 2 if chunk_bytes <= _DOUBLE_BUFFER_BYTES_MAX else 1
+        self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(spares)]
+        self._builder = self._free.pop()
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
+
+    def __len__(self) -> int:
+        """Entries that have not been shipped yet."""
+        return len(self._builder)
+
+    def add_file(self, folder: int, name: bytes, path: Path) -> None:
+        """Read the file `name` in the descriptor `folder`.
+
+        Raises OSError, or Unsettled where it is no regular file or does not hold still; then
+        nothing of it is in any version of the dataset.
+        """
+        for attempt in range(READ_TRIES):
+            if attempt:
+                time.sleep(_SETTLE_S)
+            file = open_file(folder, name)
+            try:
+                if self._read(file, path):
+                    return
+            finally:
+                os.close(file)
+        raise Unsettled(f"it changed while it was being read, {READ_TRIES} times")
+
+    def add_link(self, folder: int, name: bytes, path: Path) -> None:
+        """Read the link `name` in the descriptor `folder`. Raises OSError."""
+        target = os.readlink(name, dir_fd=folder)
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        self._builder.add_link(path, found.st_mtime_ns, target)
+        self._ship_if_full()
+
+    def add_folder(self, path: Path, mode: int, mtime_ns: int) -> None:
+        """Add a folder."""
+        self._builder.add_folder(path, mode, mtime_ns)
+        self._ship_if_full()
+
+    def add_tombstone(self, path: Path) -> None:
+        """Add the deletion of a path."""
+        self._builder.add_tombstone(path)
+        self._ship_if_full()
+
+    def add_link_to(self, path: Path, mtime_ns: int, target: bytes) -> None:
+        """Add a link whose target is known."""
+        self._builder.add_link(path, mtime_ns, target)
+        self._ship_if_full()
+
+    def add_stream(self, file: BinaryIO, size: int, path: Path, mode: int, mtime_ns: int) -> None:
+        """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
+        first: Stamp | None = None
+        for part in _parts(size, self._extent_bytes):
+            length = size if part is None else part.size
+            room = self._builder.room(length)[:length]
+            filled = 0
+            while filled < length:
+                data = file.read(min(length - filled, 1 << 20))
+                if not data:
+                    raise Unsettled(f"it ends after {(part.start if part else 0) + filled} bytes")
+                room[filled : filled + len(data)] = data
+                filled += len(data)
+            first = self._add(path, mode, mtime_ns, size, part, first)
+
+    def finish(self) -> None:
+        """Ship what is left and wait until all is stored. The packer can be used again."""
+        if len(self._builder):
+            self._ship()
+        while self._shipped:
+            self._collect()
+
+    def close(self) -> None:
+        """Give up what has not been shipped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, file: int, path: Path) -> bool:
+        """One try to read a file; False where it changed meanwhile."""
+        before = os.fstat(file)
+        if not stat.S_ISREG(before.st_mode):
+            raise Unsettled("skipped: a pipe, socket, device or folder")
+        size, mtime_ns = before.st_size, before.st_mtime_ns
+        first: Stamp | None = None
+        for part in _parts(size, self._extent_bytes):
+            length = size if part is None else part.size
+            last = part is None or part.number == part.total - 1
+            room = self._builder.room(length + 1)
+            count = os.readv(file, [room[: length + 1 if last else length]])
+            while 0 < count < length:  # a signal, or a file system that reads less at once
+                more = os.readv(file, [room[count : length + 1 if last else length]])
+                if not more:
+                    break
+                count += more
+            if count > length and not size:
+                raise Unsettled("it says that it is empty but has bytes")
+            if count != length or (last and not _same(before, os.fstat(file))):
+                return False
+            first = self._add(path, before.st_mode, mtime_ns, size, part, first)
+        return True
+
+    def _add(
+        self,
+        path: Path,
+        mode: int,
+        mtime_ns: int,
+        size: int,
+        part: Part | None,
+        first: Stamp | None,
+    ) -> Stamp | None:
+        """Add the content in the builder's room; the stamp of the file's first extent comes back.
+
+        A chunk ends behind each extent but the last, so that no chunk holds two of one file.
+        """
+        self._builder.add_file(path, mode, mtime_ns, size, part)
+        if part is None:
+            self._ship_if_full()
+            return None
+        if first is not None:
+            self._builder.set_stamp(first)
+        if part.number == part.total - 1:
+            self._ship_if_full()
+            return first
+        place = len(self._builder) - 1
+        shipped = self._ship()
+        return first or stamp(shipped.result(), place)
+
+    def _ship_if_full(self) -> None:
+        if self._builder.full:
+            self._ship()
+
+    def _ship(self) -> Future[ChunkId]:
+        builder = self._builder
+        future = self._thread.submit(self._store, builder)
+        self._shipped.append((future, builder))
+        if not self._free:
+            self._collect()
+        self._builder = self._free.pop()
+        return future
+
+    def _collect(self) -> None:
+        future, builder = self._shipped.pop(0)
+        try:
+            future.result()
+        finally:
+            builder.clear()
+            self._free.append(builder)
+
+    def _store(self, builder: ChunkBuilder) -> ChunkId:
+        """Seal a chunk and make it durable (in the storing thread)."""
+        for attempt in range(_UPLOAD_TRIES):
+            chunk = self._new_id(builder.continues)
+            parts, _ = builder.seal(chunk)
+            try:
+                self._objects.put(chunk_object(self._identity, chunk), parts)
+            except ObjectExists:
+                if attempt == _UPLOAD_TRIES - 1:
+                    raise
+                continue
+            self._stored(bytes(parts[0]), bytes(parts[1]))
+            return chunk
+        raise DieselError("unreachable")
+
+
+def _parts(size: int, extent_bytes: int) -> list[Part | None]:
+    """How a file of `size` bytes is cut: `[None]` where one body holds it."""
+    if size <= extent_bytes:
+        return [None]
+    starts = range(0, size, extent_bytes)
+    return [
+        Part(number, len(starts), start, min(extent_bytes, size - start))
+        for number, start in enumerate(starts)
+    ]
+
+
+def _same(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether nothing touched the file between the two."""
+    return (
+        before.st_size == after.st_size
+        and before.st_mtime_ns == after.st_mtime_ns
+        and before.st_ctime_ns == after.st_ctime_ns
+    )
+
+
+__all__ = ["NewId", "Packer", "Stored", "Unsettled", "why"]

@@ -1,0 +1,189 @@
+"""What a put has to do: the source compared with what the dataset holds.
+
+Owned here: when an entry counts as unchanged, what conflicts, what `--delete` removes. It reads
+attributes of the source, never contents (except with `--checksum`), and changes nothing.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from ..entries import Kind, join, path_fault
+from ..errors import ConflictError, UsageError
+from ..snapshot import Snapshot
+from .options import Filter, PutOptions
+from .source import Failed, FolderListing, open_file, open_folder, why
+
+RESERVED = b".diesel"
+"""The name of a mount's own folder, at a dataset's root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of one folder is to be packed. `entry` is its own (mode, mtime_ns) where that changed."""
+
+    path: bytes
+    entry: tuple[int, int] | None
+    files: list[bytes]
+    links: list[bytes]
+    unchanged: int
+
+
+class Plan:
+    """Compares folders with a view of the dataset; remembers what it has seen, for `gone()`."""
+
+    def __init__(
+        self,
+        view: Snapshot,
+        prefix: bytes,
+        options: PutOptions,
+        chosen: Filter,
+        failed: Failed,
+        root: int,
+    ) -> None:
+        self._view = view
+        self._prefix = prefix
+        self._options = options
+        self._chosen = chosen
+        self._failed = failed
+        self._root = root
+        self._seen = bytearray(view.entry_count) if options.delete else bytearray()
+        self._any_seen = False
+        self._check_prefix()
+
+    def _check_prefix(self) -> None:
+        if self._prefix.split(b"/")[0] == RESERVED:
+            raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
+        for end in range(len(self._prefix) + 1):
+            if end == len(self._prefix) or self._prefix[end : end + 1] == b"/":
+                above = self._view.lookup(self._prefix[:end])
+                if above >= 0 and self._view.stat(above).kind != Kind.FOLDER:
+                    raise ConflictError(f"{self._prefix[:end]!r} is a file of the dataset")
+
+    def changes(self, listings: Iterator[FolderListing]) -> Iterator[Changes]:
+        """What to pack of each folder that comes along."""
+        for listing in listings:
+            target = join(self._prefix, listing.path) if listing.path else self._prefix
+            if fault := path_fault(target):
+                self._failed(listing.path, f"its path has {fault}")
+                continue
+            if target == b"":
+                for names in (listing.files, listing.links, listing.folders):
+                    if RESERVED in names:
+                        names.remove(RESERVED)
+                        self._failed(RESERVED, "refused: it is the name of a mount's own folder")
+            self._any_seen |= bool(listing.files or listing.links or listing.folders)
+            yield self._compare(listing, target)
+
+    def gone(self) -> list[bytes]:
+        """The paths that the dataset has and the source has not, deepest first.
+
+        Empty for a source without anything in it, unless that is allowed. What the filters leave
+        out is left alone here, too.
+        """
+        if not self._any_seen and not self._options.allow_empty:
+            return []
+        top = self._view.lookup(self._prefix)
+        if top < 0:
+            return []
+        unseen = [i for i in self._view.walk(top).tolist() if i != top and not self._seen[i]]
+        paths = [self._view.path(i) for i in reversed(unseen)]
+        start = len(self._prefix) + 1 if self._prefix else 0
+        return [path for path in paths if self._chosen.empty or self._chosen.takes(path[start:])]
+
+    def _compare(self, listing: FolderListing, target: bytes) -> Changes:
+        at = self._view.lookup(target)
+        stat_there = self._view.stat(at) if at >= 0 else None
+        own = (listing.mode & 0o777, listing.mtime_ns)
+        same_folder = (
+            stat_there is not None
+            and stat_there.kind == Kind.FOLDER
+            and (stat_there.mode, stat_there.mtime_ns) == own
+        )
+        entry = None if same_folder or listing.unread else own
+        if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
+            self._mark(at, whole=listing.unread)
+            return Changes(listing.path, entry, listing.files, listing.links, int(same_folder))
+        self._mark(at, whole=listing.unread)
+        there = {self._view.name(i): i for i in self._view.children(at)}
+        if not there:
+            return Changes(listing.path, entry, listing.files, listing.links, int(same_folder))
+        changed, unchanged = self._compare_names(listing, there)
+        files = [name for name in listing.files if name in changed]
+        links = [name for name in listing.links if name in changed]
+        return Changes(listing.path, entry, files, links, unchanged + int(same_folder))
+
+    def _compare_names(
+        self, listing: FolderListing, there: dict[bytes, int]
+    ) -> tuple[set[bytes], int]:
+        """The files and links of a folder that are new or different, and how many are not."""
+        changed: set[bytes] = set()
+        unchanged = 0
+        try:
+            folder = open_folder(self._root, listing.path)
+        except OSError as error:
+            self._failed(listing.path, why(error))
+            return changed, 0
+        try:
+            for name in (*listing.files, *listing.links):
+                index = there.get(name, -1)
+                if index < 0:
+                    changed.add(name)
+                    continue
+                self._mark(index)
+                if self._conflicts(index):
+                    self._failed(join(listing.path, name), "refused: it is a folder of the dataset")
+                elif self._unchanged(folder, name, index):
+                    unchanged += 1
+                else:
+                    changed.add(name)
+        finally:
+            os.close(folder)
+        return changed, unchanged
+
+    def _conflicts(self, index: int) -> bool:
+        """Whether a folder with entries stands where a file is to be put, and stays."""
+        is_folder = self._view.stat(index).kind == Kind.FOLDER
+        return is_folder and not self._options.delete and len(self._view.children(index)) > 0
+
+    def _unchanged(self, folder: int, name: bytes, index: int) -> bool:
+        there = self._view.stat(index)
+        try:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                return there.kind == Kind.LINK and (
+                    os.readlink(name, dir_fd=folder) == self._view.link(index)
+                    and there.mtime_ns == found.st_mtime_ns
+                )
+            return (
+                there.kind == Kind.FILE
+                and there.size == found.st_size
+                and there.mtime_ns == found.st_mtime_ns
+                and there.mode == found.st_mode & 0o777
+                and (not self._options.checksum or self._same_content(folder, name, index))
+            )
+        except OSError:
+            return False  # the packing process will find and name it
+
+    def _same_content(self, folder: int, name: bytes, index: int) -> bool:
+        file = open_file(folder, name)
+        try:
+            for extent in self._view.extents(index):
+                content = os.pread(file, extent.size, extent.start)
+                if len(content) != extent.size or xxh3_64_intdigest(content) != extent.checksum:
+                    return False
+            return True
+        finally:
+            os.close(file)
+
+    def _mark(self, index: int, *, whole: bool = False) -> None:
+        """Remember that the source has an entry; `whole`: and perhaps all that is below it."""
+        if index < 0 or not self._options.delete:
+            return
+        self._seen[index] = 1
+        if whole:
+            for below in self._view.walk(index):
+                self._seen[int(below)] = 1

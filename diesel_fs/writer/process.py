@@ -1,0 +1,160 @@
+"""A packing process, and the messages between it and the coordinator (`put.py`).
+
+A message is a msgpack list: a word and its values, over a pipe between a process and its fork.
+
+    to the process      ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
+                        ["id", chunk ID]     the answer to "id"
+                        ["finish"]
+    from the process    ["id", first chunk or nil]
+                        ["stored", preamble, stored header]     the chunk is durable
+                        ["packed", [[path, reason], ...]]       one "pack" is done; what failed
+                        ["finished"]                            all is stored
+                        ["error", class, message, advice]       the put cannot go on
+
+Three threads: one receives, one packs, one stores (in the `Packer`). A process ends with its
+coordinator, whatever happens to that.
+"""
+
+import os
+import signal
+import threading
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+from uuid import UUID
+
+import msgpack
+
+from ..entries import ChunkId, join, split
+from ..errors import DieselError
+from ..storage.objects import ObjectStore
+from .pack import Packer, Unsettled
+from .source import open_folder, why
+
+FolderFiles = tuple[bytes, list[bytes], list[bytes]]
+"""A folder below the source, and the names of files and of links in it to pack."""
+
+MadeFolder = tuple[bytes, int, int]
+"""A folder entry to make: path below the source, mode, mtime_ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackTask:
+    """What a packing process needs to know from the start."""
+
+    root: int  # descriptor of the source
+    prefix: bytes  # where the source goes in the dataset
+    identity: UUID
+    objects: ObjectStore
+    chunk_bytes: int
+    compress: str
+
+
+class _PackProcess:
+    def __init__(self, pipe: "Connection[bytes, bytes]", task: PackTask) -> None:
+        self._pipe = pipe
+        self._task = task
+        self._ids: deque[ChunkId] = deque()
+        self._batches: deque[tuple[list[FolderFiles], list[MadeFolder]] | None] = deque()
+        self._arrived = threading.Condition()
+        self._sending = threading.Lock()
+        self._packer = Packer(
+            task.identity,
+            task.chunk_bytes,
+            task.compress,
+            task.objects,
+            self._new_id,
+            lambda preamble, header: self.send("stored", preamble, header),
+        )
+
+    def send(self, *message: object) -> None:
+        with self._sending:
+            self._pipe.send_bytes(msgpack.packb(message))
+
+    def run(self) -> None:
+        threading.Thread(target=self._receive, daemon=True).start()
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: bool(self._batches))
+                batch = self._batches.popleft()
+            if batch is None:
+                self._packer.finish()
+                self.send("finished")
+                return
+            self.send("packed", self._pack(*batch))
+
+    def _receive(self) -> None:
+        """Sort what arrives; the end of the coordinator is the end of this process."""
+        try:
+            while True:
+                kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
+                with self._arrived:
+                    if kind == "id":
+                        self._ids.append(ChunkId(values[0]))
+                    else:
+                        self._batches.append((values[0], values[1]) if values else None)
+                    self._arrived.notify_all()
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _new_id(self, writer_of: ChunkId | None) -> ChunkId:
+        self.send("id", writer_of)
+        with self._arrived:
+            self._arrived.wait_for(lambda: bool(self._ids))
+            return self._ids.popleft()
+
+    def _pack(self, folders: list[FolderFiles], made: list[MadeFolder]) -> list[tuple[bytes, str]]:
+        """Pack one batch; what could not be packed comes back."""
+        failed: list[tuple[bytes, str]] = []
+        for path, mode, mtime_ns in made:
+            self._packer.add_folder(split(self._target(path)), mode, mtime_ns)
+        for path, files, links in folders:
+            try:
+                folder = open_folder(self._task.root, path)
+            except OSError as error:
+                failed += [(join(path, name), why(error)) for name in (*files, *links)]
+                continue
+            try:
+                failed += self._pack_folder(folder, path, files, links)
+            finally:
+                os.close(folder)
+        return failed
+
+    def _pack_folder(
+        self, folder: int, path: bytes, files: list[bytes], links: list[bytes]
+    ) -> list[tuple[bytes, str]]:
+        failed: list[tuple[bytes, str]] = []
+        target = self._target(path)
+        packer = self._packer
+        for add, names in ((packer.add_file, files), (packer.add_link, links)):
+            for name in names:
+                try:
+                    add(folder, name, (target, name))
+                except OSError as error:
+                    failed.append((join(path, name), why(error)))
+                except Unsettled as reason:
+                    failed.append((join(path, name), str(reason)))
+        return failed
+
+    def _target(self, path: bytes) -> bytes:
+        return below(self._task.prefix, path)
+
+
+def below(prefix: bytes, path: bytes) -> bytes:
+    """Where what lies at `path` below the source goes in the dataset."""
+    return join(prefix, path) if path else prefix
+
+
+def pack_process(pipe: "Connection[bytes, bytes]", task: PackTask) -> NoReturn:
+    """The life of a packing process. A Ctrl-C is the coordinator's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    process = _PackProcess(pipe, task)
+    try:
+        process.run()
+    except DieselError as error:
+        process.send("error", type(error).__name__, error.message, error.advice)
+    except Exception as error:
+        process.send("error", "DieselError", f"packing failed: {error!r}", "")
+    os._exit(0)

@@ -1,0 +1,244 @@
+"""One put of a folder: the coordinator walks, feeds packing processes, and commits.
+
+The packing processes read, hash, compress and store chunks; all IDs and all commits are the
+coordinator's, so that IDs follow what has been committed (FORMAT.md, section 3) and the metadata
+store has one writer for a put. The coordinator is one thread; it forks before it starts any.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import msgpack
+
+from ..entries import ChunkId, Kind
+from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError
+from ..repository import Repository, StaleChunk, WriteSession
+from .options import Filter, Progress, PutOptions, PutReport, quiet
+from .plan import Changes, Plan
+from .process import FolderFiles, MadeFolder, PackTask, pack_process
+from .source import listed, walk
+
+_BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
+_OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
+_BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 25 MB of names
+_GOODBYE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one message asks a process to pack."""
+
+    folders: list[FolderFiles] = field(default_factory=list)
+    made: list[MadeFolder] = field(default_factory=list)
+    count: int = 0
+
+
+class _Worker:
+    """One packing process, as the coordinator sees it."""
+
+    def __init__(self, task: PackTask) -> None:
+        context = get_context("fork")
+        pipe, theirs = context.Pipe()
+        self.pipe: Connection[bytes, bytes] = pipe
+        self.process = context.Process(target=pack_process, args=(theirs, task), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.outstanding = 0
+        self.finishing = False
+        self.finished = False
+
+    def send(self, *message: object) -> None:
+        self.pipe.send_bytes(msgpack.packb(message))
+
+
+class _Put:
+    """The coordinator of one put: what has been walked, what is being packed, what is done."""
+
+    def __init__(
+        self, session: WriteSession, prefix: bytes, batches: Iterator[_Batch], report: PutReport
+    ) -> None:
+        self._session = session
+        self._prefix = prefix
+        self._batches = batches
+        self._backlog: deque[_Batch] = deque()
+        self._report = report
+
+    def run(self, workers: list[_Worker], progress: Progress) -> None:
+        """Feed the processes until all batches are packed, stored and committed."""
+        while not all(worker.finished for worker in workers):
+            self._feed(workers)
+            more = self._walk_ahead()
+            by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
+            for pipe in wait(by_pipe, timeout=0 if more else None):
+                assert isinstance(pipe, Connection)
+                self._answer(by_pipe[pipe])
+            progress(self._report)
+
+    def _feed(self, workers: list[_Worker]) -> None:
+        for worker in workers:
+            while worker.outstanding < _OUTSTANDING_BATCHES and (
+                self._backlog or self._walk_ahead()
+            ):
+                batch = self._backlog.popleft()
+                worker.send("pack", batch.folders, batch.made)
+                worker.outstanding += 1
+        idle = self._report.walked and not any(worker.outstanding for worker in workers)
+        for worker in workers if idle else ():
+            if not worker.finishing:
+                worker.finishing = True
+                worker.send("finish")
+
+    def _walk_ahead(self) -> bool:
+        """Let the walk run ahead by one batch; whether there may be more."""
+        if self._report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
+            return False
+        batch = next(self._batches, None)
+        if batch is None:
+            self._report.walked = True
+            return False
+        self._report.seen += batch.count
+        self._backlog.append(batch)
+        return True
+
+    def _answer(self, worker: _Worker) -> None:
+        try:
+            kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
+        except EOFError:
+            raise DieselError("a packing process died", advice="put again to go on") from None
+        match kind:
+            case "id":
+                worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
+            case "stored":
+                self._commit(*values)
+            case "packed":
+                worker.outstanding -= 1
+                self._report.failed += [(path, reason) for path, reason in values[0]]
+            case "finished":
+                worker.finished = True
+            case "error":
+                raise _revived(*values)
+
+    def _commit(self, preamble: bytes, header: bytes) -> None:
+        try:
+            done = self._session.commit(preamble, header)
+        except StaleChunk as stale:
+            for path in stale.paths:
+                what = path[len(self._prefix) + 1 :] if self._prefix else path
+                self._report.failed.append((what, "its chunk was too old when it was done"))
+            return
+        self._report.chunks += 1
+        self._report.files += done.files
+        self._report.content_bytes += done.content_bytes
+        self._report.entries += done.entries
+
+
+def put_tree(
+    repository: Repository,
+    dataset: str,
+    source: Path,
+    prefix: bytes = b"",
+    options: PutOptions | None = None,
+    progress: Progress = quiet,
+    paths: list[bytes] | None = None,
+) -> PutReport:
+    """Pack the contents of the folder `source` (or of its `paths`) below `prefix` of a dataset.
+
+    Skips what is already there unchanged, so it can be repeated and resumed. Returns when all of
+    it is durable and the snapshot of the new version lies in the repository. What could not be
+    put is named in the report. Raises DieselError; what was committed by then stays.
+    """
+    options = options or PutOptions()
+    if options.delete and paths is not None:
+        raise UsageError("a list of files says nothing about others: --delete cannot go with it")
+    repository.refuse_recursion(source)
+    report = PutReport()
+    root = _open_source(source)
+    try:
+        session = repository.begin(dataset, create=not options.dry_run)
+        chosen = Filter(options)
+        plan = Plan(session.view, prefix, options, chosen, report.fail, root)
+        listings = walk(root, chosen, report.fail)
+        if paths is not None:
+            listings = listed(root, paths, report.fail)
+        batches = _batches(plan.changes(listings), report)
+        if options.dry_run:
+            report.seen = sum(batch.count for batch in batches)
+            report.deleted = len(plan.gone()) if options.delete else 0
+            return report
+        task = PackTask(
+            root,
+            prefix,
+            session.identity,
+            session.objects,
+            options.chunk_bytes,
+            options.compress,
+        )
+        workers = [_Worker(task) for _ in range(options.processes)]
+        try:
+            _Put(session, prefix, batches, report).run(workers, progress)
+        finally:
+            _stop(workers)
+        if options.delete:
+            report.deleted = session.delete(plan.gone())
+        report.version = session.finish()
+        return report
+    finally:
+        os.close(root)
+
+
+def _open_source(source: Path) -> int:
+    try:
+        return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"there is no folder {source}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot open {source}: {error.strerror}") from error
+
+
+def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
+    """What has changed, in messages of some `_BATCH_ENTRIES`."""
+    batch = _Batch()
+    for change in changes:
+        report.unchanged += change.unchanged
+        if change.entry is not None:
+            batch.made.append((change.path, *change.entry))
+            batch.count += 1
+        names = [(name, Kind.FILE) for name in change.files]
+        names += [(name, Kind.LINK) for name in change.links]
+        for start in range(0, len(names), _BATCH_ENTRIES):
+            piece = names[start : start + _BATCH_ENTRIES]
+            files = [name for name, kind in piece if kind == Kind.FILE]
+            links = [name for name, kind in piece if kind == Kind.LINK]
+            batch.folders.append((change.path, files, links))
+            batch.count += len(piece)
+            if batch.count >= _BATCH_ENTRIES:
+                yield batch
+                batch = _Batch()
+    if batch.count:
+        yield batch
+
+
+def _stop(workers: list[_Worker]) -> None:
+    """End the processes: those that have finished go by themselves, others with their pipe."""
+    for worker in workers:
+        worker.pipe.close()
+    for worker in workers:
+        worker.process.join(_GOODBYE_S)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+
+
+def _revived(kind: str, message: str, advice: str) -> DieselError:
+    """The error of a packing process, in the coordinator."""
+    below = [DieselError]
+    for leaf in below:
+        if leaf.__name__ == kind:
+            return leaf(message, advice=advice)
+        below.extend(leaf.__subclasses__())
+    return DieselError(message, advice=advice)

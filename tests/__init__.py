@@ -1,0 +1,1 @@
+"""The tests; `tests.bench` measures instead."""

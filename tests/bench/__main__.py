@@ -1,0 +1,127 @@
+"""`python -m tests.bench [names...]`: runs benchmarks, prints one table, writes it as JSON.
+
+Exit code 0 where everything was measured, whether the targets are met or not; 1 where a benchmark
+broke or a peer is missing.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+from .cases import BENCHMARKS, Benchmark, chosen
+from .machine import described, is_busy, machine
+from .report import Json, Row, failed, table
+from .samples import say
+from .workbench import Workbench
+
+ROUNDS = 5
+ROUNDS_QUICK = 1
+DURATION_S_MAX = 50 * 60  # what is not begun by then is said to be missing
+TREE = Path(__file__).resolve().parents[2]
+
+
+def arguments() -> argparse.Namespace:
+    """What the user wants. Exits with 2 where that makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "names", nargs="*", help=f"only those that begin so: {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{ROUNDS_QUICK} round, not {ROUNDS}")
+    parser.add_argument(
+        "--json", type=Path, default=TREE / "build" / "bench.json", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="work in DIR, and keep the inputs there"
+    )
+    said = parser.parse_args()
+    try:
+        chosen(said.names)
+    except KeyError as error:
+        parser.error(f"no benchmark is named {error}: there are {', '.join(BENCHMARKS)}")
+    return said
+
+
+@contextmanager
+def workbench(keep: Path | None, rounds: int) -> Iterator[Workbench]:
+    """A bench in the folder to keep, or in one that goes; not in a temporary folder in memory."""
+    with TemporaryDirectory(prefix="diesel-bench-", dir="/var/tmp") as temporary:
+        bench = Workbench((keep or Path(temporary)).resolve(), rounds)
+        try:
+            yield bench
+        finally:
+            bench.close()
+
+
+def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> list[Row]:
+    """The rows of all; one that breaks takes no other along."""
+    rows: list[Row] = []
+    end_s = time.monotonic() + DURATION_S_MAX
+    for name, run in benchmarks.items():
+        if time.monotonic() > end_s:
+            rows.append(failed(name, "the time was up"))
+            continue
+        print(f"{name}", file=sys.stderr, flush=True)
+        start_s = time.monotonic()
+        try:
+            rows += run(bench)
+        except Exception as error:
+            traceback.print_exc()
+            rows.append(failed(name, f"{type(error).__name__}: {error}"))
+        say(f"{name} took {time.monotonic() - start_s:.0f} s")
+    return rows
+
+
+def write_json(file: Path, document: dict[str, Json]) -> None:
+    """The same as the table, and every sample."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    """Runs the bench; its exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that mounts and files are cleaned up
+        signal.signal(number, _terminate)
+    said = arguments()
+    began, rounds = datetime.now(UTC), ROUNDS_QUICK if said.quick else ROUNDS
+    busy = is_busy()
+    try:
+        with workbench(said.keep, rounds) as bench:
+            before = machine(bench.folder)
+            rows = run_all(bench, chosen(said.names))
+            after = machine(bench.folder)
+    except KeyboardInterrupt:
+        print("bench: interrupted; cleaned up", file=sys.stderr)
+        return 128 + signal.SIGINT
+    document: dict[str, Json] = {
+        "began": began.isoformat(timespec="seconds"),
+        "seconds": round((datetime.now(UTC) - began).total_seconds()),
+        "rounds": rounds,
+        "machine": {"before": before, "after": after},
+        "busy": busy,
+        "rows": [row.as_json() for row in rows],
+    }
+    write_json(said.json, document)
+    print(f"\n{described(before)}\nMedians of {rounds}, {began:%Y-%m-%d}.\n\n{table(rows)}\n")
+    if busy:
+        print("The machine was busy at the start: these figures mean little.")
+    print(f"As JSON, with every sample: {said.json}")
+    return 1 if any(row.problems for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

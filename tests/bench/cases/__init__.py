@@ -1,0 +1,36 @@
+"""What is measured. A benchmark takes the workbench, cleans up behind itself, and returns rows."""
+
+from collections.abc import Callable, Mapping
+
+from ..inputs import D4L, D110
+from ..report import Row
+from ..workbench import Workbench
+from . import mount, put, read, snapshot
+
+Benchmark = Callable[[Workbench], list[Row]]
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "put-D4L": put.rate_of(D4L),
+    "put-D110": put.rate_of(D110),
+    "put-memory": put.peak_memory,
+    "snapshot": snapshot.measure,
+    "read-many": read.measure,
+    "mount-ready": mount.ready,
+    "mount-read": mount.read,
+    "mount-ls": mount.list_all,
+}
+
+
+def chosen(names: list[str]) -> dict[str, Benchmark]:
+    """The benchmarks whose names begin with one of `names`; all where there are none.
+
+    Raises KeyError for a name that chooses nothing.
+    """
+    for name in names:
+        if not any(each.startswith(name) for each in BENCHMARKS):
+            raise KeyError(name)
+    return {
+        name: run
+        for name, run in BENCHMARKS.items()
+        if not names or any(name.startswith(each) for each in names)
+    }

@@ -1,0 +1,112 @@
+"""The fixed inputs: the same names and bytes in every run, on every machine.
+
+Contents come from a seeded generator and cannot be compressed, so that no side gains by trying. A
+folder of files has its name only when it is complete; with `--keep` a later run finds it again.
+"""
+
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+MTIME_S = 1_700_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many files, of what size, in how many folders of equally many."""
+
+    name: str
+    files: int
+    folders: int
+    file_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.files * self.file_bytes
+
+    @property
+    def files_per_folder(self) -> int:
+        return self.files // self.folders
+
+    def folder_names(self) -> list[str]:
+        return [f"class{number:04}" for number in range(self.folders)]
+
+    def file_names(self, folder: int) -> list[str]:
+        """The names in one folder; they are unique in the whole dataset."""
+        first = folder * self.files_per_folder
+        return [f"image{number:07}.bin" for number in range(first, first + self.files_per_folder)]
+
+    def paths(self) -> list[str]:
+        """All files, in the order of their names."""
+        folders = enumerate(self.folder_names())
+        return [f"{name}/{file}" for number, name in folders for file in self.file_names(number)]
+
+    def contents(self, folder: int) -> Bytes:
+        """The contents of one folder's files, one a row."""
+        generator = np.random.default_rng([self.files, self.file_bytes, folder])
+        rows, size = self.files_per_folder, self.file_bytes
+        return np.frombuffer(generator.bytes(rows * size), np.uint8).reshape(rows, size)
+
+    def content_sum(self) -> int:
+        """All contents, added as 64-bit words modulo 2^64: whoever has read all of it knows it."""
+        assert self.file_bytes % 8 == 0
+        folders = range(self.folders)
+        return sum(int(self.contents(n).view(np.uint64).sum()) for n in folders) % 2**64
+
+
+D4 = Shape("D4", 20_000, 100, 4096)
+D4L = Shape("D4L", 200_000, 1_000, 4096)
+D110 = Shape("D110", 10_000, 100, 110 * 1024)
+N1M = Shape("N1M", 1_280_000, 1_000, 0)
+
+
+def make(shape: Shape, under: Path) -> Path:
+    """The folder that holds the files of a shape, made where it is missing."""
+    folder = under / f"{shape.name}-{shape.files}-{shape.folders}-{shape.file_bytes}"
+    if folder.exists():
+        return folder
+    unfinished = under / f"{folder.name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for number, name in enumerate(shape.folder_names()):
+        inside = unfinished / name
+        inside.mkdir(parents=True)
+        for file, content in zip(shape.file_names(number), shape.contents(number), strict=True):
+            (inside / file).write_bytes(content.data)
+    unfinished.rename(folder)
+    return folder
+
+
+def tar_stream(shape: Shape) -> Iterator[bytes]:
+    """A tar of the shape's folders with empty files: about a second for a million, in pieces."""
+    assert shape.file_bytes == 0
+    for number, name in enumerate(shape.folder_names()):
+        folder = tarfile.TarInfo(f"{name}/")
+        folder.type, folder.mode, folder.mtime = tarfile.DIRTYPE, 0o755, MTIME_S
+        yield folder.tobuf(tarfile.USTAR_FORMAT)
+        yield _headers([f"{name}/{file}" for file in shape.file_names(number)])
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _headers(paths: list[str]) -> bytes:
+    """The headers of empty files whose names are equally long: one header, with others' names."""
+    first = tarfile.TarInfo(paths[0])
+    first.mode, first.mtime = 0o644, MTIME_S
+    template = np.frombuffer(first.tobuf(tarfile.USTAR_FORMAT), np.uint8)
+    headers = np.tile(template, (len(paths), 1))
+    names = np.frombuffer("".join(paths).encode(), np.uint8).reshape(len(paths), -1)
+    headers[:, : names.shape[1]] = names
+    headers[:, 148:156] = ord(" ")  # what the checksum counts in its own place
+    checksums = headers.sum(axis=1)
+    for digit in range(6):  # six octal digits, NUL, space
+        headers[:, 153 - digit] = ord("0") + (checksums >> (3 * digit)) % 8
+    headers[:, 154] = 0
+    return headers.tobytes()

@@ -1,0 +1,96 @@
+"""What the figures were measured on: printed above the table and written beside the rows."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import diesel_fs
+
+from .report import Json
+
+_LOAD_PER_CORE_MAX = 0.25  # above it, somebody else is measured too
+
+
+def machine(folder: Path) -> dict[str, Json]:
+    """The machine's state now, and the disk that `folder` is on."""
+    return {
+        "processor": _first("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": _gib("MemTotal"),
+        "memory_available_gib": _gib("MemAvailable"),
+        "load": list(os.getloadavg()),
+        "kernel": platform.release(),
+        "disk": _disk(folder),
+        "damon_reclaim": _text("/sys/module/damon_reclaim/parameters/enabled") or "absent",
+        "python": platform.python_version(),
+        "diesel_fs": f"{diesel_fs.__version__} {_revision()}".strip(),
+    }
+
+
+def is_busy() -> bool:
+    """Whether others use this machine, so that figures mean little."""
+    return os.getloadavg()[0] > _LOAD_PER_CORE_MAX * len(os.sched_getaffinity(0))
+
+
+def described(state: dict[str, Json]) -> str:
+    """The state as one paragraph."""
+    load = state["load"]
+    assert isinstance(load, list)
+    return (
+        f"{state['cores']} cores ({state['processor']}), {state['memory_gib']} GiB of memory "
+        f"({state['memory_available_gib']} available), load {load[0]}, Linux {state['kernel']}, "
+        f"disk {state['disk']}, damon_reclaim {state['damon_reclaim']}, "
+        f"Python {state['python']}, diesel-fs {state['diesel_fs']}"
+    )
+
+
+def _disk(folder: Path) -> str:
+    """File system, device, and whether it turns: `ext4 on vda (turning or virtual)`."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kind = source = "unknown"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == number:
+            kind, source = rest.split()[:2]
+    block = Path("/sys/dev/block") / number
+    for queue in (block / "queue", block / ".." / "queue"):  # of a partition: its disk's
+        rotational = _text(str(queue / "rotational"))
+        if rotational:
+            what = (
+                "reported as turning, as virtual disks are" if rotational == "1" else "solid state"
+            )
+            return f"{kind} on {source} ({what})"
+    return f"{kind} on {source}"
+
+
+def _gib(key: str) -> float:
+    words = _first("/proc/meminfo", key).split()
+    return round(int(words[0]) / 2**20, 1)
+
+
+def _first(file: str, key: str) -> str:
+    for line in _text(file).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _revision() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, check=False, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,62 @@
+"""The peak memory of a program and all it starts, as PSS: shared pages are counted once.
+
+The program runs in a session of its own, and what belongs to the session is counted, whoever its
+parent is. Sampled, so peaks shorter than the interval may be missed.
+"""
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+INTERVAL_S = 0.05
+_PROC = Path("/proc")
+
+
+def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command; the greatest sum of PSS over its processes. Raises CalledProcessError."""
+    peak = 0
+    with subprocess.Popen(command, env=environment, start_new_session=True) as leader:
+        while leader.poll() is None:
+            peak = max(peak, sum(map(pss_bytes, members(leader.pid))))
+            time.sleep(INTERVAL_S)
+    if leader.returncode:
+        raise subprocess.CalledProcessError(leader.returncode, command)
+    return peak
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session."""
+    return [pid for pid in map(_number, _PROC.iterdir()) if pid and _session(pid) == session]
+
+
+def pss_bytes(pid: int) -> int:
+    """The PSS of a process; 0 where it has ended."""
+    return rollup_bytes(str(pid)).get("Pss", 0)
+
+
+def rollup_bytes(process: str) -> dict[str, int]:
+    """What the kernel says of all mappings of a process (a number, or `self`), in bytes."""
+    try:
+        lines = (_PROC / process / "smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
+    except OSError:
+        return {}
+    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+def available_bytes() -> int:
+    """How much memory could still be taken without swapping."""
+    lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _number(entry: Path) -> int:
+    return int(entry.name) if entry.name.isdigit() else 0
+
+
+def _session(pid: int) -> int:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[3])  # the name before may hold anything

@@ -1,0 +1,38 @@
+"""Those we are measured against, one module each. Each raises PeerMissing where it cannot run.
+
+Their Python packages live in an environment of their own (`make bench` makes it): they want older
+libraries than ours.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..samples import PeerMissing
+
+PROGRAMS = Path(sys.prefix) / "peers" / "bin"
+DEADLINE_S = 900.0
+_REASON_CHARS = 300
+
+
+def installed(name: str) -> str:
+    """The path of a program in the peers' environment."""
+    program = PROGRAMS / name
+    if not program.exists():
+        raise PeerMissing(f"{name} is not in {PROGRAMS.parent}: run `make bench`")
+    return str(program)
+
+
+def output_of(command: Sequence[str]) -> str:
+    """Run a peer; what it printed."""
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerMissing(str(error)) from error
+    if done.returncode:
+        reason = done.stderr.strip()[-_REASON_CHARS:]
+        raise PeerMissing(f"{command[0]} ended with {done.returncode}: {reason}")
+    return done.stdout

@@ -1,0 +1,29 @@
+"""Programs that use the library as a user's program does, and measure themselves.
+
+Each runs in a process of its own, so that nobody else's memory, caches or garbage are measured,
+and prints one JSON object. Starting Python and importing are not in the figures.
+"""
+
+import json
+import subprocess
+import sys
+
+from ..dlcmd import DEADLINE_S, Dlcmd
+
+
+def run(probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "") -> dict[str, float]:
+    """What a probe says of itself, in a repository. `fresh_cache`: an empty folder for private
+    copies, as a new user has it.
+    """
+    environment = dict(dlcmd.environment)
+    if fresh_cache:
+        environment["XDG_CACHE_HOME"] = fresh_cache
+    done = subprocess.run(
+        [sys.executable, "-m", f"{__name__}.{probe}", dlcmd.url, *arguments],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE_S,
+    )
+    report: dict[str, float] = json.loads(done.stdout)
+    return report

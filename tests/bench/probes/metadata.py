@@ -1,0 +1,111 @@
+"""What a snapshot costs its readers and its maker: URL DATASET export|open|rates|scan."""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from diesel_fs.client import Dataset, connect
+from diesel_fs.entries import Kind
+from diesel_fs.repository import Repository
+
+from ..memory import rollup_bytes
+
+SAMPLE_PATHS = 500_000
+SEED = 1
+
+
+def export(url: str, name: str) -> dict[str, float]:
+    """The whole snapshot from the metadata store alone, durable beside the chunks."""
+    with Repository.open(url) as repository:
+        start_s = time.perf_counter()
+        repository.publish(name, full=True)
+        return {"seconds": time.perf_counter() - start_s}
+
+
+def open_snapshot(url: str, name: str) -> dict[str, float]:
+    """From an open repository to the first path looked up; and how large the snapshot is."""
+    with Repository.open(url) as repository:
+        start_s = time.perf_counter()
+        view = repository.view(name)
+        view.stat(view.lookup(b"class0000"))
+        seconds = time.perf_counter() - start_s
+        beside_names = len(view.buffer) - view.columns.names.nbytes
+        return {
+            "seconds": seconds,
+            "entries": view.entry_count,
+            "bytes_per_entry": beside_names / view.entry_count,
+        }
+
+
+def rates(url: str, name: str) -> dict[str, float]:
+    """Random paths of files: looked up one by one, and through `stat_many` of a user's object."""
+    with connect(name, url=url) as dataset:
+        view = dataset.snapshot
+        drawn = np.random.default_rng(SEED).choice(view.files(), SAMPLE_PATHS)
+        paths = view.paths(drawn)
+        texts = [os.fsdecode(path) for path in paths]
+
+        lookup = view.lookup
+        start_s = time.perf_counter()
+        for path in paths:
+            lookup(path)
+        looked_up_s = time.perf_counter()
+        stats = dataset.stat_many(paths)
+        by_bytes_s = time.perf_counter()
+        dataset.stat_many(texts)
+        by_text_s = time.perf_counter()
+        dataset.stat_many(drawn)
+        by_index_s = time.perf_counter()
+    assert len(stats) == len(paths)
+    assert bool((stats.kind == Kind.FILE).all())
+    return {
+        "lookups_per_s": len(paths) / (looked_up_s - start_s),
+        "stats_per_s": len(paths) / (by_bytes_s - looked_up_s),
+        "stats_by_text_per_s": len(paths) / (by_text_s - by_bytes_s),
+        "stats_by_index_per_s": len(paths) / (by_index_s - by_text_s),
+    }
+
+
+def scan(url: str, name: str) -> dict[str, float]:
+    """Every entry listed, named, looked up and asked for its stat; then this process's memory.
+
+    Own memory is what no file backs or what was written to: the mapped snapshot is neither.
+    """
+    with connect(name, url=url) as dataset:
+        start_s = time.perf_counter()
+        seen = _scan(dataset)
+        seconds = time.perf_counter() - start_s
+        assert seen == dataset.snapshot.entry_count
+        memory = rollup_bytes("self")
+    own_bytes = max(memory["Pss_Anon"], memory["Private_Dirty"])
+    return {"own_bytes": own_bytes, "seconds": seconds, "entries": seen}
+
+
+def _scan(dataset: Dataset) -> int:
+    """Walk all folders; how many entries there are."""
+    view = dataset.snapshot
+    folders, seen = [0], 1
+    while folders:
+        folder = folders.pop()
+        inside = view.children(folder)
+        stats = dataset.stat_many(inside)
+        place = view.path(folder)
+        paths = [place + b"/" + child if place else child for child in view.names(inside)]
+        found = view.lookup_many(paths)
+        for index, path in zip(inside, paths, strict=True):
+            assert view.lookup(path) == index
+            view.stat(index)
+        assert found.tolist() == list(inside)
+        folders += [inside[int(at)] for at in np.flatnonzero(stats.kind == Kind.FOLDER)]
+        seen += len(inside)
+    return seen
+
+
+MODES = {"export": export, "open": open_snapshot, "rates": rates, "scan": scan}
+
+if __name__ == "__main__":
+    _, repository_url, dataset_name, mode = sys.argv
+    print(json.dumps(MODES[mode](repository_url, dataset_name)))

@@ -1,0 +1,186 @@
+"""Rows of the table: a figure of ours, what it is held against, and whether that suffices.
+
+Pure: values in, text and plain data out. A ratio is that of the medians; its range over the rounds
+stands beside it, since sides of one round were measured next to each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .samples import Measured, NotMeasured, Samples
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+
+LIMIT = "limit"
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on a ratio of ours to the other's."""
+
+    ratio: float
+    at_most: bool
+
+    def met_by(self, ratio: float) -> bool:
+        return ratio <= self.ratio if self.at_most else ratio >= self.ratio
+
+
+def at_least(ratio: float) -> Target:
+    """Ours is to be this many times the other's, or more."""
+    return Target(ratio, at_most=False)
+
+
+def at_most(ratio: float) -> Target:
+    """Ours is to be this many times the other's, or less."""
+    return Target(ratio, at_most=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line. `other` holds the peer's samples, or a limit as a single one, or nothing."""
+
+    name: str
+    unit: str
+    ours: Measured
+    against: str = ""
+    other: Measured | None = None
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours to the other's; None where there is no pair."""
+        if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
+            return self.ours.median / self.other.median
+        return None
+
+    @property
+    def ratio_range(self) -> tuple[float, float] | None:
+        """The least and the greatest ratio of a round; a limit is the same in each."""
+        if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
+            return None
+        others = self.other.values
+        if len(others) == 1:
+            others *= len(self.ours.values)
+        ratios = [ours / other for ours, other in zip(self.ours.values, others, strict=True)]
+        return min(ratios), max(ratios)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None where there is none, or nothing to say about it."""
+        if self.target is None or self.ratio is None:
+            return None
+        return self.target.met_by(self.ratio)
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be measured, and why."""
+        sides = [("ours", self.ours), (self.against, self.other)]
+        return [
+            f"{self.name}: {side}: {measured.reason}"
+            for side, measured in sides
+            if isinstance(measured, NotMeasured)
+        ]
+
+    def as_json(self) -> Json:
+        """All that is known, for other programs."""
+        spread = self.ratio_range
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "ours": _median(self.ours),
+            "ours_samples": _values(self.ours),
+            "against": self.against,
+            "other": _median(self.other),
+            "other_samples": _values(self.other),
+            "ratio": self.ratio,
+            "ratio_range": None if spread is None else list(spread),
+            "target": _target_text(self),
+            "met": self.met,
+            "note": self.note,
+            "not_measured": [*self.problems],
+        }
+
+
+def within(
+    name: str, unit: str, ours: Measured, limit: float, *, most: bool, note: str = ""
+) -> Row:
+    """A row whose figure is held against a fixed limit: at `most` it, or at least."""
+    target = at_most(1) if most else at_least(1)
+    return Row(name, unit, ours, LIMIT, Samples((limit,)), target, note)
+
+
+def failed(name: str, reason: str) -> Row:
+    """A row for a benchmark that broke."""
+    return Row(name, "", NotMeasured(reason))
+
+
+_HEAD = ("benchmark", "ours", "unit", "peer or limit", "", "ratio", "(range)", "target", "met")
+_LEFT = {0, 2, 4}  # columns of words
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, with notes and what was not measured below."""
+    lines = [_HEAD, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [_line(cells, widths) for cells in lines]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    notes = [f"  {row.name}: {row.note}" for row in rows if row.note]
+    if notes:
+        text += ["", "Notes", *notes]
+    problems = [f"  {problem}" for row in rows for problem in row.problems]
+    if problems:
+        text += ["", "NOT MEASURED", *problems]
+    return "\n".join(text)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [
+        cell.ljust(width) if column in _LEFT else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    spread = row.ratio_range
+    return (
+        row.name,
+        _figure(row.ours),
+        row.unit,
+        "" if row.other is None else _figure(row.other),
+        row.against,
+        "" if row.ratio is None else _number(row.ratio),
+        "" if spread is None or spread[0] == spread[1] else f"({spread[0]:.2f}-{spread[1]:.2f})",
+        _target_text(row),
+        {True: "yes", False: "NO", None: "" if row.target is None else "?"}[row.met],
+    )
+
+
+def _figure(measured: Measured) -> str:
+    return NOT_MEASURED if isinstance(measured, NotMeasured) else _number(measured.median)
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _target_text(row: Row) -> str:
+    if row.target is None:
+        return ""
+    sign = "<=" if row.target.at_most else ">="
+    if row.against == LIMIT and row.other is not None:
+        return f"{sign} {_figure(row.other)}"
+    return f"{sign} {_number(row.target.ratio)}x"
+
+
+def _median(measured: Measured | None) -> float | None:
+    return measured.median if isinstance(measured, Samples) else None
+
+
+def _values(measured: Measured | None) -> Json:
+    return list(measured.values) if isinstance(measured, Samples) else None

@@ -1,0 +1,97 @@
+"""Repeated measurements: sides that take turns, and their medians. Pure but for calling the sides.
+
+Sides that are compared alternate within a round, and the first place rotates from round to round:
+what drifts (a disk, a neighbour, a clock) meets all of them alike.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Side = Callable[[], Mapping[str, float]]
+"""One run of one side: it prepares what it needs, and returns only what it measured, by name."""
+
+OURS = "ours"
+
+
+class PeerMissing(Exception):
+    """A peer cannot be had or did not work here; the reason is the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What one side measured of one quantity, round by round."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def map(self, convert: Callable[[float], float]) -> "Samples":
+        """The samples in another unit."""
+        return Samples(tuple(map(convert, self.values)))
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """Stands for the samples of a peer that is missing."""
+
+    reason: str
+
+    def map(self, convert: Callable[[float], float]) -> "NotMeasured":
+        """Itself: nothing has no unit."""
+        return self
+
+
+Measured: TypeAlias = Samples | NotMeasured
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What the sides of a benchmark measured."""
+
+    runs: Mapping[str, Sequence[Mapping[str, float]]]
+    missing: Mapping[str, NotMeasured]
+
+    def of(self, side: str, quantity: str) -> Measured:
+        """The samples of a quantity; all sides of equally many rounds."""
+        if side in self.missing:
+            return self.missing[side]
+        return Samples(tuple(run[quantity] for run in self.runs[side]))
+
+    def ours(self, quantity: str) -> Measured:
+        return self.of(OURS, quantity)
+
+
+def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
+    """Run the sides in turn, `rounds` times each. A side that is missing is left out from then on."""
+    names = list(sides)
+    runs: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
+    missing: dict[str, NotMeasured] = {}
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            if name in missing:
+                continue
+            try:
+                runs[name].append(sides[name]())
+            except PeerMissing as error:
+                missing[name] = NotMeasured(str(error))
+                say(f"NOT MEASURED: {name}: {error}")
+            else:
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in runs[name][-1].items())
+                say(f"{number + 1}/{rounds} {name}: {shown}")
+    return Rounds(runs, missing)
+
+
+def repeat(rounds: int, ours: Side) -> Rounds:
+    """Run our side alone: what is held against limits."""
+    return alternate(rounds, {OURS: ours})
+
+
+def say(text: str) -> None:
+    """A line on how far the bench is; the table alone goes to stdout."""
+    print(f"  {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""The bench's folders, and what several benchmarks share: inputs, the reader, a large dataset.
+
+Everything lies in one folder, on one disk: `inputs/`, which `--keep` keeps, and `work/`, which is
+removed at the end. A benchmark takes a `scratch` folder and leaves nothing outside it.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from .dlcmd import Dlcmd
+from .inputs import N1M, Shape, make, tar_stream
+from .reader import compile_reader, read_files, write_list
+from .samples import say
+
+
+class Workbench:
+    """One run of the bench, in `folder`."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder = folder
+        self.rounds = rounds
+        self._inputs = folder / "inputs"
+        self._work = folder / "work"
+        for each in (self._inputs, self._work):
+            each.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Remove everything but the inputs."""
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def input(self, shape: Shape) -> Path:
+        """The folder with the files of a shape."""
+        say(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
+        return make(shape, self._inputs)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder on the bench's disk, removed at the end."""
+        folder = Path(tempfile.mkdtemp(dir=self._work))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+    @cached_property
+    def reader(self) -> Path:
+        """The compiled C reader."""
+        return compile_reader(self._work)
+
+    def settle(self, *folders: Path) -> None:
+        """Before something is timed: nothing of earlier runs waits for the disk, and all of
+        `folders` is in the page cache, though idle pages may have been taken out of it meanwhile.
+        """
+        os.sync()
+        with self.scratch() as scratch:
+            paths = (
+                os.path.join(place, name)
+                for folder in folders
+                for place, _, names in os.walk(folder)
+                for name in names
+            )
+            read_files(self.reader, write_list(paths, scratch / "list"))
+
+    @cached_property
+    def n1m(self) -> Dlcmd:
+        """A repository that holds N1M, put once per run."""
+        return self._n1m[0]
+
+    @property
+    def n1m_put_seconds(self) -> float:
+        """How long `dlcmd put --tar -` of N1M took."""
+        return self._n1m[1]
+
+    @cached_property
+    def _n1m(self) -> tuple[Dlcmd, float]:
+        say(f"putting {N1M.name} from a tar: {N1M.files:,} empty files")
+        dlcmd = Dlcmd(self._work / N1M.name)
+        start_s = time.perf_counter()
+        with subprocess.Popen(
+            dlcmd.command("put", "--tar", "-", N1M.name),
+            env=dlcmd.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its exit code says more
+                for piece in tar_stream(N1M):
+                    process.stdin.write(piece)
+                process.stdin.close()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        return dlcmd, time.perf_counter() - start_s

@@ -1,0 +1,62 @@
+"""What every test runs in: nobody's configuration, no mount left behind, stacks where one hangs.
+
+(pytest's own `faulthandler_timeout` dumps the stacks of this process; see pyproject.toml.)
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Two busy cores make single examples slow now and then; that is no finding.
+settings.register_profile(
+    "diesel", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("diesel")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs under test find a new user's home, and no option in the environment."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("DIESEL_")]:
+            patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
+            patch.setenv(f"XDG_{kind}_HOME", str(home / kind.lower()))
+        # A program of ours that dies of a signal says where.
+        patch.setenv("PYTHONFAULTHANDLER", "1")
+        yield
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    return [
+        point for point in (line.split()[1] for line in lines) if point.startswith(f"{folder}/")
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_mount_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the module that leaves a mount behind, and detaches it, so that nothing hangs on it."""
+    yield
+    left = _mounts_below(tmp_path_factory.getbasetemp())
+    detach = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-uz"]
+    for point in left:
+        subprocess.run([*detach, point], check=False)
+    assert not left, f"left mounted: {left}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `fuse` are skipped, with the reason, where nothing can be mounted."""
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError as error:
+        skip = pytest.mark.skip(reason=f"cannot open /dev/fuse: {error.strerror}")
+        for item in items:
+            if item.get_closest_marker("fuse"):
+                item.add_marker(skip)

@@ -1,0 +1,1 @@
+"""The mount: semantics over every session, life and death of the daemon."""

@@ -1,0 +1,345 @@
+"""How a mount begins and ends: start, signals, unmounting, death."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
+from diesel_fs.mount import mount, stats, umount
+from diesel_fs.mount.holders import ended
+from diesel_fs.mount.launcher import default_log
+from diesel_fs.mount.mountpoint import is_alive, mounted_at
+from tests.mount.conftest import PROGRAM, Mounted, mounting, request_for
+
+pytestmark = pytest.mark.fuse
+
+HOLD = """if True:
+    import os, sys
+    {hold}
+    print("held", flush=True)
+    sys.stdin.read()
+    {after}
+"""
+
+
+class Holder:
+    """A process that holds a mount in some way until it is told to stop."""
+
+    def __init__(self, hold: str, after: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD.format(hold=hold, after=after)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "held\n"
+
+    def stop(self) -> str:
+        """What it wrote, and its complaint."""
+        output, complaint = self.process.communicate(timeout=20)
+        return output + complaint
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; Z where it waits for its parent, empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.fixture
+def held(source: Path, tmp_path: Path, session: str) -> Iterator[Mounted]:
+    """A mount of a test's own, with a file whose reads wait."""
+    (source / "wait").write_bytes(b"w" * 5000)
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        yield mounted
+
+
+def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    at = tmp_path / "mount"
+    at.mkdir()
+    started_s = time.monotonic()
+    mount(request_for(source, at, session), program=PROGRAM)
+    ready_s = time.monotonic() - started_s
+    pid = int(str(stats(at)["pid"]))
+    assert (at / "b").read_bytes() == b"beta"
+    assert state_of(pid) in "SR"
+    assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
+    umount(at)
+    assert state_of(pid) in ("", "Z")  # Z: nobody's child, and pid 1 has not looked yet
+    assert mounted_at(str(at)) is None
+    assert os.listdir(at) == []
+    assert ready_s < 3.0  # on two busy cores; the bench measures it
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind", "message"),
+    [
+        ("absent", NoSuchDataset, "no dataset absent; put it first"),
+        ("broken", DieselError, "a bug of ours"),
+        ("dying", DieselError, "did not come up"),
+    ],
+)
+def test_a_mount_that_does_not_come_up_says_why(
+    source: Path, tmp_path: Path, dataset: str, kind: type[DieselError], message: str
+) -> None:
+    """The reason, and the last lines of this start's log; nothing is left mounted."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, dataset=dataset)
+    with pytest.raises(DieselError) as raised:
+        mount(request, program=PROGRAM)
+    assert type(raised.value) is kind
+    assert message.partition(";")[0] in raised.value.message
+    assert raised.value.advice == message.partition("; ")[2]
+    assert ("\n  | " in raised.value.message) == (dataset != "dying")
+    assert mounted_at(str(at)) is None
+    assert default_log(request).stat().st_mode & 0o777 == 0o600
+
+
+def test_S8_no_secret_in_arguments_environment_or_log(
+    source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIESEL_KEY", "canary-in-env")
+    options = {"key": "canary-as-key", "user": "me"}
+    with mounting(source, tmp_path / "mount", session, **options) as mounted:
+        process = Path(f"/proc/{mounted.pid}")
+        seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        seen += default_log(request_for(source, mounted.at)).read_bytes()
+        assert b"canary" not in seen
+        assert "canary" not in repr(request_for(source, mounted.at, **options))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_H4_a_signal_unmounts_and_ends(held: Mounted, number: signal.Signals) -> None:
+    """SIGTERM and SIGINT unmount and end the daemon in under 2 s."""
+    os.kill(held.pid, number)
+    assert ended(held.pid, 2.0)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_H4_SIGHUP_is_ignored_in_the_background(held: Mounted) -> None:
+    os.kill(held.pid, signal.SIGHUP)
+    assert (held.at / "b").read_bytes() == b"beta"
+    assert not ended(held.pid, 0.3)
+
+
+def test_H4_a_signal_while_a_file_is_open_detaches(held: Mounted) -> None:
+    """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
+    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
+    os.kill(held.pid, signal.SIGTERM)
+    assert ended(held.pid, 2.0)
+    assert mounted_at(str(held.at)) is None
+    assert "[Errno" in holder.stop()
+
+
+def test_H4_reads_under_way_finish(held: Mounted) -> None:
+    """A read that gets its bytes within the grace gets them, though the daemon has been told."""
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append((held.at / "wait").read_bytes()))
+    reader.start()
+    wait_until(lambda: stats(held.at)["waiting"] == 1)
+    os.kill(held.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(held.at)) is None)
+    held.let_go()
+    reader.join()
+    assert found == [b"w" * 5000]
+    assert ended(held.pid, 2.0)
+
+
+def test_H4_reads_that_do_not_finish_get_an_error(held: Mounted) -> None:
+    found: list[int] = []
+
+    def read() -> None:
+        try:
+            (held.at / "wait").read_bytes()
+        except OSError as error:
+            found.append(error.errno or 0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: stats(held.at)["waiting"] == 1)
+    os.kill(held.pid, signal.SIGTERM)
+    assert ended(held.pid, 2.0)
+    reader.join(2.0)
+    assert not reader.is_alive()
+    assert found[0] in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def test_H4_a_second_signal_ends_at_once(held: Mounted) -> None:
+    reader = Holder(
+        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
+    )
+    wait_until(lambda: stats(held.at)["waiting"] == 1)
+    os.kill(held.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(held.at)) is None)
+    started_s = time.monotonic()
+    os.kill(held.pid, signal.SIGTERM)
+    assert ended(held.pid, 1.0)
+    assert time.monotonic() - started_s < 0.7
+    assert "[Errno" in reader.stop()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds; fails after some seconds."""
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+HOLDING = {
+    "an open file": "f = open('{at}/a', 'rb')",
+    "an open folder": "f = os.open('{at}', os.O_RDONLY)",
+    "a mapped file": "import mmap; f = open('{at}/a', 'rb'); "
+    "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
+    "the place where it stands": "os.chdir('{at}')",
+}
+
+
+@pytest.mark.parametrize("way", sorted(HOLDING))
+def test_umount_of_a_busy_mount_names_the_processes(held: Mounted, way: str) -> None:
+    """Busy: exit 11 with the process IDs, and it goes on serving."""
+    holder = Holder(HOLDING[way].format(at=held.at))
+    with pytest.raises(BusyError) as raised:
+        umount(held.at)
+    assert raised.value.exit_code == 11
+    assert raised.value.message == f"{held.at} is held by processes {holder.process.pid}"
+    assert (held.at / "b").read_bytes() == b"beta"
+    holder.stop()
+    umount(held.at)
+    assert ended(held.pid, 0)
+
+
+def test_umount_lazily_detaches_and_serves_who_holds_it(held: Mounted) -> None:
+    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(len(f.read()))")
+    umount(held.at, lazy=True)
+    assert mounted_at(str(held.at)) is None
+    assert not ended(held.pid, 0.1)
+    assert holder.stop() == "5000\n"
+    assert ended(held.pid, 2.0)
+
+
+def test_umount_lazily_of_an_idle_mount_ends_it(held: Mounted) -> None:
+    umount(held.at, lazy=True)
+    assert ended(held.pid, 0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_H6_umount_by_force_ends_a_mount_that_hangs(held: Mounted, stopped: bool) -> None:
+    """Force aborts: readers get an error, though neither store nor daemon answers."""
+    reader = Holder(
+        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
+    )
+    wait_until(lambda: stats(held.at)["waiting"] == 1)
+    if stopped:
+        os.kill(held.pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    umount(held.at, force=True)
+    assert time.monotonic() - started_s < 3.0
+    assert mounted_at(str(held.at)) is None
+    assert ended(held.pid, 0)
+    assert "[Errno" in reader.stop()
+
+
+def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is mounted there"):
+        umount(tmp_path)
+    with pytest.raises(UsageError, match="a mount of proc"):
+        umount("/proc")
+
+
+def test_H1_readers_of_a_killed_daemon_get_an_error(held: Mounted) -> None:
+    """After kill -9, also while reads are unanswered: errors within 2 s, nobody in D state."""
+    source = (
+        f"import threading; t = [threading.Thread(target=lambda: open('{held.at}/wait').read())"
+        " for _ in range(8)]; [x.start() for x in t]"
+    )
+    readers = Holder(source)
+    wait_until(lambda: stats(held.at)["waiting"] == 1)
+    os.kill(held.pid, signal.SIGKILL)
+    started_s = time.monotonic()
+    assert readers.stop().count("[Errno") == 8
+    assert time.monotonic() - started_s < 2.0
+    assert state_of(readers.process.pid) == ""
+    assert state_of(held.pid) in ("", "Z")
+    for call in (lambda: os.statvfs(held.at), lambda: open(held.at / "b", "rb")):
+        with pytest.raises(OSError, match=r".") as raised:
+            call()
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    assert os.stat(held.at).st_ino == 1  # which is why stat proves nothing
+    assert not is_alive(str(held.at))
+    with pytest.raises(DieselError, match="Transport endpoint is not connected"):
+        stats(held.at)
+
+
+def test_H2_mounting_again_on_a_dead_mount(held: Mounted, session: str) -> None:
+    """A dead mount of ours is detached and mounted again; a living one is refused."""
+    again = request_for(held.source, held.at, session)
+    with pytest.raises(BusyError, match="folder@7 is mounted on"):
+        mount(again, program=PROGRAM)
+    os.kill(held.pid, signal.SIGKILL)
+    assert ended(held.pid, 2.0)
+    mount(again, program=PROGRAM)
+    assert (held.at / "b").read_bytes() == b"beta"
+    assert Path("/proc/self/mounts").read_text().count(str(held.at)) == 1
+    umount(held.at)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_umount_of_a_dead_mount(held: Mounted) -> None:
+    os.kill(held.pid, signal.SIGKILL)
+    assert ended(held.pid, 2.0)
+    umount(held.at)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_two_mounts_of_one_dataset(held: Mounted, tmp_path: Path, session: str) -> None:
+    """Each has its own daemon; one's end is nothing to the other."""
+    with mounting(held.source, tmp_path / "second", session) as second:
+        assert second.pid != held.pid
+        assert (second.at / "a").read_bytes() == (held.at / "a").read_bytes()
+        os.kill(second.pid, signal.SIGKILL)
+    assert (held.at / "b").read_bytes() == b"beta"
+
+
+FOREGROUND = """if True:
+    import sys
+    from diesel_fs.mount import MountRequest, mount_in_foreground
+    from tests.mount.conftest import PROGRAM
+    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_H4_in_the_foreground(
+    source: Path, tmp_path: Path, session: str, number: signal.Signals
+) -> None:
+    """In the foreground the program itself serves, logs to stderr, and ends by a signal with 0."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, session).to_json()
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, request], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "is mounted on" in process.stderr.readline()
+    assert stats(at)["pid"] == process.pid
+    process.send_signal(number)
+    _, log = process.communicate(timeout=2)
+    assert process.returncode == 0
+    assert f"{number.name}: unmounting" in log
+    assert mounted_at(str(at)) is None

@@ -1,0 +1,283 @@
+"""Where and by whom a dataset is mounted: H18, H20, S16, ordinary users."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import DieselError, NoSuchPath, PermissionDenied, UsageError
+from diesel_fs.mount import MountRequest, launcher, mount, umount
+from diesel_fs.mount.mountpoint import mounted_at
+from diesel_fs.mount.session import MountOptions
+from diesel_fs.settings import state_folder
+from tests.mount.conftest import PROGRAM, mounting, request_for
+
+pytestmark = pytest.mark.fuse
+
+USER = 54321
+"""Nobody's user ID: an ordinary user, and no owner of anything here."""
+
+
+def refused(request: MountRequest) -> DieselError:
+    """The error of a mount that must not come about."""
+    with pytest.raises(DieselError) as raised:
+        mount(request, program=PROGRAM)
+    found = mounted_at(request.mountpoint)
+    assert found is None or not found.ours
+    return raised.value
+
+
+def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
+    """A mount point is an empty folder that neither lies in the store nor holds it."""
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "something").touch()
+    assert type(refused(request_for(source, full))) is UsageError
+    assert type(refused(request_for(source, full / "something"))) is UsageError
+    assert type(refused(request_for(source, tmp_path / "none"))) is NoSuchPath
+    inside = source / "inside"
+    inside.mkdir()
+    assert "lie in one another" in str(refused(request_for(source, inside)))
+    link = tmp_path / "link"
+    link.symlink_to(inside)
+    assert "lie in one another" in str(refused(request_for(source, link)))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert "lie in one another" in str(refused(request_for(outside / "repository", outside)))
+
+
+@pytest.mark.parametrize(
+    "name", ["a,b", "with space", "quo'te\"", "new\nline", "-o allow_other", "é"]
+)
+def test_H20_odd_mount_points(source: Path, tmp_path: Path, session: str, name: str) -> None:
+    """Nothing in a path becomes an option."""
+    with mounting(source, tmp_path / name, session) as mounted:
+        found = mounted_at(str(mounted.at))
+        assert found is not None
+        assert (found.source, found.path) == ("folder@7", str(tmp_path / name))
+        assert (mounted.at / "b").read_bytes() == b"beta"
+        umount(mounted.at)
+    assert mounted_at(str(tmp_path / name)) is None
+
+
+def test_H20_by_a_relative_path_and_through_a_link(
+    source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    mount(replace(request_for(source, tmp_path, session), mountpoint="link"), program=PROGRAM)
+    assert (tmp_path / "real" / "b").read_bytes() == b"beta"
+    umount("link")
+    assert mounted_at(str(tmp_path / "real")) is None
+
+
+@pytest.mark.parametrize("dataset", ["a,allow_other", "a\\,b", "x y", "-o", "../x", ""])
+def test_H20_S16_a_dataset_name_becomes_no_option(dataset: str) -> None:
+    with pytest.raises(UsageError):
+        MountOptions(dataset, 1).as_list()
+
+
+def test_the_options_are_a_fixed_list() -> None:
+    told = MountOptions("name", 3, allow_other=True).as_list()
+    assert sorted(told) == [
+        *("allow_other", "default_permissions", "fsname=name@3", "noatime", "nodev", "nosuid"),
+        *("ro", "subtype=diesel"),
+    ]
+
+
+def test_the_owner_and_umask_that_are_shown(source: Path, tmp_path: Path, session: str) -> None:
+    """All entries belong to whoever mounts, or to whom he names; links are 0777."""
+    (source / "folder").mkdir(mode=0o755)
+    (source / "link").symlink_to("a")
+    options = {"uid": 12, "gid": 34, "umask": 0o027}
+    with mounting(source, tmp_path / "mount", session, **options) as mounted:
+        found = {
+            path: os.lstat(mounted.at / path) for path in ("a", "folder", "link", "", ".diesel")
+        }
+        assert {(each.st_uid, each.st_gid) for each in found.values()} == {(12, 34)}
+        assert stat.S_IMODE(found["a"].st_mode) == 0o640
+        assert stat.S_IMODE(found["folder"].st_mode) == 0o750
+        assert stat.S_IMODE(found["link"].st_mode) == 0o777
+        assert {path: os.lstat(mounted.at / path) for path in os.listdir(mounted.at)} == {
+            entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(mounted.at)
+        }
+
+
+def test_a_request_travels_whole() -> None:
+    request = MountRequest(
+        "file:///x", "d", os.fsdecode(b"/m/\xff"), user="me", key="secret", umask=0o22
+    )
+    assert MountRequest.from_json(request.to_json()) == request
+    for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode()):
+        with pytest.raises(UsageError):
+            MountRequest.from_json(text)
+
+
+# Ordinary users -------------------------------------------------------------------------------
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture(scope="module")
+def open_place() -> Iterator[Path]:
+    """A folder that an ordinary user may use; pytest's own are closed."""
+    folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
+    os.chown(folder, USER, USER)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def device_for_all() -> Iterator[None]:
+    """/dev/fuse as distributions have it."""
+    before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    yield
+    os.chmod("/dev/fuse", before)
+
+
+AS_USER = """if True:
+    import os, sys
+    from pathlib import Path
+    from diesel_fs.errors import BusyError, DieselError
+    from diesel_fs.mount import mount, stats, umount
+    from diesel_fs.mount.holders import ended
+    from tests.mount.conftest import request_for
+    place = Path(sys.argv[1])
+    request = request_for(place / "source", place / "mount")
+    mount(request, program=(sys.executable, "-m", "tests.mount.folder_daemon"))
+    told = stats(place / "mount")
+    assert (place / "mount" / "file").read_bytes() == b"content"
+    assert os.stat(place / "mount" / "file").st_uid == os.getuid()
+    print("mounted", flush=True)
+    sys.stdin.readline()
+    with open(place / "mount" / "file"):
+        try:
+            umount(place / "mount")
+        except BusyError as error:
+            assert "cannot see" in str(error) or str(os.getpid()) not in str(error)
+        else:
+            raise AssertionError("unmounted what is in use")
+    umount(place / "mount")
+    assert ended(told["pid"], 0)
+    mount(request, program=(sys.executable, "-m", "tests.mount.folder_daemon"))
+    os.kill(stats(place / "mount")["pid"], 15)
+    print("ended", ended(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
+"""
+
+
+def user_python() -> str:
+    """An interpreter of our version that the user may run."""
+    for path in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        question = [*as_user(), path, "-c", "import json, subprocess"]
+        with_modules = {**os.environ, "PYTHONPATH": module_path()}
+        if (
+            subprocess.run(question, check=False, capture_output=True, env=with_modules).returncode
+            == 0
+        ):
+            return path
+    pytest.skip("the user may run no Python of this version")
+
+
+def as_user() -> list[str]:
+    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+
+
+def module_path() -> str:
+    tree = str(Path(__file__).parents[2])
+    return os.pathsep.join([tree, *(path for path in sys.path if "site-packages" in path)])
+
+
+@needs_root
+@pytest.mark.usefixtures("device_for_all")
+def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path) -> None:
+    """By fusermount3; H18: other users get EACCES, root too, without allow_other."""
+    if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
+        pytest.skip("no fusermount3 or setpriv")
+    (open_place / "source").mkdir()
+    (open_place / "source" / "file").write_bytes(b"content")
+    (open_place / "mount").mkdir()
+    os.chown(open_place / "mount", USER, USER)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": module_path(),
+        "HOME": str(open_place),
+        "XDG_STATE_HOME": str(open_place / "state"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    process = subprocess.Popen(
+        [*as_user(), user_python(), "-c", AS_USER, str(open_place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env=environment,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "mounted\n", process.communicate(timeout=20)
+        with pytest.raises(PermissionError):
+            (open_place / "mount" / "file").read_bytes()
+        found = mounted_at(str(open_place / "mount"))
+        assert found is not None
+        output, complaint = process.communicate("go\n", timeout=30)
+        assert (output, process.returncode) == ("ended True\n", 0), complaint
+        assert mounted_at(str(open_place / "mount")) is None
+    finally:
+        process.kill()
+        process.communicate()
+        while mounted_at(str(open_place / "mount")) is not None:
+            subprocess.run(["umount", "-l", open_place / "mount"], check=True)
+
+
+def test_H18_allow_other_that_is_not_allowed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an ordinary user without user_allow_other: refused with what to do."""
+    monkeypatch.setattr(os, "geteuid", lambda: USER)
+    monkeypatch.setattr(launcher, "_users_may_allow_other", lambda: False)
+    (tmp_path / "mount").mkdir()
+    with pytest.raises(PermissionDenied, match=r"write user_allow_other into /etc/fuse\.conf"):
+        mount(request_for(source, tmp_path / "mount", allow_other=True), program=PROGRAM)
+
+
+@needs_root
+def test_allow_other_lets_others_in(source: Path, tmp_path: Path, session: str) -> None:
+    """With allow_other other users read what the modes let them, and no more."""
+    (source / "private").write_bytes(b"p")
+    (source / "private").chmod(0o600)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mounting(source, Path(folder) / "m", session, allow_other=True) as mounted,
+    ):
+        os.chmod(folder, 0o711)
+        command = [*as_user(), "cat"]
+        read = subprocess.run([*command, mounted.at / "b"], check=True, capture_output=True)
+        assert read.stdout == b"beta"
+        private = subprocess.run(
+            [*command, mounted.at / "private"], check=False, capture_output=True
+        )
+        assert private.returncode != 0
+        assert b"Permission denied" in private.stderr
+
+
+def test_logs_lie_in_the_users_state_folder(source: Path, tmp_path: Path, session: str) -> None:
+    """One file for a mount point, readable by its owner alone; or the one that is named."""
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        log = launcher.default_log(request_for(source, mounted.at))
+        assert log.parent == state_folder()
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        assert "is mounted on" in log.read_text()
+    own = tmp_path / "own.log"
+    with mounting(source, tmp_path / "mount", session, log_file=str(own)):
+        assert "is mounted on" in own.read_text()

@@ -1,0 +1,210 @@
+"""FORMAT.md, "Interleavings, played through": each case, with real stores and two writers."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from diesel_fs.chunk import Header, Part
+from diesel_fs.chunk_builder import ChunkBuilder
+from diesel_fs.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.entries import ChunkId, Kind
+from diesel_fs.errors import CorruptError
+from diesel_fs.layout import chunk_object
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository, StaleChunk, WriteSession
+
+UNIT = 65536
+
+
+class Writer:
+    """A writer whose chunks are sealed, stored and committed one step at a time."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.session: WriteSession = repository.begin("ds")
+        self.builder = ChunkBuilder(self.session.identity, 1 << 20)
+
+    def add(self, path: bytes, content: bytes, part: Part | None = None, size: int = -1) -> None:
+        self.builder.room(len(content))[: len(content)] = content
+        whole = len(content) if size < 0 else size
+        self.builder.add_file((b"", path), 0o644, 1, whole, part)
+
+    def seal(self, chunk: ChunkId | None = None) -> "Sealed":
+        made = chunk or self.session.new_id(self.builder.continues)
+        parts, header = self.builder.seal(made)
+        self.session.objects.put(chunk_object(self.session.identity, made), parts)
+        sealed = Sealed(self.session, made, [bytes(part) for part in parts], header)
+        self.builder.clear()
+        return sealed
+
+
+class Sealed:
+    """A durable chunk."""
+
+    def __init__(
+        self, session: WriteSession, chunk: ChunkId, parts: Sequence[bytes], header: Header
+    ) -> None:
+        self.session, self.id, self.parts, self.header = session, chunk, parts, header
+
+    def commit(self) -> None:
+        self.session.commit(self.parts[0], self.parts[1])
+
+
+def content(repository: Repository, path: bytes) -> bytes | None:
+    from diesel_fs.cache.store import ContentReader  # noqa: PLC0415
+
+    view = repository.view("ds")
+    index = view.lookup(path)
+    if index < 0:
+        return None
+    return bytes(ContentReader(view, repository.objects, 1 << 20).read(index))
+
+
+def rebuilt_equals_live(repository: Repository) -> None:
+    before = repository.view("ds")
+    live = [(before.path(i), before.stat(i), before.extents(i)) for i in range(len(before))]
+    assert verify(repository, "ds").problems == []
+    recover(repository, "ds")
+    after = repository.view("ds")
+    assert [(after.path(i), after.stat(i), after.extents(i)) for i in range(len(after))] == live
+
+
+def halves(fill: bytes) -> tuple[tuple[bytes, Part], tuple[bytes, Part]]:
+    return (
+        (fill * UNIT, Part(0, 2, 0, UNIT)),
+        (fill * 10, Part(1, 2, UNIT, 10)),
+    )
+
+
+def test_Z4_two_writers_of_one_large_file(repository: Repository) -> None:
+    first = Writer(repository)
+    first.add(b"f", b"the version before")
+    first.seal().commit()
+    writers = {fill: Writer(repository) for fill in (b"A", b"B")}
+    stamps = {}
+    for fill, writer in writers.items():
+        data, part = halves(fill)[0]
+        writer.add(b"f", data, part, UNIT + 10)
+        sealed = writer.seal()
+        sealed.commit()
+        stamps[fill] = stamp(sealed.id, 0)
+    assert content(repository, b"f") == b"the version before"
+    data, part = halves(b"B")[1]
+    writers[b"B"].add(b"f", data, part, UNIT + 10)
+    writers[b"B"].builder.set_stamp(stamps[b"B"])
+    writers[b"B"].seal().commit()  # A has crashed
+    assert content(repository, b"f") == b"B" * (UNIT + 10)
+    rebuilt_equals_live(repository)
+    assert content(repository, b"f") == b"B" * (UNIT + 10)
+
+
+def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: Repository) -> None:
+    a, b = Writer(repository), Writer(repository)
+    a.add(b"x", b"A, early")
+    b.add(b"x", b"B")
+    b.seal().commit()
+    a.add(b"x", b"A, late")
+    a.seal().commit()
+    assert content(repository, b"x") == b"A, late"
+    rebuilt_equals_live(repository)
+
+
+def test_K1_a_clock_that_has_gone_back(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = Writer(repository)
+    b.add(b"x", b"before")
+    b.seal().commit()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 60)
+    a = Writer(Repository.open(repository.url))
+    a.add(b"x", b"after")
+    a.seal().commit()
+    assert content(repository, b"x") == b"after"
+
+
+def test_Z6_purge_moves_an_entry(repository: Repository) -> None:
+    writer = Writer(repository)
+    writer.add(b"keep", b"content")
+    writer.add(b"gone", b"other")
+    old = writer.seal()
+    old.commit()
+    writer.add(b"keep", b"content")
+    writer.builder.set_stamp(stamp(old.id, 0))
+    moved = writer.seal()
+    time_of_moved = id_fields(moved.id).seconds
+    recover(repository, "ds", since_s=time_of_moved)
+    view = repository.view("ds")
+    (extent,) = view.extents(view.lookup(b"keep"))
+    assert view.chunk_ids[extent.chunk] == moved.id
+    assert content(repository, b"gone") == b"other"
+    repository.fold_in(writer.session.identity, old.id)
+    assert content(repository, b"keep") == b"content"
+    rebuilt_equals_live(repository)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_Z7_a_put_in_flight_and_a_delete(repository: Repository, late: bool) -> None:
+    writer, other = Writer(repository), Writer(repository)
+    writer.add(b"f", b"in flight")
+    if late:
+        sealed = writer.seal()
+        other.session.delete([b"f"])
+    else:
+        other.session.delete([b"f"])
+        sealed = writer.seal()
+    sealed.commit()
+    assert content(repository, b"f") == (None if late else b"in flight")
+    rebuilt_equals_live(repository)
+
+
+def test_Z7_a_commit_after_the_put_window_is_refused(repository: Repository) -> None:
+    writer = Writer(repository)
+    writer.add(b"f", b"too late")
+    old = replace(id_fields(writer.session.new_id()), seconds=int(time.time()) - 3700)
+    sealed = writer.seal(old.id())
+    with pytest.raises(StaleChunk) as refused:
+        sealed.commit()
+    assert refused.value.paths == [b"f"]
+    assert list(repository.chunk_names(writer.session.identity)) == []
+
+
+def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: Repository) -> None:
+    writer = Writer(repository)
+    stale = IdFields(int(time.time()) - 7200, 1, 1, 0).id()
+    writer.add(b"lost", b"1")
+    writer.seal(stale)  # durable and acknowledged once; this metadata store never heard of it
+    writer.add(b"kept", b"2")
+    writer.seal().commit()
+    assert content(repository, b"lost") is None
+    repository.begin("ds")
+    assert content(repository, b"lost") == b"1"
+    rebuilt_equals_live(repository)
+
+
+def test_Z12_ids_from_the_future_and_chosen_stamps(repository: Repository) -> None:
+    writer = Writer(repository)
+    writer.add(b"f", b"1")
+    future = writer.seal(IdFields(int(time.time()) + 400, 1, 1, 0).id())
+    with pytest.raises(CorruptError, match="future"):
+        future.commit()
+    writer.add(b"f", b"2")
+    writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
+    with pytest.raises(CorruptError, match="stamp"):
+        writer.seal().commit()
+    assert repository.begin("ds").view.entry_count == 1
+
+
+def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: Repository) -> None:
+    """A path that two writers made both a file and a folder: the folder shows, `verify` says so."""
+    a, b = Writer(repository), Writer(repository)
+    a.add(b"p", b"a file")
+    a.seal().commit()
+    b.builder.room(1)[:1] = b"x"
+    b.builder.add_file((b"p", b"inside"), 0o644, 1, 1)
+    b.seal().commit()
+    view = repository.view("ds")
+    assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
+    assert content(repository, b"p/inside") == b"x"
+    assert any("p is a file and a folder" in text for text in verify(repository, "ds").problems)

@@ -1,0 +1,124 @@
+"""The house rules that no tool checks: what files may hold, names, sizes, and what is installed."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import diesel_fs
+
+TREE = Path(__file__).resolve().parents[1]
+MODULE_LINES_MAX = 600
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
+
+# Put together here, so that this file does not hold them itself. A package host or an index option
+# belongs into a machine's own configuration: the project installs from wherever that points.
+FOREIGN = [
+    re.compile(b"(?<![\\w.~-])" + b"/wo" + b"rk/"),
+    re.compile(b"/op" + b"t/(pypi|wheels)"),
+    re.compile(b"(pypi|pytho" + b"nhosted)" + b"\\.org"),
+    re.compile(b"download\\.pyto" + b"rch"),
+    re.compile(b"deb\\.deb" + b"ian|archive\\.ubu" + b"ntu"),
+    re.compile(b"--(extra-)?inde" + b"x-url|--find-li" + b"nks"),
+]
+
+
+def project_files() -> list[Path]:
+    """All files that are or would be committed; without git, those that stand in our folders."""
+    try:
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=TREE, check=True, capture_output=True).stdout
+        paths = [TREE / name.decode() for name in names.split(b"\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        folders = ("diesel_fs", "server", "cli", "tests", "deploy", ".ci")
+        paths = [path for folder in folders for path in (TREE / folder).rglob("*")]
+        paths = [path for path in [*paths, *TREE.glob("*")] if "__pycache__" not in path.parts]
+    return [path for path in paths if path.is_file()]
+
+
+FILES = project_files()
+SOURCES = [path for path in FILES if path.suffix == ".py"]
+
+
+def foreign(content: bytes) -> list[bytes]:
+    """What in a file's content is true of one machine only."""
+    return [match.group() for pattern in FOREIGN for match in pattern.finditer(content)]
+
+
+def test_no_file_names_this_machine_or_a_package_host() -> None:
+    found = {str(path.relative_to(TREE)): foreign(path.read_bytes()) for path in FILES}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"cd /wo%srk/main" % b"", b"pip install --inde%sx-url x" % b"", b"https://py%spi.org/" % b""],
+)
+def test_a_foreign_name_is_found(content: bytes) -> None:
+    assert foreign(content)
+    assert not foreign(content.replace(b"/", b"~").replace(b"-", b"~").replace(b".", b"~"))
+
+
+def test_modules_stay_small() -> None:
+    lines = {path: len(path.read_bytes().splitlines()) for path in SOURCES}
+    assert {str(path): n for path, n in lines.items() if n > MODULE_LINES_MAX} == {}
+
+
+def test_names_say_what_a_thing_is() -> None:
+    assert [path for path in SOURCES if VAGUE_NAMES & {path.stem, path.parent.name}] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+    silent = [path for path, text in texts.items() if text and not text.startswith('"""')]
+    assert silent == []
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    """Otherwise `find` would leave it out of the distribution without a word."""
+    folders = {path.parent for path in SOURCES}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_entry_points_lead_somewhere() -> None:
+    with (TREE / "pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"]["scripts"]
+    installed = {point.name: point for point in entry_points(group="console_scripts")}
+    for name, target in declared.items():
+        assert installed[name].value == target
+        assert callable(installed[name].load())
+
+
+def test_a_users_process_gets_no_foreign_runtime() -> None:
+    """Importing the library starts no thread and loads nothing that hangs in a forked child."""
+    code = """if True:
+        import sys, threading, diesel_fs
+        assert threading.active_count() == 1
+        loaded = {"obstore", "pyfuse3", "torch", "redis"} & set(sys.modules)
+        sys.exit(f"loaded: {loaded}" if loaded else 0)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def server(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `diesel-server`."""
+    command = [sys.executable, "-m", "diesel_server", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--listen", "localhost:0", "--store", "file:///x"]])
+def test_the_server_does_not_pretend(arguments: list[str]) -> None:
+    result = server(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "no server yet" in result.stderr
+    assert "file://" in result.stderr
+
+
+def test_the_server_has_a_version_and_help() -> None:
+    assert server("--version").stdout == f"diesel-server, version {diesel_fs.__version__}\n"
+    assert "NOT IN THIS VERSION" in server("--help").stdout

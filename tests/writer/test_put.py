@@ -1,0 +1,320 @@
+"""`put_tree`: what is packed, skipped, named and deleted; what is never read."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.entries import Kind
+from diesel_fs.errors import ConflictError, NotFoundError, UsageError
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.writer.options import PutReport
+
+from ..trees import facts, odd_tree, write
+
+SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
+
+
+def shown(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
+    """The dataset as `trees.facts` shows a folder."""
+    view = repository.view(name)
+    reader = ContentReader(view, repository.objects, 64 << 20)
+    found: dict[bytes, tuple[object, ...]] = {}
+    for index in view.walk(0).tolist():
+        status = view.stat(index)
+        path = view.path(index) or b"."
+        match status.kind:
+            case Kind.FILE:
+                content = bytes(reader.read(index))
+                found[path] = ("file", status.mode, status.mtime_ns, content)
+            case Kind.LINK:
+                found[path] = ("link", status.mtime_ns, view.link(index))
+            case Kind.FOLDER:
+                found[path] = ("folder", status.mode, status.mtime_ns)
+    return found
+
+
+def put(repository: Repository, source: Path, **options: object) -> PutReport:
+    return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]
+
+
+def files(view: Snapshot) -> list[bytes]:
+    return sorted(view.path(int(i)) for i in view.files())
+
+
+def test_a_tree_of_all_oddities(repository: Repository, tmp_path: Path) -> None:
+    source = odd_tree(tmp_path / "source")
+    report = put(repository, source)
+    assert report.failed == []
+    assert shown(repository) == facts(source)
+    assert report.files == 12
+    assert report.version == repository.view("ds").version
+
+
+def test_large_files_in_extents(repository: Repository, tmp_path: Path) -> None:
+    """I8: sizes around the chunk size, with others between them, compressible and not."""
+    sizes = [n * CHUNK_BYTES_MIN + d for n in (1, 2, 5) for d in (-1, 0, 1)]
+    source = write(
+        tmp_path / "source",
+        {f"{i:02}-{n}": os.urandom(n) if i % 2 else bytes(n) for i, n in enumerate(sizes)}
+        | {f"{i:02}-small": b"between" for i in range(len(sizes))},
+    )
+    report = put_tree(repository, "ds", source, options=SMALL)
+    assert report.failed == []
+    assert shown(repository) == facts(source)
+    assert report.files == 2 * len(sizes)
+
+
+def test_put_again_reads_nothing(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = odd_tree(tmp_path / "source")
+    first = put(repository, source)
+
+    def never(*_: object) -> int:
+        raise AssertionError("a file was opened")
+
+    monkeypatch.setattr("diesel_fs.writer.pack.open_file", never)
+    again = put(repository, source)
+    assert (again.files, again.chunks, again.failed) == (0, 0, [])
+    assert again.version == first.version
+    assert again.unchanged == len(facts(source))
+
+
+def test_put_again_takes_what_changed(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "b": b"2", "d/c": b"3"})
+    put(repository, source)
+    (source / "b").write_bytes(b"22")
+    (source / "d/c").chmod(0o600)
+    (source / "new").write_bytes(b"4")
+    report = put(repository, source)
+    assert report.files == 3
+    assert shown(repository) == facts(source)
+
+
+def test_checksum_compares_contents(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"old", "b": b"same"})
+    put(repository, source)
+    before = (source / "a").stat()
+    (source / "a").write_bytes(b"new")
+    os.utime(source / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert put(repository, source).files == 0
+    assert put(repository, source, checksum=True).files == 1
+    assert shown(repository) == facts(source)
+
+
+def test_delete_removes_what_the_source_has_not(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
+    put(repository, source)
+    for gone in ("a", "d/b", "d/e/c"):
+        (source / gone).unlink()
+    (source / "d/e").rmdir()
+    (source / "d").rmdir()
+    report = put(repository, source, delete=True)
+    assert report.deleted == 5
+    assert shown(repository) == facts(source)
+
+
+def test_delete_spares_what_a_filter_leaves_out(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a.jpg": b"1", "b.txt": b"2"})
+    put(repository, source)
+    (source / "a.jpg").unlink()
+    (source / "b.txt").unlink()
+    (source / "c.jpg").write_bytes(b"3")
+    put(repository, source, delete=True, include=("*.jpg",))
+    assert files(repository.view("ds")) == [b"b.txt", b"c.jpg"]
+
+
+def test_an_empty_source_never_deletes(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    put(repository, source)
+    empty = tmp_path / "not mounted"
+    empty.mkdir()
+    assert put(repository, empty, delete=True).deleted == 0
+    assert files(repository.view("ds")) == [b"a"]
+    assert put(repository, empty, delete=True, allow_empty=True).deleted == 1
+    assert files(repository.view("ds")) == []
+
+
+def test_dry_run_changes_nothing(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    put(repository, source)
+    version = repository.view("ds").version
+    (source / "a").unlink()
+    (source / "b").write_bytes(b"2")
+    report = put(repository, source, dry_run=True, delete=True)
+    assert (report.seen, report.deleted) == (2, 1)  # the file, and the root's new time
+    assert repository.view("ds").version == version
+
+
+def test_filters(repository: Repository, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "source",
+        {"a.jpg": b"", "a.txt": b"", "skip/a.jpg": b"", "d/b.jpg": b"", "d/no.jpg": b""},
+    )
+    put(repository, source, include=("*.jpg",), exclude=("skip", "d/no*"))
+    assert files(repository.view("ds")) == [b"a.jpg", b"d/b.jpg"]
+
+
+def test_M10_a_glob_cannot_take_for_ever(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a" * 250: b""})
+    put(repository, source, exclude=("*a" * 60 + "b", "(((((*)*)*"))
+    assert len(repository.view("ds").files()) == 1
+
+
+def test_paths_below_the_source(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/c": b"3"})
+    report = put_tree(repository, "ds", source, b"in/here", SMALL, paths=[b"a", b"d/c", b"gone"])
+    assert files(repository.view("ds")) == [b"in/here/a", b"in/here/d/c"]
+    assert [path for path, _ in report.failed] == [b"gone"]
+
+
+def test_I2_I4_what_is_no_file_is_named_and_skipped(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"good": b"1"})
+    os.mkfifo(source / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(source / "socket"))
+        report = put(repository, source)
+    assert sorted(path for path, _ in report.failed) == [b"pipe", b"socket"]
+    assert files(repository.view("ds")) == [b"good"]
+
+
+def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: Repository) -> None:
+    report = put_tree(repository, "ds", Path("/proc/self"), options=SMALL, paths=[b"status"])
+    assert report.failed == [(b"status", "it says that it is empty but has bytes")]
+    assert len(repository.view("ds").files()) == 0
+
+
+@pytest.fixture
+def restless(tmp_path: Path) -> Iterator[Path]:
+    """A source with a file that somebody writes all the time, as fast as he can."""
+    source = write(tmp_path / "source", {"calm": b"1", "restless": bytes(3 * CHUNK_BYTES_MIN)})
+    stop = threading.Event()
+
+    def write_on() -> None:
+        with (source / "restless").open("r+b", buffering=0) as file:
+            while not stop.is_set():
+                file.seek(0)
+                file.write(b"x")
+
+    thread = threading.Thread(target=write_on)
+    thread.start()
+    yield source
+    stop.set()
+    thread.join()
+
+
+def test_I1_a_file_that_will_not_hold_still(repository: Repository, restless: Path) -> None:
+    report = put_tree(repository, "ds", restless, options=SMALL)
+    assert [path for path, _ in report.failed] == [b"restless"]
+    assert "changed" in report.failed[0][1]
+    assert files(repository.view("ds")) == [b"calm"]
+
+
+def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
+    """As another user, since root reads everything."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    source = write(tmp_path / "source", {"good": b"1", "secret": b"2", "closed/x": b"3"})
+    (source / "secret").chmod(0)
+    (source / "closed").chmod(0)
+    store = tmp_path / "store"
+    store.mkdir()
+    for path in (store, *tmp_path.parents, tmp_path):
+        if path.is_relative_to("/tmp"):  # where pytest's folders are this user's alone
+            path.chmod(path.stat().st_mode | 0o055)
+    store.chmod(0o777)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.environ["XDG_CACHE_HOME"] = str(store / "cache")
+            os.setuid(65534)
+            with Repository.open((store / "repository").as_uri(), create=True) as repository:
+                report = put_tree(repository, "ds", source, options=SMALL)
+                named = sorted(path for path, _ in report.failed)
+                if named == [b"closed", b"secret"] and files(repository.view("ds")) == [b"good"]:
+                    status = 0
+                else:
+                    print(report.failed)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_path_is_a_file_or_a_folder(repository: Repository, tmp_path: Path) -> None:
+    put(repository, write(tmp_path / "one", {"a/x": b"1", "b": b"2"}))
+    other = write(tmp_path / "other", {"a": b"file", "c": b"3"})
+    report = put(repository, other)
+    assert [path for path, _ in report.failed] == [b"a"]
+    assert files(repository.view("ds")) == [b"a/x", b"b", b"c"]
+    with pytest.raises(ConflictError):
+        put_tree(repository, "ds", other, b"b/below", SMALL)
+    assert put(repository, other, delete=True).failed == []
+    assert files(repository.view("ds")) == [b"a", b"c"]
+
+
+def test_a_file_may_become_a_folder(repository: Repository, tmp_path: Path) -> None:
+    put(repository, write(tmp_path / "one", {"a": b"1"}))
+    other = write(tmp_path / "other", {"a/x": b"2"})
+    put(repository, other)
+    assert shown(repository)[b"a/x"][3] == b"2"
+
+
+def test_reserved_name(repository: Repository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"})
+    report = put(repository, source)
+    assert [path for path, _ in report.failed] == [b".diesel"]
+    assert files(repository.view("ds")) == [b"d/.diesel", b"good"]
+    with pytest.raises(UsageError):
+        put_tree(repository, "ds", source, b".diesel", SMALL)
+
+
+def test_I12_source_in_the_store_or_around_it(repository: Repository, tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "store", tmp_path / "store" / "datasets"):
+        source.mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match="lie in each other"):
+            put(repository, source)
+
+
+def test_I13_bad_numbers() -> None:
+    for bad in (0, 1, -1, 1 << 40, CHUNK_BYTES_MIN - 1):
+        with pytest.raises(UsageError):
+            PutOptions(chunk_bytes=bad)
+    for jobs in (-1, 10**6):
+        with pytest.raises(UsageError):
+            PutOptions(jobs=jobs)
+
+
+def test_a_missing_source(repository: Repository, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        put(repository, tmp_path / "nowhere")
+    assert repository.datasets() == []
+
+
+def test_an_empty_dataset_and_one_empty_file(repository: Repository, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    put(repository, tmp_path / "empty")
+    assert repository.view("ds").entry_count == 1
+    source = write(tmp_path / "one", {"empty": b""})
+    put(repository, source)
+    assert shown(repository) == facts(source)
+
+
+def test_links_are_never_followed(repository: Repository, tmp_path: Path) -> None:
+    """A folder that becomes a link between listing and opening leads nowhere."""
+    secret = write(tmp_path / "secret", {"x": b"secret"})
+    source = write(tmp_path / "source", {"d/x": b"mine"})
+    (source / "d/x").unlink()
+    (source / "d").rmdir()
+    (source / "d").symlink_to(secret)
+    report = put_tree(repository, "ds", source, options=SMALL, paths=[b"d/x"])
+    assert len(report.failed) == 1
+    assert len(repository.view("ds").files()) == 0
