@@ -1,5 +1,69 @@
-"""DIESEL-FS: packs datasets of many small files into chunks, and serves them to training jobs."""
+"""DIESEL-FS: packs datasets of many small files into chunks, and serves them to training jobs.
 
-__all__ = ["__version__"]
+The names below are the public interface. They are imported when they are first used: programs that
+need few of them start fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .client import Dataset as Dataset
+    from .client import connect as connect
+    from .entries import Kind as Kind
+    from .entries import Stat as Stat
+    from .errors import BusyError as BusyError
+    from .errors import ConflictError as ConflictError
+    from .errors import CorruptError as CorruptError
+    from .errors import DieselError as DieselError
+    from .errors import FormatError as FormatError
+    from .errors import MetadataError as MetadataError
+    from .errors import NoSpaceError as NoSpaceError
+    from .errors import NoSuchDataset as NoSuchDataset
+    from .errors import NoSuchPath as NoSuchPath
+    from .errors import ObjectStoreError as ObjectStoreError
+    from .errors import PermissionDenied as PermissionDenied
+    from .errors import UsageError as UsageError
+    from .fuse import mount_dataset as mount
+    from .fuse import umount as umount
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "client": ("Dataset", "connect"),
+    "entries": ("Kind", "Stat"),
+    "errors": (
+        "BusyError",
+        "ConflictError",
+        "CorruptError",
+        "DieselError",
+        "FormatError",
+        "MetadataError",
+        "NoSpaceError",
+        "NoSuchDataset",
+        "NoSuchPath",
+        "ObjectStoreError",
+        "PermissionDenied",
+        "UsageError",
+    ),
+    "fuse": ("mount", "umount"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604  # the names of `_HOMES`
+    "__version__",
+    *sorted(_HOME_OF),
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'diesel_fs' has no attribute {name!r}")
+    home = import_module(f".{_HOME_OF[name]}", __name__)
+    value: object = getattr(home, "mount_dataset" if name == "mount" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

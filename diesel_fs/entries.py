@@ -5,7 +5,6 @@ keep it) and `EXTENT` (one part of a file larger than a chunk). Not owned: how a
 lays them out (`chunk.py`, `snapshot.py`). Pure values; safe from any thread.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -15,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
+from .names import DATASET_NAME as DATASET_NAME
+from .names import check_dataset_name as check_dataset_name
+from .names import shown as shown
 
 ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
@@ -30,8 +32,6 @@ PATH_BYTES_MAX = 262_144
 
 MODE_MASK = 0o777
 """Set-user-ID, set-group-ID and sticky bits never travel."""
-
-DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 ROOT = b""
 """The path of a dataset's own root folder."""
@@ -87,8 +87,7 @@ EXTENT = np.dtype(
 """One extent of a file that has several, 64 bytes; a file's tail is these in order of `number`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stat:
+class Stat(NamedTuple):
     """What `stat` tells of an entry: mode holds permission bits only; sizes in bytes."""
 
     kind: Kind
@@ -166,19 +165,3 @@ def check_path(path: bytes) -> bytes:
     if fault := path_fault(path):
         raise UsageError(f"bad path {shown(path)}: it has {fault}")
     return path
-
-
-def check_dataset_name(name: str) -> str:
-    """`name` itself. Raises UsageError: a name becomes part of keys and paths."""
-    if not DATASET_NAME.fullmatch(name):
-        raise UsageError(
-            f"bad dataset name {name!r}",
-            advice="a name is a letter or digit, then up to 62 letters, digits, '.', '_' or '-'",
-        )
-    return name
-
-
-def shown(path: bytes) -> str:
-    """A path for people: control characters and bytes that are not UTF-8 are escaped."""
-    text = path.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

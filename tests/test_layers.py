@@ -21,7 +21,8 @@ L0  metrics: errors
 
 L1  cache
 L1  cache.policy
-L1  entries
+L1  names
+L1  entries: names
 L1  chunk_id: entries
 L1  chunk: entries chunk_id
 L1  layout: entries chunk_id
@@ -44,6 +45,7 @@ L3  cache.peers
 
 L4  writer/
 L4  client: writer/
+L4  extract
 L4  vfs
 L4  node
 

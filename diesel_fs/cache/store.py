@@ -235,7 +235,7 @@ class ContentReader:
         self._objects.read_into(self._object(extent.chunk), extent.offset, buffer)
         self._counts["range_fetches"] += 1
         self._counts["fetched_bytes"] += extent.stored
-        return memoryview(buffer)
+        return memoryview(buffer).toreadonly()
 
     def _load_chunk(self, number: int) -> LoadedChunk:
         """A whole chunk from the store; its entries are still to be checked."""

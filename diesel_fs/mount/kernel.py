@@ -20,8 +20,8 @@ _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_CMD_CREATE = 1, 1, 6
 _MOUNT_ATTR_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 
 READS_AHEAD_MAX = 256
-"""Requests of the page cache that may wait for us at once. The kernel's default is 12, and then a
-store that does not answer 12 READs stops all others."""
+"""READs ahead that may wait for us at once. The kernel's default is 12, and then 12 files of a few
+hundred KiB that the store does not answer stop all others (measured: 7.8 s instead of 2 ms)."""
 
 READ_AHEAD_KIB = 1024
 """The largest READ (256 pages); the default of 128 KiB would ask eight times for the same."""

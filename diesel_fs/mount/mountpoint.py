@@ -142,34 +142,33 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
 
 
 def is_alive(mountpoint: str) -> bool:
-    """Whether the mount answers statfs. Raises DeadlineError where it neither does nor is dead."""
-    try:
-        _ask("os.statvfs(sys.argv[1])", mountpoint)
-    except DieselError as error:
-        if isinstance(error, DeadlineError):
-            raise
-        return False
-    return True
+    """Whether somebody serves the mount. Raises DeadlineError where it neither answers nor is dead.
+
+    Another user's mount answers EACCES, and lives.
+    """
+    number, _ = _ask("os.statvfs(sys.argv[1])", mountpoint)
+    return number not in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def read_through(path: str) -> bytes:
     """The content of a small file in a mount. Raises DieselError; DeadlineError where it hangs."""
-    return _ask("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+    number, content = _ask("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+    if number:
+        raise DieselError(f"cannot read {path}: {os.strerror(number)}")
+    return content
 
 
-def _ask(question: str, path: str) -> bytes:
-    """Runs one line of Python in a child: a process that a mount hangs must not be ours."""
-    command = [sys.executable, "-I", "-S", "-c", f"import os, sys; {question}", path]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/")
+def _ask(question: str, path: str) -> tuple[int, bytes]:
+    """The errno and output of one line of Python in a child: what a mount hangs must not be us."""
+    program = f"import os, sys\ntry: {question}\nexcept OSError as error: sys.exit(error.errno)"
+    command = [sys.executable, "-I", "-S", "-c", program, path]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/")
     try:
-        answer, complaint = child.communicate(timeout=ANSWER_DEADLINE_S)
+        answer, _ = child.communicate(timeout=ANSWER_DEADLINE_S)
     except subprocess.TimeoutExpired:
         child.kill()  # where it waits uninterruptibly, it ends when the mount does
         child.returncode = -9
         raise DeadlineError(
             f"the mount that holds {path} does not answer", advice="umount --force ends it"
         ) from None
-    if child.returncode:
-        reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DieselError(f"cannot read {path}: {reason}")
-    return answer
+    return child.returncode, answer

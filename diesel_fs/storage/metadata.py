@@ -191,6 +191,15 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
+    def rebuild(self, name: str, identity: UUID, batches: Iterable[Batch]) -> int:
+        """Replace all that is known of a dataset by the fold over `batches`; the new version.
+
+        Atomic: others see the state before until the whole new one is there; an error of the
+        iterable leaves the state before. The version is greater than any that was given out, if
+        anything was folded. Raises ConflictError as `create`.
+        """
+
+    @abstractmethod
     def lookup(
         self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
     ) -> StampedRows:

@@ -13,6 +13,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 from uuid import UUID
@@ -116,38 +117,60 @@ class SqliteMetadata(MetadataStore):
 
     def create(self, name: str, identity: UUID) -> Marker:
         with self._file.writing() as db:
-            same = db.execute(
-                f"SELECT {_MARKER} FROM dataset WHERE name = ? OR identity = ?",
-                (name, identity.bytes),
-            ).fetchall()
-            if not same:
-                db.execute(
-                    "INSERT INTO dataset (identity, name, version, files, bytes, chunks, digest,"
-                    " newest) VALUES (?, ?, 0, 0, 0, 0, ?, ?)",
-                    (identity.bytes, name, bytes(16), LOWEST),
-                )
-                return Marker(identity, name, 0, 0, 0, 0, 0, LOWEST)
-            found = _dataset(same[0]).marker
-            if len(same) > 1 or (found.name, found.identity) != (name, identity):
-                raise ConflictError(
-                    f"dataset {found.name!r} has the identity {found.identity}, so none can be"
-                    f" {name!r} with {identity}"
-                )
-            return found
+            return self._create(db, name, identity)
 
     def drop(self, identity: UUID) -> None:
+        with self._file.writing() as db:
+            self._drop(db, identity)
+
+    def rebuild(self, name: str, identity: UUID, batches: Iterable[Batch]) -> int:
+        with self._file.writing() as db:
+            row = db.execute("SELECT version FROM dataset WHERE identity = ?", (identity.bytes,))
+            (version,) = row.fetchone() or (0,)
+            self._drop(db, identity)
+            self._create(db, name, identity)
+            number, marker = self._find(db, identity)
+            marker = replace(marker, version=version)
+            known: set[ChunkId] = set()
+            for batch in batches:
+                if batch.check().chunk.id not in known:
+                    known.add(batch.chunk.id)
+                    marker = self._fold(db, number, marker, batch)
+            self._write(db, number, marker)
+        return marker.version
+
+    def _create(self, db: sqlite3.Connection, name: str, identity: UUID) -> Marker:
+        same = db.execute(
+            f"SELECT {_MARKER} FROM dataset WHERE name = ? OR identity = ?",
+            (name, identity.bytes),
+        ).fetchall()
+        if not same:
+            db.execute(
+                "INSERT INTO dataset (identity, name, version, files, bytes, chunks, digest,"
+                " newest) VALUES (?, ?, 0, 0, 0, 0, ?, ?)",
+                (identity.bytes, name, bytes(16), LOWEST),
+            )
+            return Marker(identity, name, 0, 0, 0, 0, 0, LOWEST)
+        found = _dataset(same[0]).marker
+        if len(same) > 1 or (found.name, found.identity) != (name, identity):
+            raise ConflictError(
+                f"dataset {found.name!r} has the identity {found.identity}, so none can be"
+                f" {name!r} with {identity}"
+            )
+        return found
+
+    def _drop(self, db: sqlite3.Connection, identity: UUID) -> None:
         folders = "(SELECT number FROM folder WHERE dataset = ?)"
         chunks = "(SELECT number FROM chunk WHERE dataset = ?)"
-        with self._file.writing() as db:
-            row = db.execute("SELECT number FROM dataset WHERE identity = ?", (identity.bytes,))
-            for number in row.fetchall():
-                db.execute(f"DELETE FROM entry WHERE folder IN {folders}", number)
-                db.execute(f"DELETE FROM part WHERE folder IN {folders}", number)
-                db.execute(f"DELETE FROM span WHERE chunk IN {chunks}", number)
-                db.execute(f"DELETE FROM hole WHERE chunk IN {chunks}", number)
-                for table in ("folder", "chunk", "hold"):
-                    db.execute(f"DELETE FROM {table} WHERE dataset = ?", number)
-                db.execute("DELETE FROM dataset WHERE number = ?", number)
+        row = db.execute("SELECT number FROM dataset WHERE identity = ?", (identity.bytes,))
+        for number in row.fetchall():
+            db.execute(f"DELETE FROM entry WHERE folder IN {folders}", number)
+            db.execute(f"DELETE FROM part WHERE folder IN {folders}", number)
+            db.execute(f"DELETE FROM span WHERE chunk IN {chunks}", number)
+            db.execute(f"DELETE FROM hole WHERE chunk IN {chunks}", number)
+            for table in ("folder", "chunk", "hold"):
+                db.execute(f"DELETE FROM {table} WHERE dataset = ?", number)
+            db.execute("DELETE FROM dataset WHERE number = ?", number)
 
     # Commits
 
@@ -170,23 +193,39 @@ class SqliteMetadata(MetadataStore):
                 return marker.version
             if self._is_held(db, number):
                 return None
-            version = next_version(marker.version, self._clock_ns())
-            fold = Fold(db, number, batch, version)
-            fold.run()
-            db.execute(
-                "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
-                " newest = ? WHERE number = ?",
-                (
-                    version,
-                    marker.files + fold.files,
-                    marker.bytes + fold.bytes,
-                    marker.chunks + 1,
-                    chunks_digest([chunk.id], marker.digest).to_bytes(16, "big"),
-                    max(marker.newest, chunk.id),
-                    number,
-                ),
-            )
-        return version
+            folded = self._fold(db, number, marker, batch)
+            self._write(db, number, folded)
+        return folded.version
+
+    def _fold(self, db: sqlite3.Connection, number: int, marker: Marker, batch: Batch) -> Marker:
+        """The marker after a chunk has been folded in."""
+        version = next_version(marker.version, self._clock_ns())
+        fold = Fold(db, number, batch, version)
+        fold.run()
+        return replace(
+            marker,
+            version=version,
+            files=marker.files + fold.files,
+            bytes=marker.bytes + fold.bytes,
+            chunks=marker.chunks + 1,
+            digest=chunks_digest([batch.chunk.id], marker.digest),
+            newest=max(marker.newest, batch.chunk.id),
+        )
+
+    def _write(self, db: sqlite3.Connection, number: int, marker: Marker) -> None:
+        db.execute(
+            "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
+            " newest = ? WHERE number = ?",
+            (
+                marker.version,
+                marker.files,
+                marker.bytes,
+                marker.chunks,
+                marker.digest.to_bytes(16, "big"),
+                marker.newest,
+                number,
+            ),
+        )
 
     def durable(self) -> None:
         if not self._file.durable_commits:

@@ -17,7 +17,7 @@ DEADLINE_S = 900.0  # for what takes a minute: a hang must not take the bench's 
 
 
 class Dlcmd:
-    """`dlcmd` of a user whose caches and logs lie in `folder`, and the repository unless `store`."""
+    """`dlcmd` of a user whose caches and logs lie in `folder`, and so the store unless given."""
 
     def __init__(self, folder: Path, *, store: Path | None = None) -> None:
         self.store = store or folder / "store"

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from .samples import Measured, NotMeasured, Samples
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 LIMIT = "limit"
 NOT_MEASURED = "not measured"

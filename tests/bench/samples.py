@@ -67,7 +67,7 @@ class Rounds:
 
 
 def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
-    """Run the sides in turn, `rounds` times each. A side that is missing is left out from then on."""
+    """Run the sides in turn, `rounds` times each; one that is missing is left out from then on."""
     names = list(sides)
     runs: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     missing: dict[str, NotMeasured] = {}

@@ -284,7 +284,7 @@ def test_rows_keep_the_last_of_a_path() -> None:
         builder.add_file((b"d", b"f"), 0o644, 0, 3)
     _, header = builder.seal(ID)
     rows, stamps = header.rows()
-    assert stamps == (stamp(ID, 1),)
+    assert stamps == [stamp(ID, 1)]
     assert rows.records["checksum"].tolist() == [xxh3_64_intdigest(b"two")]
 
 

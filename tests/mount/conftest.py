@@ -1,4 +1,4 @@
-"""Mounts for tests: over every session, one that is shared for looking at, and ones to be broken."""
+"""Mounts for tests, over every session: one to look at, and ones to be broken."""
 
 import os
 import sys

@@ -21,14 +21,17 @@ from diesel_fs.snapshot_merge import merge
 IDENTITY = UUID("0123456789abcdef0123456789abcdef")
 CHUNK = ChunkId(bytes(range(16)))
 GO = ".go"
-"""A file beside the source (`SOURCE.go`): while it is missing, reads of files called `wait*` hang."""
+"""While the file `SOURCE.go` beside the source is missing, reads of files called `wait*` hang."""
 
 _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
 
 
 def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> bytes:
     """The snapshot of everything below a folder, itself included."""
-    folders, places, names, records, tails = [], [], [], [], {}
+    folders: list[bytes] = []
+    names: list[bytes] = []
+    tails: dict[int, bytes] = {}
+    places, records = [], []
     root = os.fsencode(source)
     for folder, inner, files in os.walk(root):
         folders.append(os.path.relpath(folder, root) if folder != root else b"")

@@ -276,7 +276,7 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(held: Mounted) -> None:
     assert time.monotonic() - started_s < 2.0
     assert state_of(readers.process.pid) == ""
     assert state_of(held.pid) in ("", "Z")
-    for call in (lambda: os.statvfs(held.at), lambda: open(held.at / "b", "rb")):
+    for call in (lambda: os.statvfs(held.at), lambda: os.open(held.at / "b", os.O_RDONLY)):
         with pytest.raises(OSError, match=r".") as raised:
             call()
         assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)

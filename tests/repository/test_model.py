@@ -130,7 +130,5 @@ class DatasetModel(RuleBasedStateMachine):
             return None
 
 
-DatasetModel.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None
-)
+DatasetModel.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestDatasetModel = DatasetModel.TestCase

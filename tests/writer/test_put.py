@@ -2,8 +2,7 @@
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -192,30 +191,54 @@ def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: Repository) -> N
     assert len(repository.view("ds").files()) == 0
 
 
-@pytest.fixture
-def restless(tmp_path: Path) -> Iterator[Path]:
-    """A source with a file that somebody writes all the time, as fast as he can."""
-    source = write(tmp_path / "source", {"calm": b"1", "restless": bytes(3 * CHUNK_BYTES_MIN)})
-    stop = threading.Event()
+def touch_when_read(
+    monkeypatch: pytest.MonkeyPatch, times: int, change: Callable[[int], None]
+) -> None:
+    """Each process's first `times` reads of a file that is not small find it changed behind them."""
+    real, left = os.readv, [times]
 
-    def write_on() -> None:
-        with (source / "restless").open("r+b", buffering=0) as file:
-            while not stop.is_set():
-                file.seek(0)
-                file.write(b"x")
+    def readv(file: int, buffers: Sequence[memoryview]) -> int:
+        count = real(file, buffers)
+        if count > 1000 and left[0]:
+            left[0] -= 1
+            change(file)
+        return count
 
-    thread = threading.Thread(target=write_on)
-    thread.start()
-    yield source
-    stop.set()
-    thread.join()
+    monkeypatch.setattr(os, "readv", readv)
 
 
-def test_I1_a_file_that_will_not_hold_still(repository: Repository, restless: Path) -> None:
-    report = put_tree(repository, "ds", restless, options=SMALL)
-    assert [path for path, _ in report.failed] == [b"restless"]
-    assert "changed" in report.failed[0][1]
-    assert files(repository.view("ds")) == [b"calm"]
+def test_I1_a_file_that_will_not_hold_still(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a small file nor one of several extents is ever packed mixed."""
+    for size in (2000, 3 * CHUNK_BYTES_MIN):
+        source = write(tmp_path / f"source-{size}", {"calm": b"1", "restless": bytes(size)})
+        touch_when_read(monkeypatch, 1000, lambda file: os.utime(file))
+        report = put_tree(repository, "ds", source, options=SMALL)
+        assert [path for path, _ in report.failed] == [b"restless"]
+        assert "changed" in report.failed[0][1]
+        assert files(repository.view("ds")) == [b"calm"]
+
+
+def test_I1_a_file_that_settles_is_read_again(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, change in ((2000, None), (3 * CHUNK_BYTES_MIN, None), (5000, 6000), (6000, 5000)):
+        source = write(tmp_path / f"source-{size}", {"restless": b"x" * size})
+        touch_when_read(
+            monkeypatch, 2, lambda _, s=source, n=change: rewrite(s / "restless", n)
+        )  # type: ignore[misc]
+        report = put_tree(repository, "ds", source, options=SMALL)
+        assert report.failed == []
+        assert shown(repository)[b"restless"] == facts(source)[b"restless"]
+
+
+def rewrite(path: Path, size: int | None) -> None:
+    """Grow or shrink a file, or only touch it."""
+    if size is None:
+        os.utime(path)
+    else:
+        path.write_bytes(b"y" * size)
 
 
 def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:

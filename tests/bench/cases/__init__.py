@@ -15,7 +15,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "put-memory": put.peak_memory,
     "snapshot": snapshot.measure,
     "read-many": read.measure,
-    "mount-ready": mount.ready,
+    "mount-start": mount.ready,
     "mount-read": mount.read,
     "mount-ls": mount.list_all,
 }

@@ -6,7 +6,7 @@ libraries than ours.
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..samples import PeerMissing
@@ -24,11 +24,16 @@ def installed(name: str) -> str:
     return str(program)
 
 
-def output_of(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Run a peer; what it printed."""
     try:
         done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+            command,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerMissing(str(error)) from error

@@ -5,8 +5,10 @@ from the walk to the sync.
 """
 
 import json
+import os
 from pathlib import Path
 
+from ..dlcmd import TREE
 from . import installed, output_of
 
 NAME = "MDSWriter"
@@ -16,7 +18,8 @@ _PROGRAM = Path(__file__).with_name("mds_program.py")
 def pack_seconds(source: Path, folder: Path) -> float:
     """The files below `source` as samples (path and content) in `folder`, synced like ours."""
     python = installed("python")
-    # -I: our folders hold modules with names that theirs may look for
-    printed = output_of([python, "-I", str(_PROGRAM), str(source), str(folder)])
+    # -P: beside the program lie modules with names that theirs may look for
+    command = [python, "-P", str(_PROGRAM), str(source), str(folder)]
+    printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE)})
     report: dict[str, float] = json.loads(printed.splitlines()[-1])
     return report["seconds"]

@@ -11,7 +11,11 @@ import os
 import sys
 import time
 
+# isort: off
+import deploy.torchvision_operators  # noqa: F401 (streaming imports torchvision, which may not import)
 from streaming import MDSWriter
+
+# isort: on
 
 
 def main(source: str, out: str) -> None:

@@ -1,0 +1,127 @@
+"""Putting one file under a name of its own, in this process.
+
+(A folder is worth several processes: `put.py`.) One thread, and the packer's own.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from ..entries import MODE_MASK, Kind, Stat, check_path, split
+from ..errors import ConflictError, NotFoundError, PermissionDenied, UsageError
+from ..repository import Repository, WriteSession
+from ..snapshot import Snapshot
+from .options import Progress, PutOptions, PutReport, quiet
+from .pack import Packer, Stored, Unsettled, why
+from .plan import RESERVED
+from .source import open_file
+from .standing import Standing
+
+
+def put_file(
+    repository: Repository,
+    dataset: str,
+    source: Path,
+    target: bytes,
+    options: PutOptions | None = None,
+    progress: Progress = quiet,
+) -> PutReport:
+    """Put the file `source` (a link to one is followed) at the path `target` of a dataset.
+
+    As `put_tree` for one file. Raises ConflictError where a folder with entries stands there or a
+    file stands above; UsageError for a source that is no file.
+    """
+    options = options or PutOptions()
+    check_target(target)
+    if options.delete:
+        raise UsageError("one file says nothing about others: --delete cannot go with it")
+    folder, name, found = _open_source(source)
+    try:
+        report = PutReport(seen=1, walked=True)
+        session = None if options.dry_run else repository.begin(dataset)
+        view = session.view if session else repository.view(dataset)
+        standing = Standing(view, delete=False)
+        index = standing.find(target)
+        if reason := standing.obstacle(target, index, Kind.FILE):
+            raise ConflictError(f"cannot put {source}: {reason}")
+        entry = Stat(Kind.FILE, found.st_mode & MODE_MASK, found.st_size, found.st_mtime_ns)
+        if standing.unchanged(index, entry) and (
+            not options.checksum or _same_content(folder, name, view, index)
+        ):
+            report.seen, report.unchanged, report.version = 0, 1, view.version
+        if session is None or report.unchanged:
+            return report
+        packer = new_packer(session, options, report)
+        try:
+            packer.add_file(folder, name, split(target))
+            packer.finish()
+        except Unsettled as reason:
+            report.fail(name, str(reason))
+        except OSError as error:
+            report.fail(name, why(error))
+        finally:
+            packer.close()
+        report.version = session.finish()
+        progress(report)
+        return report
+    finally:
+        os.close(folder)
+
+
+def check_target(target: bytes) -> None:
+    """Raise UsageError where no file can be put at a path."""
+    check_path(target)
+    if not target:
+        raise UsageError("a file needs a name in the dataset")
+    if target.split(b"/", 1)[0] == RESERVED:
+        raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
+
+
+def new_packer(session: WriteSession, options: PutOptions, report: PutReport) -> Packer:
+    """A packer in this process; its chunks are committed and counted when they are stored."""
+
+    def stored(preamble: bytes, header: bytes) -> None:
+        done = session.commit(preamble, header)
+        report.chunks += 1
+        report.files += done.files
+        report.content_bytes += done.content_bytes
+        report.entries += done.entries
+
+    committed: Stored = stored
+    return Packer(
+        session.identity,
+        options.chunk_bytes,
+        options.compress,
+        session.objects,
+        session.new_id,
+        committed,
+    )
+
+
+def _open_source(source: Path) -> tuple[int, bytes, os.stat_result]:
+    """The folder that holds the file, its name there, and its attributes."""
+    try:
+        real = Path(os.path.realpath(source, strict=True))
+        folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no file {source}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot open {source}: {error.strerror}") from error
+    found = os.stat(real.name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(folder)
+        raise UsageError(f"{source} is neither a file nor a folder")
+    return folder, os.fsencode(real.name), found
+
+
+def _same_content(folder: int, name: bytes, view: Snapshot, index: int) -> bool:
+    file = open_file(folder, name)
+    try:
+        return all(
+            xxh3_64_intdigest(os.pread(file, extent.size, extent.start)) == extent.checksum
+            for extent in view.extents(index)
+        )
+    finally:
+        os.close(file)

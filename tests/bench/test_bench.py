@@ -1,0 +1,130 @@
+"""The bench's own arithmetic: a wrong ratio or a peer that goes missing silently would be worse
+than no bench. Nothing is timed here."""
+
+import io
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from . import memory
+from .cases import BENCHMARKS, chosen
+from .inputs import Shape, make, tar_stream
+from .reader import compile_reader, read_files, write_list
+from .report import Row, at_least, at_most, table, within
+from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
+
+SMALL = Shape("small", 6, 2, 4096)
+EMPTY = Shape("empty", 6, 2, 0)
+
+
+def counting(*values: float) -> Callable[[], dict[str, float]]:
+    """A side that measures these values, one after the other."""
+    left = iter(values)
+    return lambda: {"files/s": next(left)}
+
+
+def test_sides_take_turns_and_the_first_place_rotates() -> None:
+    ran: list[str] = []
+
+    def side(name: str) -> Callable[[], dict[str, float]]:
+        def run() -> dict[str, float]:
+            ran.append(name)
+            return {"s": 1.0}
+
+        return run
+
+    alternate(3, {name: side(name) for name in "abc"})
+    assert "".join(ran) == "abcbcacab"
+
+
+def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> None:
+    rounds = alternate(3, {OURS: counting(8, 30, 10), "tar": counting(10, 10, 20)})
+    ours, other = rounds.ours("files/s"), rounds.of("tar", "files/s")
+    row = Row("put", "files/s", ours, "tar", other, at_least(0.8))
+    assert row.ratio == 1.0
+    assert row.ratio_range == (0.5, 3.0)
+    assert row.met is True
+
+
+@pytest.mark.parametrize(
+    ("ours", "most", "met"), [(9, True, True), (11, True, False), (9, False, False)]
+)
+def test_a_limit_is_met_or_not(ours: float, most: bool, met: bool) -> None:
+    assert within("x", "s", Samples((ours,)), 10, most=most).met is met
+    assert Row("x", "s", Samples((ours,)), "p", Samples((1.0,)), at_most(10)).met is (ours <= 10)
+
+
+def test_a_missing_peer_is_said_loudly_and_the_others_go_on() -> None:
+    def missing() -> dict[str, float]:
+        raise PeerMissing("not installed")
+
+    rounds = alternate(2, {OURS: counting(1, 2), "peer": missing})
+    other = rounds.of("peer", "files/s")
+    row = Row("put", "files/s", rounds.ours("files/s"), "peer", other, at_least(1))
+    assert isinstance(other, NotMeasured)
+    assert row.met is None
+    text = table([row])
+    assert "not measured" in text
+    assert "put: peer: not installed" in text
+
+
+def test_a_side_that_breaks_is_no_missing_peer() -> None:
+    def broken() -> dict[str, float]:
+        raise ValueError("a fault of ours")
+
+    with pytest.raises(ValueError, match="a fault of ours"):
+        alternate(1, {OURS: broken})
+
+
+def test_rounds_convert_units() -> None:
+    rounds = Rounds({OURS: [{"s": 2.0}, {"s": 4.0}]}, {})
+    milliseconds = rounds.ours("s").map(lambda seconds: seconds * 1e3)
+    assert milliseconds == Samples((2000.0, 4000.0))
+
+
+def test_the_input_is_the_same_each_time_and_the_reader_sums_it(tmp_path: Path) -> None:
+    folder = make(SMALL, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    assert make(SMALL, tmp_path) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
+    listed = write_list((f"{folder}/{path}" for path in SMALL.paths()), tmp_path / "list")
+    report = read_files(compile_reader(tmp_path), listed)
+    assert (report.files, report.bytes) == (SMALL.files, SMALL.bytes)
+    assert report.sum == SMALL.content_sum()
+    contents = np.concatenate([SMALL.contents(folder) for folder in range(SMALL.folders)])
+    assert len(np.unique(contents, axis=0)) == SMALL.files
+
+
+def test_the_reader_names_what_it_cannot_read(tmp_path: Path) -> None:
+    listed = write_list([str(tmp_path / "nothing")], tmp_path / "list")
+    with pytest.raises(subprocess.CalledProcessError):
+        read_files(compile_reader(tmp_path), listed)
+
+
+def test_the_tar_is_one_that_others_read() -> None:
+    stream = io.BytesIO(b"".join(tar_stream(EMPTY)))
+    with tarfile.open(fileobj=stream) as archive:
+        members = archive.getmembers()
+    assert [member.name for member in members if member.isfile()] == EMPTY.paths()
+    assert [member.name for member in members if member.isdir()] == EMPTY.folder_names()
+    assert {member.size for member in members} == {0}
+
+
+def test_memory_counts_all_processes_of_a_program() -> None:
+    taken = 64 << 20
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = f"import time; data = b'x' * {taken}; time.sleep(0.5)"
+    peak = memory.peak_pss_bytes([sys.executable, "-c", code, child], {})
+    assert taken < peak < 4 * taken
+
+
+def test_benchmarks_are_chosen_by_how_their_names_begin() -> None:
+    assert list(chosen([])) == list(BENCHMARKS)
+    assert {name.partition("-")[0] for name in chosen(["put", "mount"])} == {"put", "mount"}
+    with pytest.raises(KeyError):
+        chosen(["putt"])

@@ -1,0 +1,244 @@
+"""libDIESEL: what a training script does with it, and what a fork must not do."""
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import diesel_fs
+from diesel_fs.client import Dataset, connect
+from diesel_fs.entries import Kind
+from diesel_fs.errors import (
+    ConflictError,
+    CorruptError,
+    ForeignError,
+    NoSuchDataset,
+    NoSuchPath,
+    ObjectStoreError,
+    UsageError,
+)
+
+from ..trees import write
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def filled(url: str) -> str:
+    with connect("ds", url, create=True) as dataset:
+        for i in range(200):
+            dataset.put(b"content %d" % i * (i + 1), f"d{i % 7}/f{i:03}")
+    return url
+
+
+def test_put_get_delete(url: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"cat.jpg": b"a cat"})
+    os.utime(source / "cat.jpg", ns=(0, 12345))
+    with diesel_fs.connect("imagenet", url=url, create=True) as ds:
+        ds.put(source / "cat.jpg", "train/cat/1.jpg")
+        ds.put(b"bytes", "train/cat/2.jpg", mode=0o600, mtime_ns=-5)
+        ds.put(io.BytesIO(b"a stream"), "train/dog/1.jpg")
+        with pytest.raises(NoSuchPath):
+            ds.get("train/cat/1.jpg")  # not before flush
+        ds.flush()
+        assert ds.get("train/cat/1.jpg") == b"a cat"
+        assert ds.get("train/dog/1.jpg") == b"a stream"
+        assert ds.stat("train/cat/1.jpg").mtime_ns == 12345
+        assert ds.stat("train/cat/2.jpg") == (Kind.FILE, 0o600, 5, -5)
+        assert ds.ls("train") == ["cat", "dog"]
+        assert ds.ls(b"train/cat") == ["1.jpg", "2.jpg"]
+        assert ds.stat("train").kind == Kind.FOLDER
+        assert ds.stat("train").mtime_ns > 0
+        ds.delete("train/cat/1.jpg")
+        assert ds.ls("train/cat") == ["2.jpg"]
+        with pytest.raises(ConflictError):
+            ds.delete("train")
+        ds.delete("train", recursive=True)
+        assert ds.ls() == []
+
+
+def test_read_many_by_path_and_index(filled: str) -> None:
+    with connect("ds", filled) as dataset:
+        paths = [f"d{i % 7}/f{i:03}" for i in (5, 5, 199, 0, 17)]
+        expected = [b"content %d" % i * (i + 1) for i in (5, 5, 199, 0, 17)]
+        assert [bytes(view) for view in dataset.read_many(paths)] == expected
+        indices = dataset.snapshot.lookup_many([path.encode() for path in paths])
+        assert [bytes(view) for view in dataset.read_many(indices)] == expected
+        assert [bytes(view) for view in dataset.read_many(indices.tolist())] == expected
+        assert list(dataset.read_many([])) == []
+        with pytest.raises(NoSuchPath, match="nowhere"):
+            dataset.read_many([*paths, "nowhere"])
+        with pytest.raises(NoSuchPath):
+            dataset.read_many(np.array([10**6]))
+
+
+def test_views_outlive_the_dataset(filled: str) -> None:
+    with connect("ds", filled, memory_bytes=1) as dataset:
+        views = list(dataset.read_many(["d0/f000", "d1/f001"]))
+    assert [bytes(view) for view in views] == [b"content 0", b"content 1content 1"]
+    with pytest.raises(TypeError):
+        views[0][0] = 0
+
+
+def test_stat_many(filled: str) -> None:
+    with connect("ds", filled) as dataset:
+        stats = dataset.stat_many(["d1/f001", "d2/f002"])
+        assert stats.size.tolist() == [18, 27]
+        assert [stat.kind for stat in stats] == [Kind.FILE, Kind.FILE]
+        with pytest.raises(NoSuchPath):
+            dataset.stat_many(["d1/f001", "nowhere"])
+
+
+def test_an_exception_flushes_nothing(url: str) -> None:
+    connect("ds", url, create=True).close()
+    with pytest.raises(RuntimeError), connect("ds", url) as dataset:
+        dataset.put(b"half", "a")
+        raise RuntimeError
+    with connect("ds", url) as dataset:
+        assert dataset.ls() == []
+
+
+def test_one_version_until_something_is_missing(filled: str) -> None:
+    with connect("ds", filled) as reader, connect("ds", filled) as writer:
+        before = reader.version
+        writer.put(b"changed", "d0/f000")
+        writer.put(b"new", "new")
+        writer.flush()
+        assert reader.get("d0/f000") == b"content 0"
+        assert reader.version == before
+        assert reader.get("new") == b"new"  # absence needs proof: it looks again
+        assert reader.get("d0/f000") == b"changed"
+
+
+def test_save_and_load_meta(filled: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.snapshot"
+    with connect("ds", filled) as dataset:
+        dataset.save_meta(saved)
+        dataset.put(b"later", "later")
+        dataset.flush()
+        assert dataset.load_meta(saved) is False
+        with pytest.raises(NoSuchPath):
+            dataset.get("later")  # by the saved version, on purpose
+        assert dataset.get("d0/f000") == b"content 0"
+        dataset.save_meta(saved)
+    with connect("other", filled, create=True) as other, pytest.raises(ForeignError):
+        other.load_meta(saved)
+
+
+def test_E1_a_damaged_snapshot(filled: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.snapshot"
+    with connect("ds", filled) as dataset:
+        dataset.save_meta(saved)
+        good = saved.read_bytes()
+        for bad in (b"", good[:100], good[:-1], b"\x7fELF" + good[4:]):
+            saved.write_bytes(bad)
+            with pytest.raises((CorruptError, diesel_fs.FormatError)) as refused:
+                dataset.load_meta(saved)
+            assert "save-meta" in str(refused.value)
+        assert dataset.get("d0/f000") == b"content 0"
+
+
+def test_Z10_a_snapshot_truncated_while_in_use(filled: str, tmp_path: Path) -> None:
+    """The file of the user's is read once; the mapped one is our own."""
+    saved = tmp_path / "saved.snapshot"
+    with connect("ds", filled) as dataset:
+        dataset.save_meta(saved)
+        dataset.load_meta(saved)
+        os.truncate(saved, 0)
+        assert len(dataset.ls("d0")) == 29
+
+
+def test_Z10_a_chunk_truncated_while_in_use(filled: str, tmp_path: Path) -> None:
+    with connect("ds", filled) as dataset:
+        for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+            os.truncate(chunk, 1000)
+        with pytest.raises(diesel_fs.DieselError):
+            dataset.get("d0/f196")
+
+
+def test_what_cannot_be(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ObjectStoreError):
+        connect("ds", url)
+    with connect("ds", url, create=True) as dataset:
+        dataset.put(b"1", "a/b")
+        for bad in ("", "../x", "/abs", "a//b", "a/", ".diesel", ".diesel/x", "n" * 256):
+            with pytest.raises(UsageError):
+                dataset.put(b"", bad)
+        with pytest.raises(ConflictError):
+            dataset.put(b"", "a")
+        dataset.flush()
+        with pytest.raises(ConflictError):
+            dataset.put(b"", "a/b/c")
+        with pytest.raises(UsageError):
+            dataset.get("a")
+        with pytest.raises(ConflictError):
+            dataset.put(tmp_path, "folder")
+    with pytest.raises(NoSuchDataset):
+        connect("other", url)
+    with pytest.raises(UsageError):
+        connect("../ds", url)
+
+
+def test_delete_dataset(filled: str, tmp_path: Path) -> None:
+    connect("ds", filled).delete_dataset()
+    with pytest.raises(NoSuchDataset):
+        connect("ds", filled)
+    assert not [path for path in (tmp_path / "store/datasets").rglob("*") if path.is_file()]
+    with connect("ds", filled, create=True) as again:  # another dataset of the same name
+        assert again.ls() == []
+
+
+def in_child(action: "object") -> int:
+    """The exit code of a forked child that runs `action`; a hang is killed and is -9."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            assert callable(action)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_Z9_parent_and_child_both_read(filled: str) -> None:
+    with connect("ds", filled) as dataset:
+        everything = [os.fsdecode(p) for p in dataset.snapshot.paths(dataset.snapshot.files())]
+        started = dataset.read_many(everything)
+        next(started)  # fetching threads run
+
+        def read(dataset: Dataset = dataset) -> None:
+            assert len(list(dataset.read_many(everything))) == 200
+            assert dataset.get("d1/f001") == b"content 1content 1"
+            assert dataset.stat("d1/f001").size == 18
+
+        children = [in_child(read) for _ in range(3)]
+        assert children == [0, 0, 0]
+        assert len(list(started)) == 199
+        read()
+
+
+def test_a_forked_child_never_writes_its_parents_buffer(url: str) -> None:
+    with connect("ds", url, create=True) as dataset:
+        dataset.put(b"parent's", "p")
+
+        def child(dataset: Dataset = dataset) -> None:
+            dataset.flush()
+            assert dataset.ls() == []
+            dataset.put(b"child's", "c")
+            dataset.close()
+
+        assert in_child(child) == 0
+        assert dataset.refresh() > 0
+        assert dataset.ls() == ["c"]
+    with connect("ds", url) as dataset:
+        assert dataset.ls() == ["c", "p"]
+        assert dataset.get("p") == b"parent's"

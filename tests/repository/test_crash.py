@@ -1,0 +1,129 @@
+"""kill -9 at each system call that changes something, then `verify` and a second put (FAULTS A).
+
+`strace` kills the real program at its n-th call of a kind, n from 1 until it gets through. After
+each kill: nothing is damaged, what shows is whole and is of the source's old or new state, what was
+acknowledged is there, and a second put makes it complete.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository
+
+from ..trees import Facts, facts, write
+from ..writer.test_put import shown
+
+STRACE = shutil.which("strace")
+DRIVER = [sys.executable, "-m", "tests.repository.put_driver"]
+TOP = Path(__file__).parents[2]
+
+
+def source_tree(top: Path) -> Path:
+    """Three chunks or so for each of two processes, and a file of several extents."""
+    return write(
+        top,
+        {f"d{i % 5}/f{i:02}": os.urandom(9000) for i in range(40)} | {"large": os.urandom(200_000)},
+    )
+
+
+def run_killed(arguments: list[str], call: str, when: int) -> tuple[bool, bool]:
+    """Run the driver, killed at its `when`-th `call`: whether it was killed, and acknowledged."""
+    assert STRACE is not None, "strace is missing: make test installs it"
+    done = subprocess.run(
+        [STRACE, "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", f"--trace={call}"]
+        + [f"--inject={call}:signal=KILL:when={when}", *DRIVER, *arguments],
+        cwd=TOP,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    acknowledged = "acknowledged" in done.stdout
+    assert acknowledged == (done.returncode == 0), done.stderr
+    return done.returncode != 0, acknowledged
+
+
+def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> None:
+    """What must hold after a kill at any step; `states` are old and new, whole."""
+    with Repository.open(url, create=True) as repository:
+        if not repository.datasets():
+            assert not acknowledged
+            return
+        repository.begin("ds")  # what a kill left without a marker gets one
+        found = verify(repository, "ds")
+        assert found.problems == []
+        showing = shown(repository)
+        for path, fact in showing.items():
+            if fact[0] == "file":
+                assert fact in [state.get(path) for state in states], path
+        if acknowledged:
+            assert showing == last
+        recover(repository, "ds")
+        again = shown(repository)
+        for path, fact in showing.items():  # rebuilt = live + orphans, which are of the new state
+            assert path in again
+            assert again[path] == fact or again[path] == last.get(path)
+
+
+CALLS = [
+    "fsync,fdatasync",
+    "link,linkat",
+    "write,writev,pwrite64",
+    "unlink,unlinkat",
+    "mkdir,mkdirat",
+]
+"""What changes a disk; C libraries differ in which of a pair they use."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
+    source = source_tree(tmp_path / "source")
+    whole = facts(source)
+    kills = 0
+    for when in (1, 2, 3, 4, 6, 9, 13, 20, 40):
+        store = tmp_path / f"store-{when}"
+        arguments = [store.as_uri(), str(source)]
+        killed, acknowledged = run_killed(arguments, call, when)
+        check(store.as_uri(), [whole], whole, acknowledged)
+        if not killed:
+            break
+        kills += 1
+        subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
+        with Repository.open(store.as_uri()) as repository:
+            assert shown(repository) == whole
+            assert verify(repository, "ds").problems == []
+        shutil.rmtree(store)
+    assert kills, f"A16: nothing was killed at {call}: proves nothing"
+
+
+@pytest.mark.parametrize("call", ["fsync,fdatasync", "link,linkat", "write,writev,pwrite64"])
+def test_A10_A11_modify_and_delete_killed_at_every_step(tmp_path: Path, call: str) -> None:
+    before = source_tree(tmp_path / "before")
+    first = tmp_path / "store"
+    subprocess.run([*DRIVER, first.as_uri(), str(before)], cwd=TOP, check=True, capture_output=True)
+    after = tmp_path / "after"
+    shutil.copytree(before, after, symlinks=True)
+    write(after, {"d0/f00": b"changed", "large": os.urandom(150_000), "new": b"new"})
+    (after / "d1/f01").unlink()
+    old, new = facts(before), facts(after)
+    kills = 0
+    for when in (1, 2, 3, 5, 8, 30):
+        store = tmp_path / f"store-{when}"
+        shutil.copytree(first, store)
+        arguments = [store.as_uri(), str(after), "delete"]
+        killed, acknowledged = run_killed(arguments, call, when)
+        check(store.as_uri(), [old, new], new, acknowledged)
+        if not killed:
+            break
+        kills += 1
+        subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
+        with Repository.open(store.as_uri()) as repository:
+            assert shown(repository) == new
+        shutil.rmtree(store)
+    assert kills, f"A16: nothing was killed at {call}: proves nothing"
