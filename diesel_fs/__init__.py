@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .errors import ObjectStoreError as ObjectStoreError
     from .errors import PermissionDenied as PermissionDenied
     from .errors import UsageError as UsageError
-    from .fuse import mount_dataset as mount
     from .fuse import umount as umount
+    from .fuse.mounted import mount as mount
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,8 @@ _HOMES = {
         "PermissionDenied",
         "UsageError",
     ),
-    "fuse": ("mount", "umount"),
+    "fuse": ("umount",),
+    "fuse.mounted": ("mount",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'diesel_fs' has no attribute {name!r}")
     home = import_module(f".{_HOME_OF[name]}", __name__)
-    value: object = getattr(home, "mount_dataset" if name == "mount" else name)
+    value: object = getattr(home, name)
     globals()[name] = value
     return value
 

@@ -92,6 +92,11 @@ class Dataset:
         return self._view
 
     @property
+    def url(self) -> str:
+        """The repository's address."""
+        return str(self._repository.url)
+
+    @property
     def version(self) -> int:
         """The version that this object shows."""
         return self._view.version

@@ -28,7 +28,7 @@ class RepositoryUrl:
     meta: str  # the URL of the metadata store; empty: the embedded one
 
     def __str__(self) -> str:
-        place = f"file://{self.path}" if self.scheme == "file" else f"{self.scheme}://{self.host}"
+        place = self.path.as_uri() if self.scheme == "file" else f"{self.scheme}://{self.host}"
         return f"{place}?meta={self.meta}" if self.meta else place
 
 

@@ -49,9 +49,9 @@ L4  extract
 L4  vfs
 L4  node
 
-L5  mount/
+L5  fuse/
 L5  torch/
-L5  diesel_fs: mount/ torch/
+L5  diesel_fs: fuse/ torch/
 
 L6  diesel_server/
 L6  dlcmd/
@@ -73,7 +73,7 @@ IMPURE_CALLS = frozenset(
     " uuid4".split()
 )
 # Its runtime hangs in a forked child, and users' training processes fork.
-OBSTORE_UNITS = frozenset({"dlcmd/", "diesel_server/", "mount/"})
+OBSTORE_UNITS = frozenset({"dlcmd/", "diesel_server/", "fuse/"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from typing import NoReturn
 
 import click
 
-import diesel_fs
 from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied
 from dlcmd.options import Flags, global_options
 from dlcmd.output import complain
@@ -45,7 +44,7 @@ VERBS = {
     "umount": ("mounting", "Take a mount away."),
     "stats": ("mounting", "Show what a mount does."),
 }
-"""By verb: the module that defines it (as a function named after it), and its first line of help."""
+"""By verb: the module with a function named after it, and the first line of its help."""
 
 INTERRUPTED = 130
 READER_GONE = 141  # 128 + SIGPIPE, as a program that does not handle it
@@ -78,9 +77,8 @@ class _Verbs(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @global_options
-@click.version_option(diesel_fs.__version__, prog_name="dlcmd")
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 def program() -> None:
     """Packs datasets of many small files into chunks, and serves them to training jobs.
 

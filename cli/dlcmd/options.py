@@ -1,31 +1,34 @@
-"""What the verbs share on the command line: global options, and the types of values.
+"""What the verbs share on the command line: global options, and how values are read.
 
-Imports little (no numpy): every start of `dlcmd` pays for it. Addresses are in `addresses.py`.
+Imports little (no numpy): every start of `dlcmd` pays for it. Addresses are in `addresses.py`. A
+function that reads a value is given to click as its type, and raises UsageError.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import click
 
+import diesel_fs
 from diesel_fs.errors import UsageError
 from diesel_fs.names import check_dataset_name
 from diesel_fs.settings import Settings, load_settings
 
-_Decorated = TypeVar("_Decorated", bound=Callable[..., object])
+_P = ParamSpec("_P")
+_Command = TypeVar("_Command", bound=click.Command)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_AGO = re.compile(r"(\d{1,9})([smhdw])")
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+_AGO = re.compile(r"(\d{1,6})([smhdw])", re.ASCII)
 _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 @dataclass(slots=True)
 class Flags:
-    """The global options, as they were found before or after the verb (the latter win)."""
+    """The global options, as they were found before and after the verb; the latter win."""
 
     url: str | None = None
     user: str | None = None
@@ -52,33 +55,61 @@ def _remember(context: click.Context, option: click.Parameter, value: str | bool
         setattr(found, option.name, value)
 
 
-def global_options(command: _Decorated) -> _Decorated:
+_GLOBAL = (
+    (("--url",), False, "The repository.  [env: DIESEL_URL; default: your own]"),
+    (("--user",), False, "The account on a server.  [env: DIESEL_USER]"),
+    (("--key-file",), False, "A file with the account's key.  [or env: DIESEL_KEY]"),
+    (("--json",), True, "Results as JSON on stdout."),
+    (("-q", "--quiet"), True, "Say nothing but errors."),
+    (("-v", "--verbose"), True, "Say more of errors."),
+)
+
+
+def global_options(command: _Command) -> _Command:
     """Give a command the options that may stand before or after the verb."""
-    options = [
-        click.option("--url", help="The repository.  [env: DIESEL_URL; default: your own]"),
-        click.option("--user", help="The account on a server.  [env: DIESEL_USER]"),
-        click.option("--key-file", help="A file with the account's key.  [or env: DIESEL_KEY]"),
-        click.option("--json", is_flag=True, help="Results as JSON on stdout."),
-        click.option("-q", "--quiet", "quiet", is_flag=True, help="Say nothing but errors."),
-        click.option("-v", "--verbose", "verbose", is_flag=True, help="Say more of errors."),
+    command.params += [
+        click.Option(names, is_flag=is_flag, help=text, expose_value=False, callback=_remember)
+        for names, is_flag, text in _GLOBAL
     ]
-    for option in options:
-        kept = option.__closure__
-        del kept
-    return command
+    return click.version_option(diesel_fs.__version__, prog_name="dlcmd")(command)
 
 
-class SizeType(click.ParamType[int]):
+def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
+    """Make a function the verb `name`; its docstring is the help, with examples."""
+
+    def made(function: Callable[_P, None]) -> click.Command:
+        settings = {"help_option_names": ["-h", "--help"]}
+        return global_options(click.command(name, context_settings=settings)(function))
+
+    return made
+
+
+def size(text: str) -> int:
     """A number of bytes: 4096, 64K, 4M, 1G."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"bad size {text!r}", advice="write it as 4096, 64K, 4M or 1G")
+    return int(match[1]) * _UNITS[match[2].upper()]
 
-    name = "size"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no size; write it as 4096, 64K, 4M or 1G", param, ctx)
-        return int(match[1]) * _UNITS[match[2].upper()]
+def time(text: str) -> float:
+    """A time, in seconds since 1970: 2026-01-31, 2026-01-31T12:00, 90m (ago), 7d (ago)."""
+    ago = _AGO.fullmatch(text)
+    try:
+        if ago is not None:
+            now = datetime.now().astimezone()
+            return (now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})).timestamp()
+        return datetime.fromisoformat(text).timestamp()  # without a zone it is local
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(
+            f"bad time {text!r}", advice="write it as 2026-01-31T12:00, or 90m or 7d for ago"
+        ) from None
+
+
+def dataset(text: str) -> str:
+    """The name of a dataset, without a path. Raises UsageError."""
+    name, at, _ = text.partition("@")
+    if at:
+        check_dataset_name(name)
+        raise UsageError(f"{text}: kept versions come with a later version")
+    return check_dataset_name(name)

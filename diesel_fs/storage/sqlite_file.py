@@ -245,9 +245,8 @@ class SqliteFile:
         connection.execute("PRAGMA trusted_schema=OFF")  # no functions from a foreign file
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
         connection.execute("PRAGMA temp_store=MEMORY")
-        if (
-            self._rollback
-        ):  # keeps SQLite from sharing memory with another host before we know the mode
+        if self._rollback:
+            # Keeps SQLite from sharing memory with another host before we know the journal's mode
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         made = self._is_made(connection)
         if not made and not create:

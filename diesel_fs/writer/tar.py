@@ -38,6 +38,7 @@ FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
 
 _READ_BYTES = 1 << 20
+_TAR_BUFFER_BYTES = 16 << 10  # tarfile copies what is left of it for each header
 _TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of what was compressed
 _SPOOL_BYTES = 64 << 20  # longer contents that are to be compared wait on disk
 _LINK_MEMORY_BYTES = 256 << 20  # chunks kept while hard links are copied
@@ -131,7 +132,7 @@ def _open(stream: BinaryIO) -> _Tar:
         tar = _Tar.open(
             fileobj=plain,
             mode="r|",
-            bufsize=_READ_BYTES,
+            bufsize=_TAR_BUFFER_BYTES,
             tarinfo=_Member,
             encoding="utf-8",
             errors="surrogateescape",

@@ -242,3 +242,15 @@ def test_a_forked_child_never_writes_its_parents_buffer(url: str) -> None:
     with connect("ds", url) as dataset:
         assert dataset.ls() == ["c", "p"]
         assert dataset.get("p") == b"parent's"
+
+
+@pytest.mark.fuse
+def test_mount_from_python(filled: str, tmp_path: Path) -> None:
+    point = tmp_path / "a mount, with spaces"
+    point.mkdir()
+    with connect("ds", filled) as dataset, diesel_fs.mount(dataset, point) as mounted:
+        assert (Path(mounted) / "d1/f001").read_bytes() == b"content 1content 1"
+    assert list(point.iterdir()) == []
+    with diesel_fs.mount("ds", point, url=filled):
+        assert len(list((point / "d0").iterdir())) == 29
+    assert list(point.iterdir()) == []

@@ -105,6 +105,27 @@ def tombstones(number: int, *paths: bytes) -> Chunk:
     return Chunk(number, tuple(Entry(path, 0, Kind.TOMBSTONE) for path in paths))
 
 
+def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
+    """The chunks of one large file, from chunk `number` on; stamp from chunk `first`."""
+    stamp = (first or number, 0)
+    return [
+        Chunk(number + i, (Entry(path, 99, number=i, extents=count, first=stamp),))
+        for i in range(count)
+    ]
+
+
+def moved(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
+    """A chunk into which purge has copied these, stamps unchanged; as an orphan it is not known
+    to be purge's.
+    """
+    entries = []
+    for chunk, place in places:
+        entry = chunk.entries[place]
+        assert entry is not None
+        entries.append(entry._replace(first=entry.first or (chunk.number, place)))
+    return Chunk(number, tuple(entries), moved=known)
+
+
 class Seen(NamedTuple):
     """An entry as a store shows it."""
 

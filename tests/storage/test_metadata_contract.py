@@ -30,10 +30,12 @@ from tests.storage.batches import (
     Chunk,
     Entry,
     alive,
+    big,
     check,
     chunk_id,
     files,
     fold,
+    moved,
     seen,
     tombstones,
 )
@@ -128,6 +130,7 @@ def test_datasets_do_not_see_each_other(meta: MetadataStore) -> None:
     check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
     check(meta, "other", [files(1, b"a/z")])
     assert meta.children(IDENTITY, b"a").names == [b"x", b"y"]
+    assert set(seen(meta.changes(IDENTITY, 1).rows)) == {b"a/x", b"a/y"}
     meta.drop(other)
     check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
 
@@ -265,15 +268,6 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
 # Files of several extents
 
 
-def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
-    """The chunks of one large file, from chunk `number` on; stamp from chunk `first`."""
-    stamp = (first or number, 0)
-    return [
-        Chunk(number + i, (Entry(path, 99, number=i, extents=count, first=stamp),))
-        for i in range(count)
-    ]
-
-
 def test_Z4_the_previous_version_stands_until_all_extents_are_there(meta: MetadataStore) -> None:
     old = files(1, b"big", size=3)
     parts = big(2, b"big", 3)
@@ -316,17 +310,17 @@ def test_the_extents_of_one_file_in_one_chunk(meta: MetadataStore) -> None:
     check(meta, NAME, chunks)
 
 
+def test_a_chunk_with_extents_of_two_versions(meta: MetadataStore) -> None:
+    first = big(1, b"big", 2)
+    both = Chunk(2, (*first[1].entries, Entry(b"big", 50, number=0, extents=2)))
+    later = Chunk(3, (Entry(b"big", 50, number=1, extents=2, first=(2, 1)),))
+    commit(meta, first[0], both)
+    check(meta, NAME, [first[0], both])
+    commit(meta, later)
+    check(meta, NAME, [first[0], both, later])
+
+
 # What purge writes
-
-
-def moved(number: int, *places: tuple[Chunk, int]) -> Chunk:
-    """A chunk into which purge has copied these, stamps unchanged."""
-    entries = []
-    for chunk, place in places:
-        entry = chunk.entries[place]
-        assert entry is not None
-        entries.append(entry._replace(first=entry.first or (chunk.number, place)))
-    return Chunk(number, tuple(entries), moved=True)
 
 
 def test_Z6_a_moved_entry_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
@@ -349,6 +343,21 @@ def test_P6_Z7_a_moved_entry_never_inserts_and_never_beats_a_newer_one(meta: Met
     commit(meta, moved(10, (lost, 0)))  # its tombstone may have been dropped
     assert len(meta.lookup(IDENTITY, [b"lost"], tombstones=True)) == 0
     assert meta.holes(IDENTITY, chunk_id(10)).tolist() == [0]
+    commit(meta, moved(11, (files(7, b"a"), 0)))  # of chunk 7, which the store has lost
+    assert seen(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == chunk_id(5)
+    commit(meta, *(moved(12 + i, (part, 0)) for i, part in enumerate(big(8, b"lost", 2))))
+    assert len(meta.lookup(IDENTITY, [b"lost"])) == 0
+    assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
+
+
+def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: MetadataStore) -> None:
+    one, parts = files(1, b"a"), big(2, b"big", 3)
+    nine = moved(9, (one, 0), (parts[1], 0), known=False)
+    commit(meta, nine, one, parts[1], parts[0])
+    check(meta, NAME, [nine, one, parts[1], parts[0]])
+    commit(meta, parts[2])
+    check(meta, NAME, [nine, one, *parts])
+    assert meta.holes(IDENTITY, nine.id).tolist() == []
 
 
 def test_a_moved_extent_takes_its_place_in_the_file(meta: MetadataStore) -> None:
@@ -527,13 +536,8 @@ def histories(draw: st.DrawFn) -> list[Chunk]:
     for number in range(draw(st.integers(0, 3))):
         source = draw(st.sampled_from(chunks))
         place = draw(st.integers(0, len(source.entries) - 1))
-        chunks.append(moved(100 + number, (source, place)))
+        chunks.append(moved(100 + number, (source, place), known=draw(st.booleans())))
     return chunks
-
-
-def sources(chunk: Chunk) -> set[int]:
-    """The chunks that a moved one was made from, and theirs."""
-    return {entry.first[0] for entry in chunk.entries if entry and entry.first}
 
 
 @settings(max_examples=60)
@@ -543,25 +547,23 @@ def test_L2_any_order_and_any_repetition_give_the_same_state(
     kind: str, history: list[Chunk], seed: int
 ) -> None:
     dice = random.Random(seed)
-    originals = [chunk for chunk in history if not chunk.moved] * 2
-    dice.shuffle(originals)
-    del originals[: dice.randrange(3)]  # some may never come, most come twice
-    # What purge writes is committed after what it was made from (big files: after their extent).
-    copies = [chunk for chunk in history if chunk.moved]
-    came = {chunk.number for chunk in originals}
+    free = [chunk for chunk in history if not chunk.moved] * 2
+    dice.shuffle(free)
+    del free[: dice.randrange(3)]  # some may never come, most come twice
     stamps = {
         (chunk.stamp(place), entry.number)
-        for chunk in originals
+        for chunk in free
         for place, entry in enumerate(chunk.entries)
         if entry
     }
+    # What purge is known to have written comes after what it was made from.
     copies = [
-        copy
-        for copy in copies
-        if all(e and (copy.stamp(i), e.number) in stamps for i, e in enumerate(copy.entries))
+        chunk
+        for chunk in history
+        if chunk.moved
+        and all(e and (chunk.stamp(i), e.number) in stamps for i, e in enumerate(chunk.entries))
     ]
-    order = [*originals, *copies, *dice.sample(originals, min(2, len(originals)))]
-    assert came
+    order = [*free, *copies, *dice.sample(free, min(2, len(free)))]
     with TemporaryDirectory() as folder:
         meta = STORES[kind](Path(folder), Clock())()
         meta.create(NAME, IDENTITY)

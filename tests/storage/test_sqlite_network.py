@@ -185,6 +185,17 @@ def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
         meta.durable()
 
 
+def test_memory_is_never_shared_over_a_network(folder: tuple[Path, Path]) -> None:
+    disk, network = folder
+    clock = Clock()
+    with closing(open_on(disk, "host-1", clock, create=True)) as local:
+        local.create(NAME, IDENTITY)
+    assert journal(disk) == b"\2\2"
+    disk.with_name("meta.sqlite-shm").mkdir()  # whoever tries to fails
+    with pytest.raises(MetadataError, match="snapshot"):
+        open_on(network, "host-2", clock, readonly=True)
+
+
 def test_a_store_written_locally_is_taken_over(folder: tuple[Path, Path]) -> None:
     disk, network = folder
     clock = Clock()

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,15 +226,13 @@ def test_I1_a_file_that_settles_is_read_again(
 ) -> None:
     for size, change in ((2000, None), (3 * CHUNK_BYTES_MIN, None), (5000, 6000), (6000, 5000)):
         source = write(tmp_path / f"source-{size}", {"restless": b"x" * size})
-        touch_when_read(
-            monkeypatch, 2, lambda _, s=source, n=change: rewrite(s / "restless", n)
-        )  # type: ignore[misc]
+        touch_when_read(monkeypatch, 2, partial(rewrite, source / "restless", change))
         report = put_tree(repository, "ds", source, options=SMALL)
         assert report.failed == []
         assert shown(repository)[b"restless"] == facts(source)[b"restless"]
 
 
-def rewrite(path: Path, size: int | None) -> None:
+def rewrite(path: Path, size: int | None, _: int) -> None:
     """Grow or shrink a file, or only touch it."""
     if size is None:
         os.utime(path)

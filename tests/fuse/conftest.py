@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DieselError
-from diesel_fs.mount import MountRequest, mount, stats, umount
-from diesel_fs.mount.daemon import SESSIONS
-from diesel_fs.mount.mountpoint import mounted_at
-from tests.mount.folder_dataset import GO
+from diesel_fs.fuse import MountRequest, mount, stats, umount
+from diesel_fs.fuse.daemon import SESSIONS
+from diesel_fs.fuse.mountpoint import mounted_at
+from tests.fuse.folder_dataset import GO
 
-PROGRAM = (sys.executable, "-m", "tests.mount.folder_daemon")
+PROGRAM = (sys.executable, "-m", "tests.fuse.folder_daemon")
 
 ODD_NAMES = [
     *(b"x" * 255, b"not-utf-8-\xff\xfe", b"new\nline", b"tab\t", b"esc\x1b[31m", b'quote"'),

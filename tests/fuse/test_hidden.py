@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import UsageError
-from diesel_fs.mount import stats
+from diesel_fs.fuse import stats
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.vfs import HIDDEN_ROOT, STATS_STILL_S
-from tests.mount.conftest import Mounted
-from tests.mount.folder_dataset import IDENTITY, snapshot_of
+from tests.fuse.conftest import Mounted
+from tests.fuse.folder_dataset import IDENTITY, snapshot_of
 
 pytestmark = pytest.mark.fuse
 

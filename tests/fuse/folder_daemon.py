@@ -12,11 +12,12 @@ import time
 import trio
 
 from diesel_fs.errors import NoSuchDataset
-from diesel_fs.mount.daemon import Source, main
-from diesel_fs.mount.request import MountRequest
+from diesel_fs.fuse.daemon import main
+from diesel_fs.fuse.request import MountRequest
+from diesel_fs.fuse.source import Source
 from diesel_fs.settings import parse_url
 from diesel_fs.snapshot import Snapshot
-from tests.mount.folder_dataset import FolderReader, snapshot_of
+from tests.fuse.folder_dataset import FolderReader, snapshot_of
 
 
 class FaultySnapshot(Snapshot):
@@ -74,7 +75,7 @@ def open_folder(request: MountRequest) -> Source:
     source = parse_url(request.url).path
     content = snapshot_of(source, request.dataset)
     snapshot = FaultySnapshot(content)
-    return Source(snapshot, content, FolderReader(snapshot, source))
+    return Source(snapshot, FolderReader(snapshot, source))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The mount's own process: opens the dataset, serves it until it is unmounted, and goes.
 
-Owned here: the process's life (start, report, signals, end) and the one place where a mount is
-joined to a repository. Not owned: starting it (`launcher.py`), answering the kernel (the sessions).
+Owned here: the process's life (start, report, signals, end). Not owned: starting it (`launcher.py`),
+where the content comes from (`source.py`), answering the kernel (the sessions).
 
 SIGTERM and SIGINT unmount, lazily where somebody holds the mount, let reads under way finish for
 `GRACE_S`, and end; a second one ends at once. In the foreground SIGHUP does the same, in the
@@ -17,19 +17,18 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import trio
 
 from ..errors import DieselError
-from ..snapshot import Snapshot
-from ..vfs import Bytes, ContentReader, HiddenFile, Owner, Vfs
+from ..vfs import HiddenFile, Owner, Vfs
 from . import kernel
 from .holders import make_mark
 from .mountpoint import mounted_at, unmount
 from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
 from .session import MountOptions, Session
+from .source import Source, open_source
 
 log = logging.getLogger("diesel.mount")
 
@@ -40,23 +39,6 @@ FOREGROUND = "--foreground"
 
 SESSIONS: dict[str, type[Session]] = {Pyfuse3Session.name: Pyfuse3Session}
 """By name, the best first: `auto` takes the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a mount shows: a snapshot, its file as it is mapped, and a reader of the content."""
-
-    snapshot: Snapshot
-    snapshot_file: Bytes
-    reader: ContentReader
-
-
-def open_source(request: MountRequest) -> Source:
-    """The dataset that was asked for. Raises DieselError.
-
-    THE ONE PLACE where a mount is joined to a repository.
-    """
-    raise DieselError(f"cannot open {request.dataset}: this build has no repository")
 
 
 Opener = Callable[[MountRequest], Source]
@@ -120,7 +102,7 @@ class _Daemon:
             source.reader,
             Owner(uid, gid, request.umask),
             about=about,
-            hidden={b"snapshot": HiddenFile(lambda: source.snapshot_file)},
+            hidden={b"snapshot": HiddenFile(lambda: snapshot.buffer)},
             read_deadline_s=request.read_deadline_s,
         )
         options = MountOptions(snapshot.dataset, snapshot.version, request.allow_other)

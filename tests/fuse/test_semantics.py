@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ODD_NAMES, Mounted, mounting
-from tests.mount.test_hidden import fresh_stats
+from tests.fuse.conftest import ODD_NAMES, Mounted, mounting
+from tests.fuse.test_hidden import fresh_stats
 
 pytestmark = pytest.mark.fuse
 

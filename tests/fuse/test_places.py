@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DieselError, NoSuchPath, PermissionDenied, UsageError
-from diesel_fs.mount import MountRequest, launcher, mount, umount
-from diesel_fs.mount.mountpoint import is_alive, mounted_at
-from diesel_fs.mount.session import MountOptions
+from diesel_fs.fuse import MountRequest, launcher, mount, umount
+from diesel_fs.fuse.mountpoint import is_alive, mounted_at
+from diesel_fs.fuse.session import MountOptions
 from diesel_fs.settings import state_folder
-from tests.mount.conftest import PROGRAM, mounting, request_for
+from tests.fuse.conftest import PROGRAM, mounting, request_for
 
 pytestmark = pytest.mark.fuse
 
@@ -150,12 +150,12 @@ AS_USER = """if True:
     import os, sys
     from pathlib import Path
     from diesel_fs.errors import BusyError, DieselError
-    from diesel_fs.mount import mount, stats, umount
-    from diesel_fs.mount.holders import ended
-    from tests.mount.conftest import request_for
+    from diesel_fs.fuse import mount, stats, umount
+    from diesel_fs.fuse.holders import ended
+    from tests.fuse.conftest import request_for
     place = Path(sys.argv[1])
     request = request_for(place / "source", place / "mount")
-    mount(request, program=(sys.executable, "-m", "tests.mount.folder_daemon"))
+    mount(request, program=(sys.executable, "-m", "tests.fuse.folder_daemon"))
     told = stats(place / "mount")
     assert (place / "mount" / "file").read_bytes() == b"content"
     assert os.stat(place / "mount" / "file").st_uid == os.getuid()
@@ -170,7 +170,7 @@ AS_USER = """if True:
             raise AssertionError("unmounted what is in use")
     umount(place / "mount")
     assert ended(told["pid"], 0)
-    mount(request, program=(sys.executable, "-m", "tests.mount.folder_daemon"))
+    mount(request, program=(sys.executable, "-m", "tests.fuse.folder_daemon"))
     os.kill(stats(place / "mount")["pid"], 15)
     print("ended", ended(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
 """

@@ -35,7 +35,7 @@ END_DEADLINE_S = 5.0
 
 LOG_LINES_SHOWN = 15
 
-DAEMON = (sys.executable, "-m", "diesel_fs.mount.daemon")
+DAEMON = (sys.executable, "-m", "diesel_fs.fuse.daemon")
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _PIDS_SHOWN = 20

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mount.launcher import default_log
-from tests.mount.conftest import Mounted, mounting, request_for
+from diesel_fs.fuse.launcher import default_log
+from tests.fuse.conftest import Mounted, mounting, request_for
 
 pytestmark = pytest.mark.fuse
 

@@ -21,7 +21,7 @@ from diesel_fs.vfs import (
     Refused,
     Vfs,
 )
-from tests.mount.folder_dataset import FolderReader, snapshot_of
+from tests.fuse.folder_dataset import FolderReader, snapshot_of
 
 
 class Clock:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
-from diesel_fs.mount import mount, stats, umount
-from diesel_fs.mount.holders import ended
-from diesel_fs.mount.launcher import default_log
-from diesel_fs.mount.mountpoint import is_alive, mounted_at
-from tests.mount.conftest import PROGRAM, Mounted, mounting, request_for
+from diesel_fs.fuse import mount, stats, umount
+from diesel_fs.fuse.holders import ended
+from diesel_fs.fuse.launcher import default_log
+from diesel_fs.fuse.mountpoint import is_alive, mounted_at
+from tests.fuse.conftest import PROGRAM, Mounted, mounting, request_for
 
 pytestmark = pytest.mark.fuse
 
@@ -318,8 +318,8 @@ def test_two_mounts_of_one_dataset(held: Mounted, tmp_path: Path, session: str) 
 
 FOREGROUND = """if True:
     import sys
-    from diesel_fs.mount import MountRequest, mount_in_foreground
-    from tests.mount.conftest import PROGRAM
+    from diesel_fs.fuse import MountRequest, mount_in_foreground
+    from tests.fuse.conftest import PROGRAM
     mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
 """
 

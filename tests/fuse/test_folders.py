@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounted, mounting
+from tests.fuse.conftest import Mounted, mounting
 
 pytestmark = pytest.mark.fuse
 

@@ -1,0 +1,63 @@
+"""Addresses of datasets and their entries, and the repository that they are in."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.entries import check_path, shown
+from diesel_fs.errors import ObjectMissing
+from diesel_fs.repository import Repository
+from diesel_fs.settings import data_folder, parse_url
+from diesel_fs.snapshot import Snapshot
+
+from .options import dataset, flags
+
+MEMORY_BYTES = 256 << 20
+"""Chunks that a verb keeps while it reads contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`DATASET[/path]`; `into` where it ends in a slash, and so can only mean a folder."""
+
+    dataset: str
+    path: bytes = b""
+    into: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dataset}/{shown(self.path)}" if self.path else self.dataset
+
+
+def address(text: str) -> Address:
+    """Read an address. Raises UsageError before anything is made of the name."""
+    name, slash, rest = text.partition("/")
+    path = rest.removesuffix("/")
+    return Address(dataset(name), check_path(os.fsencode(path)), bool(slash) and rest[-1:] in "/")
+
+
+@contextmanager
+def opened(*, create: bool = False) -> Iterator[Repository]:
+    """The repository that the options name. Raises DieselError."""
+    url = flags().settings().repository_url
+    try:
+        repository = Repository.open(url, create=create)
+    except ObjectMissing as error:
+        where = parse_url(url)
+        if where.path == data_folder() or not where.path.exists():
+            error.message = f"there is no repository at {where}"
+            error.advice = "`dlcmd put` makes one, --url or DIESEL_URL names another"
+        raise
+    with repository:
+        yield repository
+
+
+@contextmanager
+def reading(repository: Repository, view: Snapshot) -> Iterator[ContentReader]:
+    """A reader of a dataset's contents."""
+    reader = ContentReader(view, repository.objects, MEMORY_BYTES)
+    try:
+        yield reader
+    finally:
+        reader.close()

@@ -1,0 +1,62 @@
+"""What is drawn on a terminal, by rich. Imported only where there is one."""
+
+from collections.abc import Sequence
+
+import rich.box
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from .output import bytes_text
+from .progress import Progress
+
+
+class Bar:
+    """A bar with rate and time left, on stderr, without a thread: a put forks beside it."""
+
+    def __init__(self, title: str) -> None:
+        self._rich = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._rich.add_task(title, total=None, rate="")
+        self._rich.start()
+
+    def draw(self, progress: Progress) -> None:
+        """Show how far it has come."""
+        task = self._rich.tasks[0]
+        passed_s = max(task.elapsed or 0.0, 0.001)
+        rate = (
+            f"{progress.done:,} entries, {progress.done / passed_s:,.0f}/s,"
+            f" {bytes_text(progress.content_bytes / passed_s)}/s"
+        )
+        self._rich.update(
+            self._task, completed=progress.done, total=progress.total or None, rate=rate
+        )
+        self._rich.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._rich.stop()
+
+
+def bar(title: str) -> Bar:
+    """A bar that has been begun."""
+    return Bar(title)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
+    """A table on stdout; the columns in `numbers` stand to the right."""
+    drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        drawn.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    Console(markup=False, highlight=False).print(drawn)

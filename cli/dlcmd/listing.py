@@ -1,0 +1,256 @@
+"""`dlcmd ls`, `dlcmd stat` and `dlcmd du`."""
+
+import json
+import stat as modes
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+import click
+import numpy as np
+
+from diesel_fs import snapshot_layout as layout
+from diesel_fs.chunk_id import chunk_id_text, id_seconds
+from diesel_fs.entries import Codec, Kind, Stat, shown
+from diesel_fs.errors import UsageError
+from diesel_fs.repository import DatasetInfo, Repository, found
+from diesel_fs.snapshot import Indices, Snapshot
+
+from .addresses import Address, address, opened
+from .options import flags, verb
+from .output import Value, bytes_text, emit, json_name, name_line, say_json, time_text
+
+_SECOND_NS = 1_000_000_000
+_BATCH = 4096
+_KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: modes.S_IFDIR}
+
+
+class _Drawing(Protocol):
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
+    ) -> None: ...
+
+
+@verb("ls")
+@click.argument("target", required=False, type=address, metavar="[DATASET[/path]]")
+@click.option("-l", "--long", is_flag=True, help="Mode, size and mtime, too.")
+@click.option("-R", "--recursive", is_flag=True, help="All below, by their paths.")
+def ls(target: Address | None, long: bool, recursive: bool) -> None:
+    """List datasets, or the entries of a folder.
+
+    On a terminal names are shown so that they cannot harm it; into a pipe they go as they are.
+
+    \b
+    Examples:
+      dlcmd ls
+      dlcmd ls -l pets/train
+      dlcmd ls -R pets | wc -l
+    """
+    with opened() as repository:
+        if target is None:
+            _list_datasets(repository, long=long)
+            return
+        view = repository.view(target.dataset)
+        top = found(view, target.path)
+        is_folder = view.stat(top).kind == Kind.FOLDER
+        if target.into and not is_folder:
+            raise UsageError(f"{target} is not a folder")
+        if not is_folder:
+            chosen = np.array([top], np.int64)
+        elif recursive:
+            chosen = view.walk(top)[1:]
+        else:
+            chosen = np.array(view.children(top), np.int64)
+        emit(_lines(view, chosen, target.path if is_folder else b"", long=long, whole=recursive))
+
+
+def _list_datasets(repository: Repository, *, long: bool) -> None:
+    found_datasets = repository.datasets()
+    if flags().json:
+        for info in found_datasets:
+            say_json(_dataset_json(info))
+        return
+    if not long:
+        emit(info.name.encode() + b"\n" for info in found_datasets)
+        return
+    columns = ("name", "files", "bytes", "chunks", "version", "created")
+    rows = [_dataset_row(info) for info in found_datasets]
+    if sys.stdout.isatty():
+        drawing = cast("_Drawing", import_module("dlcmd.drawing"))
+        drawing.table(columns, rows, columns[1:5])
+    else:
+        emit("\t".join(row).encode() + b"\n" for row in rows)
+
+
+def _dataset_row(info: DatasetInfo) -> list[str]:
+    """A dataset of which the metadata store knows nothing has question marks."""
+    marker = info.marker
+    numbers = (
+        ["?"] * 4
+        if marker is None
+        else [str(n) for n in (marker.files, marker.bytes, marker.chunks, marker.version)]
+    )
+    return [info.name, *numbers, time_text(info.created_ns / _SECOND_NS)]
+
+
+def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
+    marker = info.marker
+    return {
+        "dataset": info.name,
+        "identity": str(info.identity),
+        "created": info.created_ns / _SECOND_NS,
+        "version": marker.version if marker else None,
+        "files": marker.files if marker else None,
+        "bytes": marker.bytes if marker else None,
+        "chunks": marker.chunks if marker else None,
+    }
+
+
+def _lines(
+    view: Snapshot, chosen: Indices, top: bytes, *, long: bool, whole: bool
+) -> Iterator[bytes]:
+    """The lines of a listing; `whole`: paths below `top` in place of names."""
+    start, as_json = len(top) + 1 if top else 0, flags().json
+    for first in range(0, len(chosen), _BATCH):
+        batch = chosen[first : first + _BATCH]
+        paths = view.paths(batch)
+        stats: Iterator[Stat | None] = iter([None] * len(batch))
+        if long or as_json:
+            stats = iter(view.stat_many(batch))
+        for index, path, entry in zip(batch.tolist(), paths, stats, strict=True):
+            if as_json and entry is not None:
+                yield json.dumps(_entry_json(view, index, path, entry)).encode() + b"\n"
+                continue
+            name = path[start:] if whole else path.rpartition(b"/")[2]
+            line = name_line(name)
+            if entry is not None:
+                if entry.kind == Kind.LINK:
+                    line = line[:-1] + b" -> " + name_line(view.link(index))
+                line = _long(entry).encode() + line
+            yield line
+
+
+def _long(entry: Stat) -> str:
+    mode = modes.filemode(_KIND_BITS[entry.kind] | entry.mode)
+    return f"{mode} {entry.size:>12} {time_text(entry.mtime_ns / _SECOND_NS)} "
+
+
+def _entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[str, Value]:
+    described: dict[str, Value] = {
+        **json_name(path),
+        "kind": entry.kind.name.lower(),
+        "mode": entry.mode,
+        "size": entry.size,
+        "mtime_ns": entry.mtime_ns,
+    }
+    if entry.kind == Kind.LINK:
+        described |= json_name(view.link(index), "target")
+    return described
+
+
+@verb("stat")
+@click.argument("target", type=address, metavar="DATASET[/path]")
+def stat(target: Address) -> None:
+    """Show what is known of a dataset, or of an entry: of a file also where its bytes are.
+
+    An extent is the part of a file that one chunk holds. Offsets are from the chunk's start, a
+    chunk's time is that of its ID: when it was finished, just before it was uploaded.
+
+    \b
+    Examples:
+      dlcmd stat pets
+      dlcmd stat pets/train/cats/1.jpg
+    """
+    with opened() as repository:
+        info = repository.dataset(target.dataset)
+        view = repository.view_of(info)
+        index = found(view, target.path)
+        described = _entry_json(view, index, target.path, view.stat(index))
+        if not target.path:
+            described |= _dataset_json(info)
+            described |= {"entries": view.entry_count, "version": view.version}
+        described["extents"] = _extents(view, index)
+    if flags().json:
+        say_json(described)
+    else:
+        emit(_described(described, view.stat(index)))
+
+
+def _extents(view: Snapshot, index: int) -> list[Value]:
+    return [
+        {
+            "start": extent.start,
+            "size": extent.size,
+            "chunk": chunk_id_text(view.chunk_ids[extent.chunk]),
+            "offset": extent.offset,
+            "length": extent.stored,
+            "codec": Codec(extent.codec).name.lower(),
+            "xxh3_64": f"{extent.checksum:016x}",
+            "uploaded": id_seconds(view.chunk_ids[extent.chunk]),
+        }
+        for extent in view.extents(index)
+    ]
+
+
+def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
+    """The same for people: a line for each thing."""
+    shown_values = {
+        **described,
+        "mode": modes.filemode(_KIND_BITS[entry.kind] | entry.mode),
+        "mtime_ns": f"{entry.mtime_ns} ({time_text(entry.mtime_ns / _SECOND_NS)})",
+    }
+    for name, value in shown_values.items():
+        if name == "extents" and isinstance(value, list):
+            for extent in value:
+                assert isinstance(extent, dict)
+                extent["uploaded"] = time_text(float(str(extent["uploaded"])))
+                parts = " ".join(f"{key}={part}" for key, part in extent.items())
+                yield f"extent    {parts}\n".encode()
+        else:
+            text = shown(str(value).encode("utf-8", "surrogateescape"))
+            yield f"{name:<9} {text}\n".encode()
+
+
+@verb("du")
+@click.argument("targets", nargs=-1, type=address, metavar="[DATASET[/path]...]")
+def du(targets: tuple[Address, ...]) -> None:
+    """Count files, their bytes, and the bytes that they take in the repository.
+
+    These are fewer where bytes are compressed. Holes in chunks, left by what has been replaced or
+    deleted, are not counted.
+
+    \b
+    Examples:
+      dlcmd du
+      dlcmd du pets/train pets/test
+    """
+    with opened() as repository:
+        everything = [Address(info.name) for info in repository.datasets()]
+        for target in targets or everything:
+            view = repository.view(target.dataset)
+            files, content_bytes, stored_bytes = _usage(view, found(view, target.path))
+            if flags().json:
+                say_json(
+                    {
+                        "dataset": target.dataset,
+                        **json_name(target.path),
+                        "files": files,
+                        "bytes": content_bytes,
+                        "stored_bytes": stored_bytes,
+                    }
+                )
+                continue
+            amounts = f"{bytes_text(content_bytes)} ({content_bytes} bytes)"
+            text = f"{files:,} files, {amounts}, stored as {bytes_text(stored_bytes)}\t{target}\n"
+            emit([text.encode("utf-8", "surrogateescape")])
+
+
+def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
+    """Files, their bytes and their stored bytes, of an entry and all below it."""
+    below = view.walk(index)
+    files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
+    many = files[(view.columns.flags[files] & layout.MANY) != 0]
+    stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
+    stored_bytes += sum(extent.stored for i in many.tolist() for extent in view.extents(i))
+    return len(files), int(view.columns.size[files].sum()), stored_bytes

@@ -1,0 +1,162 @@
+"""`dlcmd save-meta`, `load-meta`, `verify` and `recover`."""
+
+from pathlib import Path
+
+import click
+
+from diesel_fs import recovery
+from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset
+from diesel_fs.recovery import Findings
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.snapshots import adopt
+
+from .addresses import opened
+from .options import dataset, flags, time, verb
+from .output import Value, bytes_text, count_text, emit, say, say_json
+from .progress import Progress, shown_progress
+
+
+@verb("save-meta")
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+def save_meta(name: str, file: Path) -> None:
+    """Write the snapshot of a dataset: all its metadata at its current version, for a mount.
+
+    FILE is written whole or not at all.
+
+    \b
+    Example:
+      dlcmd save-meta pets pets.snapshot
+    """
+    with opened() as repository:
+        view = repository.view(name)
+        repository.snapshots.save(view, file)
+    if flags().json:
+        say_json({**_described(view), "file": str(file)})
+    else:
+        say(f"wrote version {view.version} of {name} to {file}: {_counts(view)}")
+
+
+@verb("load-meta")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+def load_meta(file: Path) -> None:
+    """Check a snapshot file, show what it holds, and whether it is up to date.
+
+    \b
+    Example:
+      dlcmd load-meta pets.snapshot
+    """
+    view = adopt(file)
+    state = _state(view)
+    if flags().json:
+        say_json({**_described(view), "state": state})
+        return
+    emit(
+        f"{name:<9} {value}\n".encode()
+        for name, value in {**_described(view), "state": state}.items()
+    )
+
+
+def _described(view: Snapshot) -> dict[str, Value]:
+    return {
+        "dataset": view.dataset,
+        "identity": str(view.identity),
+        "version": view.version,
+        "entries": view.entry_count,
+        "files": view.file_count,
+        "bytes": view.byte_count,
+        "chunks": view.chunk_count,
+    }
+
+
+def _counts(view: Snapshot) -> str:
+    return f"{count_text(view.file_count, 'file')}, {bytes_text(view.byte_count)}"
+
+
+def _state(view: Snapshot) -> str:
+    """How a snapshot stands to the repository. One that cannot be asked is no error."""
+    try:
+        with opened() as repository:
+            info = repository.dataset(view.dataset)
+            if info.identity != view.identity:
+                return "of another dataset that had this name"
+            current = repository.view_of(info).version
+    except NoSuchDataset:
+        return "of a dataset that this repository does not have"
+    except DieselError as error:
+        return f"not compared: {error.message}"
+    if current == view.version:
+        return "up to date"
+    if current > view.version:
+        return f"stale: the current version is {current}"
+    return f"newer than the repository, whose metadata is behind at version {current}"
+
+
+@verb("verify")
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.option("--headers-only", is_flag=True, help="Do not read the files' bytes.")
+def verify(name: str, headers_only: bool) -> None:
+    """Check every checksum, and metadata against chunks. Changes nothing; exit 15 if not sound.
+
+    \b
+    Examples:
+      dlcmd verify pets
+      dlcmd verify --headers-only pets
+    """
+    with opened() as repository, shown_progress(f"verify {name}") as show:
+        findings = recovery.verify(
+            repository,
+            name,
+            headers_only=headers_only,
+            tell=lambda done, total: show(Progress(done, total, 0)),
+        )
+    _tell(findings, name, "checked")
+
+
+@verb("recover")
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.option("--since", type=time, metavar="TIME", help="Only from chunks as new as that.")
+def recover(name: str, since: float | None) -> None:
+    """Rebuild the metadata of a dataset from its chunks, all or from a time on.
+
+    A chunk that cannot be read is named and left out, and the exit code is 15.
+
+    \b
+    Examples:
+      dlcmd recover pets
+      dlcmd recover pets --since 2026-01-31T12:00
+      dlcmd recover pets --since 2h
+    """
+    with opened() as repository, shown_progress(f"recover {name}") as show:
+        findings = recovery.recover(
+            repository, name, since, tell=lambda done, total: show(Progress(done, total, 0))
+        )
+    _tell(findings, name, "folded in")
+
+
+def _tell(findings: Findings, name: str, done: str) -> None:
+    """What was found. Raises CorruptError where that is damage."""
+    if flags().json:
+        say_json(
+            {
+                "dataset": name,
+                "sound": findings.sound,
+                "chunks": findings.chunks,
+                "entries": findings.entries,
+                "files": findings.files,
+                "bytes": findings.bytes,
+                "problems": findings.problems,
+                "notes": findings.notes,
+            }
+        )
+    else:
+        emit(f"problem: {each}\n".encode() for each in findings.problems)
+        for note in findings.notes:
+            say(f"note: {note}")
+        say(
+            f"{done} {count_text(findings.chunks, 'chunk')} with"
+            f" {count_text(findings.entries, 'entry')}: {name} has"
+            f" {count_text(findings.files, 'file')}, {bytes_text(findings.bytes)}"
+        )
+    if not findings.sound:
+        raise CorruptError(f"{name}: {count_text(len(findings.problems), 'problem')} found")

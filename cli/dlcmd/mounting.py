@@ -1,0 +1,123 @@
+"""`dlcmd mount`, `umount` and `stats`. Imports no numpy: a mount is to be there at once."""
+
+import os
+from pathlib import Path
+
+import click
+
+from diesel_fs.fuse import MountRequest, mount_in_foreground
+from diesel_fs.fuse import mount as mount_in_background
+from diesel_fs.fuse import stats as stats_of
+from diesel_fs.fuse import umount as unmount
+
+from .options import dataset, flags, size, verb
+from .output import emit, say, say_json
+
+
+def octal(text: str) -> int:
+    """A mask of permission bits, as for umask(1)."""
+    return int(text, 8)
+
+
+@verb("mount")
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--snapshot", type=click.Path(path_type=Path), help="Go by this snapshot file.")
+@click.option(
+    "--stale",
+    type=click.Choice(["refuse", "warn", "allow"]),
+    default="warn",
+    show_default=True,
+    help="What to do where that is not the current version.",
+)
+@click.option("--offline", is_flag=True, help="Do not ask for the current version.")
+@click.option("--session", type=click.Choice(["auto", "pyfuse3"]), default="auto")
+@click.option("--memory", type=size, default="0", help="For chunks.  [default: the mount's]")
+@click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option("--uid", type=click.IntRange(0), help="Owner that is shown.  [default: you]")
+@click.option("--gid", type=click.IntRange(0), help="Group that is shown.  [default: yours]")
+@click.option("--umask", type=octal, default="0", help="Bits taken from the modes that are shown.")
+@click.option("--log-file", type=click.Path(path_type=Path), help="Where the daemon logs.")
+@click.option("-f", "--foreground", is_flag=True, help="Stay, until it is unmounted.")
+def mount(
+    name: str,
+    folder: Path,
+    snapshot: Path | None,
+    stale: str,
+    offline: bool,
+    session: str,
+    memory: int,
+    allow_other: bool,
+    uid: int | None,
+    gid: int | None,
+    umask: int,
+    log_file: Path | None,
+    foreground: bool,
+) -> None:
+    """Mount a dataset as a read-only folder; returns when reads work.
+
+    \b
+    Examples:
+      dlcmd mount pets /mnt/pets
+      dlcmd mount -f --memory 1G pets /mnt/pets
+    """
+    settings = flags().settings()
+    request = MountRequest(
+        url=settings.repository_url,
+        user=settings.user,
+        dataset=name,
+        mountpoint=os.path.abspath(folder),
+        snapshot_file=os.path.abspath(snapshot) if snapshot else "",
+        stale=stale,
+        offline=offline,
+        session=session,
+        memory_bytes=memory,
+        allow_other=allow_other,
+        uid=-1 if uid is None else uid,
+        gid=-1 if gid is None else gid,
+        umask=umask,
+        log_file=os.path.abspath(log_file) if log_file else "",
+    )
+    if foreground:
+        mount_in_foreground(request)
+    mount_in_background(request)
+    if flags().json:
+        say_json({"dataset": name, "mountpoint": request.mountpoint})
+    else:
+        say(f"{name} is mounted on {request.mountpoint}")
+
+
+@verb("umount")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--lazy", is_flag=True, help="Detach it now; it ends with its last user.")
+@click.option("--force", is_flag=True, help="End it now, whatever it does.")
+def umount(folder: Path, lazy: bool, force: bool) -> None:
+    """Take a mount away. One that is in use goes on, and its users are named (exit 11).
+
+    \b
+    Examples:
+      dlcmd umount /mnt/pets
+      dlcmd umount --lazy /mnt/pets
+    """
+    unmount(folder, lazy=lazy, force=force)
+    if flags().json:
+        say_json({"unmounted": str(folder)})
+    else:
+        say(f"{folder} is unmounted")
+
+
+@verb("stats")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+def stats(folder: Path) -> None:
+    """Show what a mount does: requests, hits, bytes, memory.
+
+    \b
+    Example:
+      dlcmd stats /mnt/pets
+    """
+    found = stats_of(folder)
+    if flags().json:
+        say_json(found)
+    else:
+        width = max(map(len, found), default=0)
+        emit(f"{name:<{width}}  {value}\n".encode() for name, value in found.items())

@@ -1,0 +1,99 @@
+"""How far a put or get has come: a bar on a terminal, lines of JSON with --json, else nothing."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from .options import flags
+from .output import say_json
+
+DRAW_S = 0.1
+REPORT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it has come; `total` is 0 as long as nobody knows it."""
+
+    done: int
+    total: int
+    content_bytes: int
+
+
+Show = Callable[[Progress], None]
+
+
+class _Drawing(Protocol):
+    def bar(self, title: str) -> "_Bar": ...
+
+
+class _Bar(Protocol):
+    def draw(self, progress: Progress) -> None: ...
+    def close(self) -> None: ...
+
+
+@contextmanager
+def shown_progress(title: str) -> Iterator[Show]:
+    """Where to report progress, as often as one likes. It never fails: work goes on unseen."""
+    found = flags()
+    if found.json and not found.quiet:
+        yield _Lines(time.monotonic()).report
+    elif not found.quiet and sys.stderr is not None and sys.stderr.isatty():
+        drawing = cast("_Drawing", import_module("dlcmd.drawing"))  # rich takes 0.1 s to import
+        bar = drawing.bar(title)
+        try:
+            yield _Seldom(bar).draw
+        finally:
+            with suppress(OSError):
+                bar.close()
+    else:
+        yield lambda _: None
+
+
+class _Seldom:
+    """Draws no more often than the eye can follow."""
+
+    def __init__(self, bar: _Bar) -> None:
+        self._bar = bar
+        self._next_s = 0.0
+
+    def draw(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + DRAW_S
+            with suppress(OSError):
+                self._bar.draw(progress)
+
+
+class _Lines:
+    """One line of JSON a second."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._next_s = start_s + REPORT_S
+
+    def report(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + REPORT_S
+        passed_s = now_s - self._start_s
+        rate = progress.done / passed_s
+        left = (progress.total - progress.done) / rate if progress.total and rate else None
+        with suppress(OSError):  # a put goes on where its reader has gone
+            say_json(
+                {
+                    "event": "progress",
+                    "entries": progress.done,
+                    "entries_total": progress.total or None,
+                    "bytes": progress.content_bytes,
+                    "entries_per_s": round(rate, 1),
+                    "bytes_per_s": round(progress.content_bytes / passed_s),
+                    "seconds": round(passed_s, 3),
+                    "seconds_left": None if left is None else round(left, 1),
+                }
+            )

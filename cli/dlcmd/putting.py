@@ -1,0 +1,216 @@
+"""`dlcmd put`."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from diesel_fs.chunk import CHUNK_BYTES_DEFAULT
+from diesel_fs.entries import Kind, check_path, join
+from diesel_fs.errors import (
+    NoSuchDataset,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.repository import Repository
+from diesel_fs.writer import PutOptions, PutReport, put_file, put_tar, put_tree
+from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX, Filter
+from diesel_fs.writer.options import Progress as Report
+
+from .addresses import Address, address, opened
+from .options import flags, size, verb
+from .output import bytes_text, count_text, end_partial, json_failed, say, say_json
+from .progress import Progress, shown_progress
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where files come from: a folder or file, of which perhaps only some; or a tar."""
+
+    name: str
+    tar: bool
+    names_from: str = ""
+    nul: bool = False
+
+
+@verb("put")
+@click.argument("words", nargs=-1, metavar="[SRC] DATASET[/path]")
+@click.option("--tar", metavar="FILE|-", help="Put the entries of a tar, in place of SRC.")
+@click.option("--delete", is_flag=True, help="Remove what SRC no longer has.")
+@click.option("-n", "--dry-run", is_flag=True, help="Change nothing; say how much there is to do.")
+@click.option("--allow-empty", is_flag=True, help="Let --delete go by an empty SRC, too.")
+@click.option("--checksum", is_flag=True, help="Compare contents, not only size and mtime.")
+@click.option("--jobs", type=click.IntRange(1, JOBS_MAX), help="Packing processes.  [a core each]")
+@click.option("--chunk-size", type=size, help="64K to 1G.  [default: 4M]")
+@click.option("--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True)
+@click.option("--include", multiple=True, metavar="GLOB", help="Put only files that match one.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders.")
+@click.option("--files-from", default="", metavar="FILE|-", help="Put only the paths listed there.")
+@click.option("-0", "nul", is_flag=True, help="They end in NUL, not in a newline.")
+def put(
+    words: tuple[str, ...],
+    tar: str | None,
+    delete: bool,
+    dry_run: bool,
+    allow_empty: bool,
+    checksum: bool,
+    jobs: int | None,
+    chunk_size: int | None,
+    compress: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    files_from: str,
+    nul: bool,
+) -> None:
+    """Pack a folder's contents, a file or a tar into a dataset, which is made if it is new.
+
+    What is already there unchanged is skipped, so the same command again finishes what was
+    interrupted. A file takes the name of the address, unless that is a folder or ends in a slash.
+    A glob with a slash is matched against the path below SRC, another against the name.
+
+    \b
+    Examples:
+      dlcmd put ~/images pets
+      dlcmd put ~/images/train pets/train --delete
+      dlcmd put cat.jpg pets/train/cats/
+      dlcmd put --exclude '*.tmp' --chunk-size 16M ~/images pets
+      tar cz images | dlcmd put --tar - pets
+    """
+    source, target = _source(words, tar, files_from, nul)
+    options = PutOptions(
+        chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
+        compress=compress,
+        jobs=jobs or 0,
+        delete=delete,
+        dry_run=dry_run,
+        checksum=checksum,
+        allow_empty=allow_empty,
+        include=include,
+        exclude=exclude,
+    )
+    with opened(create=not dry_run) as repository, shown_progress(f"put {target}") as show:
+
+        def progress(report: PutReport) -> None:
+            total = report.seen if report.walked else 0
+            show(Progress(report.entries, total, report.content_bytes))
+
+        report = _put(repository, source, target, options, progress)
+    _tell(report, source, target, dry_run=dry_run)
+
+
+def _source(
+    words: tuple[str, ...], tar: str | None, files_from: str, nul: bool
+) -> tuple[Source, Address]:
+    """What is to be put, and where. Raises UsageError."""
+    wanted = "DATASET[/path]" if tar else "SRC and DATASET[/path]"
+    if len(words) != (1 if tar else 2):
+        raise UsageError(f"put takes {wanted}, not {len(words)} words", advice="see --help")
+    if nul and not files_from:
+        raise UsageError("-0 says how --files-from is written, which is not given")
+    if tar and files_from:
+        raise UsageError("--files-from goes with a folder, not with --tar")
+    name = tar or words[0]
+    if name.startswith("s3://"):
+        raise UsageError(f"{name}: putting from s3:// comes with a later version")
+    return Source(name, bool(tar), files_from, nul), address(words[-1])
+
+
+def _put(
+    repository: Repository,
+    source: Source,
+    target: Address,
+    options: PutOptions,
+    progress: Report,
+) -> PutReport:
+    name, path = target.dataset, target.path
+    if source.tar:
+        with _opened_file(source.name) as stream:
+            return put_tar(repository, name, stream, path, options, progress)
+    folder = Path(source.name)
+    if folder.is_dir():
+        paths = _listed(source, options) if source.names_from else None
+        return put_tree(repository, name, folder, path, options, progress, paths)
+    if source.names_from:
+        raise UsageError(f"--files-from goes with a folder, and {folder} is none")
+    if target.into or _is_folder(repository, target):
+        path = join(path, os.fsencode(folder.name))
+    return put_file(repository, name, folder, path, options, progress)
+
+
+def _is_folder(repository: Repository, target: Address) -> bool:
+    """Whether an address names a folder that is there. The root always is."""
+    if not target.path:
+        return True
+    try:
+        view = repository.view(target.dataset)
+    except NoSuchDataset:
+        return False
+    index = view.lookup(target.path)
+    return index >= 0 and view.stat(index).kind == Kind.FOLDER
+
+
+@contextmanager
+def _opened_file(name: str) -> Iterator[BinaryIO]:
+    """A file of the user's, or standard input for `-`."""
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(name, "rb")  # noqa: SIM115 (only its opening is guarded here)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no file {name}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot read {name}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _listed(source: Source, options: PutOptions) -> list[bytes]:
+    """The paths that --files-from names, each once. Raises UsageError."""
+    with _opened_file(source.names_from) as file:
+        lines = file.read().split(b"\0" if source.nul else b"\n")
+    paths: dict[bytes, None] = {}
+    chosen = Filter(options)
+    for line in filter(None, lines):
+        path = line.removeprefix(b"./").rstrip(b"/")
+        if chosen.empty or chosen.takes(path):
+            paths[check_path(path)] = None
+    return list(paths)
+
+
+def _tell(report: PutReport, source: Source, target: Address, *, dry_run: bool) -> None:
+    """The result, and on stderr what was left out. Raises PartialError."""
+    if flags().json:
+        say_json(
+            {
+                "event": "done",
+                "dataset": target.dataset,
+                "dry_run": dry_run,
+                "files": report.files,
+                "bytes": report.content_bytes,
+                "chunks": report.chunks,
+                "entries": report.seen if dry_run else report.entries,
+                "unchanged": report.unchanged,
+                "deleted": report.deleted,
+                "version": report.version,
+                "failed": json_failed(report.failed),
+            }
+        )
+    elif dry_run:
+        say(
+            f"would put {count_text(report.seen, 'entry')} and delete {report.deleted:,};"
+            f" {report.unchanged:,} unchanged"
+        )
+    else:
+        say(
+            f"put {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)}) in"
+            f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
+            f" {report.deleted:,} deleted; version {report.version}"
+        )
+    end_partial(report.failed, source.name, "put")

@@ -1,0 +1,55 @@
+"""`diesel_fs.mount`: mounting from Python, for as long as a `with` lasts."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..client import Dataset
+from ..settings import load_settings
+from . import launcher
+from .request import MountRequest
+
+
+class Mounted:
+    """A mount of this process's making; leaving `with` unmounts it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        launcher.umount(self.path, lazy=kind is not None)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+def mount(
+    dataset: Dataset | str,
+    folder: str | os.PathLike[str],
+    *,
+    url: str | None = None,
+    memory_bytes: int = 0,
+    allow_other: bool = False,
+) -> Mounted:
+    """Mount a dataset (an open one, or by name and `url`) on an empty folder; reads work on return.
+
+    What an open dataset has not flushed does not show. Raises DieselError with the reason.
+    """
+    if isinstance(dataset, Dataset):
+        name, address = dataset.name, dataset.url
+    else:
+        name, address = dataset, load_settings({"url": url}).repository_url
+    path = Path(os.path.realpath(folder))
+    launcher.mount(
+        MountRequest(address, name, str(path), memory_bytes=memory_bytes, allow_other=allow_other)
+    )
+    return Mounted(path)

@@ -1,0 +1,100 @@
+"""A tree that this project did not make, there and back: Python's own library, and all oddities.
+
+Put, `get`, and the mount; each compared with the original by the operating system alone.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.extract import get
+from diesel_fs.fuse import MountRequest, mount, umount
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository
+from diesel_fs.writer import put_tree
+
+from .trees import Facts, facts, odd_tree, write
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Facts]:
+    """Python's library: thousands of files of all sizes, as it lies on this machine."""
+    source = Path(sysconfig.get_path("stdlib"))
+    return source, facts(source)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, url: str) -> Iterator[Path]:
+    point = tmp_path / "mounted"
+    point.mkdir()
+
+    mount(MountRequest(url, "ds", str(point)))
+    yield point
+    umount(point)
+
+
+def put(url: str, source: Path) -> None:
+    with Repository.open(url, create=True) as repository:
+        report = put_tree(repository, "ds", source)
+        assert report.failed == []
+
+
+def got(url: str, destination: Path) -> Facts:
+    with Repository.open(url) as repository:
+        view = repository.view("ds")
+        reader = ContentReader(view, repository.objects, 64 << 20)
+        get(view, reader, b"", destination)
+    return facts(destination)
+
+
+def test_pythons_library_there_and_back(
+    url: str, tmp_path: Path, library: tuple[Path, Facts], request: pytest.FixtureRequest
+) -> None:
+    source, expected = library
+    assert len(expected) > 1000
+    put(url, source)
+    assert got(url, tmp_path / "back") == expected
+    with Repository.open(url) as repository:
+        assert verify(repository, "ds").problems == []
+        recover(repository, "ds")
+    assert facts(request.getfixturevalue("mounted")) == expected
+
+
+def test_all_oddities_there_and_back(
+    url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    source = odd_tree(tmp_path / "source")
+    expected = facts(source)
+    put(url, source)
+    assert got(url, tmp_path / "back") == expected
+    assert facts(request.getfixturevalue("mounted")) == expected
+
+
+def test_300_MB(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = write(tmp_path / "source", {"small": b"1"})
+    block = bytes(range(256)) * 4096
+    with (source / "large").open("wb") as file:
+        for i in range(300):
+            file.write(block[i:] + block[:i])
+    put(url, source)
+    expected = facts(source)
+    assert facts(request.getfixturevalue("mounted")) == expected
+    assert got(url, tmp_path / "back") == expected
+
+
+def test_100000_files_in_one_folder(
+    url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    source = write(tmp_path / "source", {f"{i:06}": b"" for i in range(100_000)})
+    put(url, source)
+    point: Path = request.getfixturevalue("mounted")
+    assert sorted(path.name for path in point.iterdir()) == [f"{i:06}" for i in range(100_000)]
+    assert (point / "077777").stat().st_size == 0
