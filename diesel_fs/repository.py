@@ -14,6 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -323,11 +324,20 @@ class Repository:
         return WriteSession(self, self.dataset(name))
 
     def _create(self, name: str) -> DatasetInfo:
-        identity = uuid.uuid4()
+        """Make a dataset. Of several that do it at once, the metadata store lets one win."""
+        try:
+            marker = self.meta.create(name, uuid.uuid4())
+        except ConflictError:
+            marker = self.meta.marker(name)
+            if self._is_deleted(marker.identity):  # by somebody who came no further
+                self.meta.drop(marker.identity)
+                return self._create(name)
         created_ns = time.time_ns()
-        described = json.dumps({"name": name, "identity": identity.hex, "created_ns": created_ns})
-        self.objects.put(dataset_object(identity), [described.encode() + b"\n"])
-        return DatasetInfo(name, identity, created_ns, None)
+        described = {"name": name, "identity": marker.identity.hex, "created_ns": created_ns}
+        with suppress(ObjectExists):
+            content = json.dumps(described).encode() + b"\n"
+            self.objects.put(dataset_object(marker.identity), [content])
+        return DatasetInfo(name, marker.identity, created_ns, marker)
 
     def _fold_missing(self, info: DatasetInfo, marker: Marker, *, everything: bool) -> None:
         """Commit chunks that are durable but unknown and older than the put window."""
@@ -413,10 +423,8 @@ class Repository:
                 raise
         removed = 0
         for identity in identities:
-            try:
+            with suppress(ObjectExists):
                 self.objects.put(deleted_object(identity), [name.encode()])
-            except ObjectExists:
-                pass
             if self._meta is not None:
                 self._meta.drop(identity)
             prefix = f"{DATASETS}{identity.hex}/"

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -186,6 +186,12 @@ def _listed(source: Source, options: PutOptions) -> list[bytes]:
 
 def _tell(report: PutReport, source: Source, target: Address, *, dry_run: bool) -> None:
     """The result, and on stderr what was left out. Raises PartialError."""
+    with suppress(BrokenPipeError):  # that nobody reads this changes nothing of what was done
+        _say_result(report, target, dry_run=dry_run)
+    end_partial(report.failed, source.name, "put")
+
+
+def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
     if flags().json:
         say_json(
             {
@@ -213,4 +219,3 @@ def _tell(report: PutReport, source: Source, target: Address, *, dry_run: bool) 
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
-    end_partial(report.failed, source.name, "put")

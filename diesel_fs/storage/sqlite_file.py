@@ -242,12 +242,13 @@ class SqliteFile:
         return connection
 
     def _set_up(self, connection: sqlite3.Connection, create: bool) -> None:
+        if self._rollback:
+            # Keeps SQLite from sharing memory with another host before we know the journal's mode.
+            # First of all: even setting the cache's size reads the file.
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA trusted_schema=OFF")  # no functions from a foreign file
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
         connection.execute("PRAGMA temp_store=MEMORY")
-        if self._rollback:
-            # Keeps SQLite from sharing memory with another host before we know the journal's mode
-            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         made = self._is_made(connection)
         if not made and not create:
             raise MetadataBehind(f"the metadata store {self.path} is empty", advice=_RECOVER)

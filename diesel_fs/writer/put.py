@@ -22,6 +22,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
 from .process import FolderFiles, MadeFolder, PackTask, pack_process
 from .source import listed, walk
+from .standing import view_unchanged
 
 _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
@@ -159,14 +160,15 @@ def put_tree(
     report = PutReport()
     root = _open_source(source)
     try:
-        session = repository.begin(dataset, create=not options.dry_run)
+        session = None if options.dry_run else repository.begin(dataset)
+        view = session.view if session else view_unchanged(repository, dataset)
         chosen = Filter(options)
-        plan = Plan(session.view, prefix, options, chosen, report.fail, root)
+        plan = Plan(view, prefix, options, chosen, report.fail, root)
         listings = walk(root, chosen, report.fail)
         if paths is not None:
             listings = listed(root, paths, report.fail)
         batches = _batches(plan.changes(listings), report)
-        if options.dry_run:
+        if session is None:
             report.seen = sum(batch.count for batch in batches)
             report.deleted = len(plan.gone()) if options.delete else 0
             return report

@@ -17,7 +17,7 @@ from .options import Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Stored, Unsettled, why
 from .plan import RESERVED
 from .source import open_file
-from .standing import Standing
+from .standing import Standing, view_unchanged
 
 
 def put_file(
@@ -41,7 +41,7 @@ def put_file(
     try:
         report = PutReport(seen=1, walked=True)
         session = None if options.dry_run else repository.begin(dataset)
-        view = session.view if session else repository.view(dataset)
+        view = session.view if session else view_unchanged(repository, dataset)
         standing = Standing(view, delete=False)
         index = standing.find(target)
         if reason := standing.obstacle(target, index, Kind.FILE):

@@ -5,8 +5,20 @@ compared here. Owned here: what is in an entry's way, and when it counts as unch
 view of the dataset alone, and changes nothing. One thread.
 """
 
+from uuid import uuid4
+
 from ..entries import Kind, Stat, shown, split
+from ..errors import NoSuchDataset
+from ..repository import Repository
 from ..snapshot import ROOT_INDEX, Snapshot
+
+
+def view_unchanged(repository: Repository, dataset: str) -> Snapshot:
+    """A dataset as it is, for a dry run: one that is not there is empty, and is not made."""
+    try:
+        return repository.view(dataset)
+    except NoSuchDataset:
+        return repository.snapshots.empty(uuid4(), dataset)
 
 
 class Standing:

@@ -32,7 +32,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Unsettled
 from .plan import RESERVED
 from .single import new_packer
-from .standing import Standing
+from .standing import Standing, view_unchanged
 
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
@@ -71,7 +71,7 @@ def put_tar(
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
     tar = _open(stream)
     session = None if options.dry_run else repository.begin(dataset)
-    view = session.view if session else repository.view(dataset)
+    view = session.view if session else view_unchanged(repository, dataset)
     put = _TarPut(view, session, prefix, options, progress)
     report = put.report
     try:

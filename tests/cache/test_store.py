@@ -1,0 +1,258 @@
+"""`ContentReader`: checked bytes, one load per chunk in flight, a budget that holds."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache.chunks import ChunkCache, LoadedChunk
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.storage.objects import StoreWrapper
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..trees import write
+
+FILES = {
+    "empty": b"",
+    "small": b"a small file",
+    "text": b"the same words, " * 1000,
+    "large": os.urandom(5 * CHUNK_BYTES_MIN + 77),
+    "zeros": bytes(4 * CHUNK_BYTES_MIN),
+} | {f"n{i:03}": os.urandom(1000 + i) for i in range(300)}
+
+
+class Counting(StoreWrapper):
+    """Counts reads, and lets a test change what they bring."""
+
+    def __init__(self, repository: Repository) -> None:
+        super().__init__(repository.objects)
+        self.reads: list[tuple[str, int, int]] = []
+        self.change: Callable[[str, memoryview], None] = lambda name, buffer: None
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.inner.read_into(name, start, buffer)
+        self.reads.append((name, start, len(buffer)))
+        self.change(name, memoryview(buffer))
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    folder: Path = tmp_path_factory.mktemp("cache")
+    source = write(folder / "source", FILES)
+    with Repository.open((folder / "store").as_uri(), create=True) as opened:
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
+        put_tree(opened, "ds", source, options=options)
+        yield opened
+
+
+@pytest.fixture
+def store(repository: Repository) -> Counting:
+    return Counting(repository)
+
+
+@pytest.fixture
+def view(repository: Repository) -> Snapshot:
+    return repository.view("ds")
+
+
+@pytest.mark.parametrize("budget", [1, 200_000, 1 << 30])
+def test_every_read_is_right(store: Counting, view: Snapshot, budget: int) -> None:
+    reader = ContentReader(view, store, budget)
+    for name, content in FILES.items():
+        index = view.lookup(name.encode())
+        assert bytes(reader.read(index)) == content
+        for offset, size in ((0, 1), (5, 10), (65530, 20), (len(content) - 1, 5), (10**9, 5)):
+            expected = content[max(offset, 0) : max(offset, 0) + size] if offset >= 0 else None
+            if expected is not None:
+                assert bytes(reader.read(index, offset, size)) == expected
+                found = reader.cached(index, offset, size)
+                assert found is None or bytes(found) == expected
+    assert reader.stats()["memory_bytes"] <= max(budget, 2 * CHUNK_BYTES_MIN + 300_000)
+
+
+@pytest.mark.parametrize("budget", [1, 200_000, 1 << 30])
+def test_read_many_in_random_order(store: Counting, view: Snapshot, budget: int) -> None:
+    names = list(FILES) * 2
+    np.random.default_rng(7).shuffle(names)
+    reader = ContentReader(view, store, budget)
+    indices = view.lookup_many([name.encode() for name in names])
+    views = list(reader.read_many(indices))
+    assert [bytes(content) for content in views] == [FILES[name] for name in names]
+
+
+def test_an_epoch_that_fits_reads_each_chunk_once(store: Counting, view: Snapshot) -> None:
+    reader = ContentReader(view, store, 1 << 30)
+    for _ in range(2):
+        list(reader.read_many(view.files()))
+    names = [name for name, _, _ in store.reads]
+    assert len(names) == len(set(names)) == len(view.chunk_ids)
+
+
+def test_few_files_of_a_dataset_that_does_not_fit_read_no_chunks(
+    store: Counting, view: Snapshot
+) -> None:
+    reader = ContentReader(view, store, 1)
+    wanted = [view.lookup(f"n{i:03}".encode()) for i in (5, 120, 270)]
+    assert [len(content) for content in reader.read_many(wanted)] == [1005, 1120, 1270]
+    assert sum(size for _, _, size in store.reads) == 1005 + 1120 + 1270
+
+
+def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
+    reader = ContentReader(view, store, 1 << 30)
+    index = view.lookup(b"small")
+    assert reader.cached(index, 0, 100) is None
+    assert store.reads == []
+    reader.read(index)
+    assert bytes(reader.cached(index, 2, 5) or b"") == b"small"
+
+
+def corrupt(times: int) -> Callable[[str, memoryview], None]:
+    """Flip a bit in the last byte of the first `times` reads."""
+    left = [times]
+
+    def change(name: str, buffer: memoryview) -> None:
+        if left[0]:
+            left[0] -= 1
+            for at in range(len(buffer) // 2, len(buffer)):
+                buffer[at] ^= 1
+
+    return change
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 30])
+def test_B4_damage_on_the_way_is_healed_by_one_reread(
+    store: Counting, view: Snapshot, budget: int
+) -> None:
+    reader = ContentReader(view, store, budget)
+    store.change = corrupt(1)
+    for name in ("n299", "n298", "n297"):
+        assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
+        assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
+    assert reader.stats()["healed"] >= 1
+    assert reader.stats()["damaged"] == 0
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_B3_damage_in_the_store_is_named_and_contained(
+    store: Counting, view: Snapshot, many: bool
+) -> None:
+    index = view.lookup(b"n150")
+    (extent,) = view.extents(index)
+    reader = ContentReader(view, store, 1 << 30)
+
+    def change(name: str, buffer: memoryview) -> None:
+        start = store.reads[-1][1]
+        if store.reads[-1][0].endswith(text) and start <= extent.offset < start + len(buffer):
+            buffer[extent.offset - start] ^= 4
+
+    from diesel_fs.chunk_id import chunk_id_text  # noqa: PLC0415
+
+    text = chunk_id_text(view.chunk_ids[extent.chunk])
+    store.change = change
+    with pytest.raises(CorruptError, match=f"ds/n150 .*{text}"):
+        list(reader.read_many([index])) if many else reader.read(index)
+    for name in ("n149", "n151"):
+        assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
+
+
+def test_B7_a_foreign_chunk_under_a_name_of_ours(
+    repository: Repository, store: Counting, view: Snapshot
+) -> None:
+    other = bytes(repository.objects.get(_object(repository, view, 0)))
+    reader = ContentReader(view, store, 1 << 30)
+
+    def change(name: str, buffer: memoryview) -> None:
+        buffer[:] = other[: len(buffer)].ljust(len(buffer), b"\0")
+
+    store.change = change
+    index = view.lookup(b"n299")
+    assert view.extents(index)[0].chunk != 0
+    with pytest.raises(FormatError):
+        reader.read(index)
+
+
+def _object(repository: Repository, view: Snapshot, number: int) -> str:
+    from diesel_fs.layout import chunk_object  # noqa: PLC0415
+
+    return chunk_object(view.identity, view.chunk_ids[number])
+
+
+def test_O2_a_lost_chunk_fails_its_files_alone(store: Counting, view: Snapshot) -> None:
+    lost = view.extents(view.lookup(b"n000"))[0].chunk
+
+    def change(name: str, buffer: memoryview) -> None:
+        if name == _lost_name(store, view, lost):
+            raise ObjectMissing(name)
+
+    store.change = change
+    reader = ContentReader(view, store, 1 << 30)
+    with pytest.raises(ObjectMissing):
+        reader.read(view.lookup(b"n000"))
+    assert bytes(reader.read(view.lookup(b"n299"))) == FILES["n299"]
+
+
+def _lost_name(store: Counting, view: Snapshot, number: int) -> str:
+    from diesel_fs.layout import chunk_object  # noqa: PLC0415
+
+    return chunk_object(view.identity, view.chunk_ids[number])
+
+
+def test_F10_one_load_however_many_wait() -> None:
+    loads: list[int] = []
+    gate = threading.Event()
+
+    def load(number: int) -> LoadedChunk:
+        loads.append(number)
+        gate.wait(10)
+        return LoadedChunk(memoryview(bytearray(10)))
+
+    cache = ChunkCache(100, load)
+    found: list[LoadedChunk] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.get(7))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    cache.prefetch(7)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert loads == [7]
+    assert len({id(chunk) for chunk in found}) == 1
+    cache.close()
+
+
+def test_a_failed_load_is_tried_anew_and_told_to_all() -> None:
+    attempts = [0]
+
+    def load(number: int) -> LoadedChunk:
+        attempts[0] += 1
+        if attempts[0] == 1:
+            raise ObjectMissing("gone")
+        return LoadedChunk(memoryview(bytearray(10)))
+
+    cache = ChunkCache(100, load)
+    with pytest.raises(ObjectMissing):
+        cache.get(1)
+    assert len(cache.get(1).view) == 10
+
+
+def test_the_least_recently_used_go_first() -> None:
+    cache = ChunkCache(30, lambda number: LoadedChunk(memoryview(bytearray(10))))
+    for number in (1, 2, 3, 1, 4):
+        cache.get(number)
+    assert [number for number in range(5) if cache.peek(number)] == [1, 3, 4]
+    assert (cache.held_bytes, cache.evictions) == (30, 1)
+
+
+def test_Z11_bytes_that_were_handed_out_do_not_change(store: Counting, view: Snapshot) -> None:
+    reader = ContentReader(view, store, 70_000)
+    held = reader.read(view.lookup(b"n007"))
+    list(reader.read_many(view.files()))
+    reader.close()
+    assert bytes(held) == FILES["n007"]

@@ -1,0 +1,248 @@
+"""Readers and what they may lack: the metadata store, the right to write, the whole store."""
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import (
+    ConfigError,
+    ConflictError,
+    DieselError,
+    MetadataBehind,
+    MetadataError,
+    NoSuchDataset,
+    NoSuchPath,
+    ObjectStoreError,
+    UsageError,
+)
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..client.test_client import in_child
+from ..trees import facts, write
+from ..writer.test_put import shown
+
+FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
+
+
+@pytest.fixture
+def filled(repository: Repository, tmp_path: Path) -> Repository:
+    put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
+    return repository
+
+
+def lose_metadata(store: Path) -> None:
+    for file in store.glob("meta.sqlite*"):
+        file.unlink()
+
+
+def test_list_and_stat_are_live(filled: Repository, tmp_path: Path) -> None:
+    assert sorted(filled.list("ds").names) == [b"a", b"d"]
+    assert sorted(filled.list("ds", b"d").names) == [b"b", b"e"]
+    assert filled.stat("ds", b"d/b").size == 2
+    with pytest.raises(NoSuchPath):
+        filled.stat("ds", b"d/nothing")
+    with pytest.raises(NoSuchPath):
+        filled.list("ds", b"a")
+    with pytest.raises(NoSuchPath):
+        filled.list("ds", b"nowhere")
+    with pytest.raises(UsageError):
+        filled.stat("ds", b"../x")
+    (tmp_path / "source/a").write_bytes(b"4444")
+    put_tree(filled, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+    assert filled.stat("ds", b"a").size == 4
+
+
+def test_readers_do_without_the_metadata_store(filled: Repository, tmp_path: Path) -> None:
+    lose_metadata(tmp_path / "store")
+    with Repository.open(filled.url) as reader:
+        assert shown(reader) == facts(tmp_path / "source")
+        assert [info.name for info in reader.datasets()] == ["ds"]
+        assert reader.stat("ds", b"a").size == 1
+        with pytest.raises(MetadataError):
+            reader.begin("ds")
+        with pytest.raises(NoSuchDataset):
+            reader.view("other")
+
+
+def test_C3_no_metadata_and_no_snapshot_is_never_empty(filled: Repository, tmp_path: Path) -> None:
+    lose_metadata(tmp_path / "store")
+    shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
+    with Repository.open(filled.url) as reader, pytest.raises(MetadataBehind, match="recover"):
+        reader.view("ds")
+    with Repository.open(filled.url, create=True) as writer:
+        with pytest.raises(MetadataBehind):
+            writer.view("ds")
+        recover(writer, "ds")
+        assert shown(writer) == facts(tmp_path / "source")
+
+
+def test_C3_a_writer_folds_everything_in_at_once(filled: Repository, tmp_path: Path) -> None:
+    lose_metadata(tmp_path / "store")
+    with Repository.open(filled.url, create=True) as writer:
+        report = put_tree(writer, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+        assert report.files == 0
+        assert shown(writer) == facts(tmp_path / "source")
+        assert verify(writer, "ds").problems == []
+
+
+def test_a_read_only_folder_and_another_user(filled: Repository, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    expected = facts(tmp_path / "source")
+    filled.close()
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.is_relative_to("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+
+    def read() -> None:
+        os.environ["XDG_CACHE_HOME"] = "/nowhere"
+        os.setuid(65534)
+        with Repository.open(filled.url) as reader:
+            assert shown(reader) == expected
+            with pytest.raises(DieselError):
+                reader.begin("ds")
+
+    assert in_child(read) == 0
+
+
+def test_O16_O17_stores_that_are_none(filled: Repository, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in ("empty", "nowhere", "source"):
+        with pytest.raises(ObjectStoreError):
+            Repository.open((tmp_path / place).as_uri())
+    with pytest.raises((ConflictError, ObjectStoreError)):
+        Repository.open((tmp_path / "source").as_uri(), create=True)
+    (tmp_path / "link with space").symlink_to(tmp_path / "store")
+    for url in ((tmp_path / "link with space").as_uri(), f"{filled.url}/"):
+        with Repository.open(url) as same:
+            assert shown(same) == facts(tmp_path / "source")
+    for bad in ("s3://bucket", "diesel://h:1", "file:///x?meta=redis://h", "x", "file://x/y"):
+        with pytest.raises(ConfigError):
+            Repository.open(bad)
+
+
+def test_M9_dataset_names(repository: Repository) -> None:
+    for bad in ("../other", "a/b", "-rf", "", "x" * 64, "%2e%2e", "a b", "a\n"):
+        with pytest.raises(UsageError):
+            repository.view(bad)
+        with pytest.raises(UsageError):
+            repository.begin(bad)
+
+
+def test_L5_a_dataset_deleted_under_a_writer(filled: Repository) -> None:
+    session: WriteSession = filled.begin("ds")
+    filled.delete_dataset("ds")
+    with pytest.raises(ConflictError, match="deleted"):
+        session.new_id()
+    with pytest.raises(DieselError):
+        session.delete([b"a"])
+    with pytest.raises(NoSuchDataset):
+        filled.view("ds")
+    assert filled.begin("ds").view.entry_count == 1
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_delete_dataset_killed_at_any_step(
+    filled: Repository, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [step]
+    delete = filled.objects.delete
+
+    def failing(name: str) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        delete(name)
+
+    monkeypatch.setattr(filled.objects, "delete", failing)
+    try:
+        filled.delete_dataset("ds")
+    except KeyboardInterrupt:
+        with pytest.raises(NoSuchDataset):
+            filled.view("ds")
+        filled.delete_dataset("ds")
+    with pytest.raises(NoSuchDataset):
+        filled.delete_dataset("ds")
+    assert filled.datasets() == []
+
+
+def test_a_deleted_dataset_is_never_brought_back(filled: Repository, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(store, tmp_path / "backup")
+    filled.delete_dataset("ds")
+    shutil.copytree(tmp_path / "backup" / "datasets", store / "datasets", dirs_exist_ok=True)
+    lose_metadata(store)
+    with Repository.open(filled.url, create=True) as writer:
+        assert writer.datasets() == []
+        with pytest.raises(NoSuchDataset):
+            recover(writer, "ds")
+
+
+def test_a_snapshot_is_exactly_one_version_while_commits_run(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """Each committed chunk holds 10 files: no view ever shows a part of one."""
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not stop.is_set():
+            view = repository.view("ds")
+            seen.append(view.file_count)
+            view.file_count == len(view.files())
+
+    repository.begin("ds")
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        for i in range(15):
+            files = {f"{i}/{j}": b"x" for j in range(10)}
+            source = write(tmp_path / f"s{i}", files)
+            put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+    finally:
+        stop.set()
+        thread.join()
+    assert seen
+    assert all(count % 10 == 0 for count in seen), seen
+    assert seen == sorted(seen)
+    assert repository.view("ds").file_count == 150
+
+
+def test_L1_L2_two_puts_at_once(repository: Repository, tmp_path: Path) -> None:
+    """Two processes, some paths the same: all complete, each path is one of the two, whole."""
+    sources = [
+        write(
+            tmp_path / f"source-{name}",
+            {f"own-{name}/{i}": os.urandom(500) for i in range(300)}
+            | {f"both/{i}": name.encode() * (1000 + i) for i in range(300)}
+            | {"large": name.encode() * 300_000},
+        )
+        for name in ("one", "two")
+    ]
+    children = []
+    for source in sources:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with Repository.open(repository.url) as mine:
+                    options = PutOptions(chunk_bytes=65536, jobs=2)
+                    status = len(put_tree(mine, "ds", source, options=options).failed)
+            finally:
+                os._exit(status)
+        children.append(child)
+    repository.begin("ds")
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    found = shown(repository)
+    wanted = [facts(source) for source in sources]
+    for path in wanted[0].keys() | wanted[1].keys():
+        if found[path][0] == "file":
+            assert found[path] in [facts.get(path) for facts in wanted], path
+    assert verify(repository, "ds").problems == []
+    recover(repository, "ds")
+    assert shown(repository) == found

@@ -1,0 +1,203 @@
+"""`verify` and `recover` over stores that have been damaged, each damage with its own name."""
+
+import os
+import sqlite3
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.chunk_id import IdFields, chunk_id_text
+from diesel_fs.layout import chunk_object
+from diesel_fs.recovery import Findings, recover, verify
+from diesel_fs.repository import Repository
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..trees import facts, write
+from ..writer.test_put import shown
+
+FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
+
+
+@pytest.fixture
+def filled(repository: Repository, tmp_path: Path) -> Repository:
+    source = write(tmp_path / "source", FILES)
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+    put_tree(repository, "ds", source, options=options)
+    return repository
+
+
+def chunks(store: Path) -> list[Path]:
+    found = sorted(store.glob("datasets/*/chunks/*/*"))
+    assert len(found) > 3
+    return found
+
+
+def damaged_by(filled: Repository, tmp_path: Path, change: Callable[[Path], None]) -> Findings:
+    """Damage the second chunk and verify; then recover, which must spare all others."""
+    victim = chunks(tmp_path / "store")[1]
+    victim.chmod(0o644)
+    change(victim)
+    findings = verify(filled, "ds")
+    assert not findings.sound
+    assert any(victim.name in problem for problem in findings.problems)
+    return findings
+
+
+def edit(victim: Path, at: int, change: Callable[[int], int]) -> None:
+    content = bytearray(victim.read_bytes())
+    content[at] = change(content[at])
+    victim.write_bytes(content)
+
+
+def test_an_intact_store(filled: Repository) -> None:
+    for headers_only in (True, False):
+        findings = verify(filled, "ds", headers_only=headers_only)
+        assert findings.sound
+        assert findings.notes == []
+        assert (findings.files, findings.bytes) == (40, 320_000)
+        assert findings.chunks == len(list(filled.chunk_names(filled.dataset("ds").identity)))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 95, 96, 200, -1])
+def test_B1_truncated(filled: Repository, tmp_path: Path, keep: int) -> None:
+    def change(victim: Path) -> None:
+        os.truncate(victim, keep if keep >= 0 else victim.stat().st_size - 1)
+
+    findings = damaged_by(filled, tmp_path, change)
+    assert any("truncated chunk" in problem for problem in findings.problems)
+    found = recover(filled, "ds")
+    assert any("truncated chunk" in problem for problem in found.problems)
+    left = shown(filled)
+    whole = facts(tmp_path / "source")
+    assert 20 < len(left) < 41
+    assert all(whole[path] == fact for path, fact in left.items())
+
+
+def test_B3_a_bit_of_a_body(filled: Repository, tmp_path: Path) -> None:
+    findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, -10, lambda b: b ^ 1))
+    (problem,) = findings.problems
+    assert "the bytes of f" in problem
+    assert verify(filled, "ds", headers_only=True).sound
+
+
+def test_B2_a_bit_of_a_header(filled: Repository, tmp_path: Path) -> None:
+    findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, 120, lambda b: b ^ 1))
+    assert any("checksum" in problem for problem in findings.problems)
+
+
+def test_B7_a_chunk_of_another_name(filled: Repository, tmp_path: Path) -> None:
+    other = chunks(tmp_path / "store")[0].read_bytes()
+    findings = damaged_by(filled, tmp_path, lambda victim: void(victim.write_bytes(other)))
+    assert any("foreign chunk" in problem for problem in findings.problems)
+
+
+def void(_: object) -> None:
+    """Nothing."""
+
+
+def test_B9_a_newer_chunk_is_left_as_it_is(filled: Repository, tmp_path: Path) -> None:
+    def change(victim: Path) -> None:
+        content = bytearray(victim.read_bytes())
+        struct.pack_into("<H", content, 8, 2)
+        struct.pack_into("<Q", content, 88, xxh3_64_intdigest(bytes(content[:88])))
+        victim.write_bytes(content)
+
+    findings = damaged_by(filled, tmp_path, change)
+    assert any("needs format version 2" in problem for problem in findings.problems)
+    recover(filled, "ds")
+    assert chunks(tmp_path / "store")[1].exists()
+
+
+def test_B10_garbage_in_the_store_is_ignored(filled: Repository, tmp_path: Path) -> None:
+    folder = chunks(tmp_path / "store")[0].parent
+    (folder / "README").write_text("hello")
+    (folder / ".DS_Store").write_text("")
+    (folder.parent / "x").mkdir()
+    findings = verify(filled, "ds")
+    assert findings.sound
+    assert any("foreign" in note for note in findings.notes)
+    recover(filled, "ds")
+    assert shown(filled) == facts(tmp_path / "source")
+    assert (folder / "README").exists()
+
+
+def test_a_lost_chunk(filled: Repository, tmp_path: Path) -> None:
+    findings = damaged_by(filled, tmp_path, lambda victim: victim.unlink())
+    assert any("lost chunk" in problem for problem in findings.problems)
+
+
+def test_A5_an_orphan(filled: Repository, tmp_path: Path) -> None:
+    """Young: a put under way, left alone. Old: folded in by the next writer. `recover`: both."""
+    from .test_interleavings import Writer  # noqa: PLC0415
+
+    writer = Writer(filled)
+    writer.add(b"young", b"1")
+    young = writer.seal()
+    writer.add(b"old", b"2")
+    import time  # noqa: PLC0415
+
+    old = writer.seal(IdFields(int(time.time()) - 7200, 1, 1, 0).id())
+    findings = verify(filled, "ds")
+    assert findings.sound
+    assert len(findings.notes) == 2
+    assert any("under way" in note and chunk_id_text(young.id) in note for note in findings.notes)
+    assert any("orphan" in note and chunk_id_text(old.id) in note for note in findings.notes)
+    view = filled.begin("ds").view
+    assert view.lookup(b"old") > 0
+    assert view.lookup(b"young") < 0
+    assert recover(filled, "ds").folded == 1
+    assert filled.view("ds").lookup(b"young") > 0
+
+
+def test_metadata_that_differs_from_its_chunks(filled: Repository, tmp_path: Path) -> None:
+    filled.close()
+    with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
+        db.execute("DELETE FROM entry WHERE name = ?", (b"f07",))
+        (record,) = db.execute("SELECT record FROM entry WHERE name = ?", (b"f09",)).fetchone()
+        db.execute("UPDATE entry SET record = ? WHERE name = ?", (b"\1" + record[1:], b"f09"))
+    db.close()
+    with Repository.open(filled.url) as repository:
+        problems = verify(repository, "ds").problems
+        assert "metadata lacks f07" in problems
+        assert "metadata of f09 differs from its chunk's" in problems
+        recover(repository, "ds")
+        assert verify(repository, "ds").sound
+        assert shown(repository) == facts(tmp_path / "source")
+
+
+def test_recover_since_brings_the_tail_back(filled: Repository, tmp_path: Path) -> None:
+    """An older state and the chunks since are the whole state."""
+    from .test_interleavings import Writer  # noqa: PLC0415
+
+    writer = Writer(filled)
+    writer.add(b"later", b"1")
+    sealed = writer.seal()
+    since = int.from_bytes(sealed.id[:4], "big")
+    findings = recover(filled, "ds", since_s=since)
+    assert findings.folded == 1
+    assert filled.view("ds").lookup(b"later") > 0
+    assert verify(filled, "ds").sound
+
+
+def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
+    filled: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = filled.dataset("ds").identity
+    gone = next(iter(filled.chunk_names(identity)))
+    real = filled.objects.get
+    hits = []
+
+    def get(name: str, start: int = 0, length: int | None = None) -> bytearray:
+        if name == chunk_object(identity, gone) and not hits:
+            hits.append(name)
+            filled.objects.delete(name)
+        return real(name, start, length)
+
+    monkeypatch.setattr(filled.objects, "get", get)
+    findings = verify(filled, "ds")
+    assert hits
+    assert not findings.sound
