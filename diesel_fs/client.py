@@ -219,7 +219,8 @@ class Dataset:
         loaded = adopt(Path(file))
         if loaded.identity != self._view.identity:
             raise ForeignError(
-                f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}), not of {self.name!r}"
+                f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}),"
+                f" not of {self.name!r}"
             )
         self._show(loaded)
         self._pinned = True

@@ -3,14 +3,38 @@
 Pure functions of identities, IDs and versions.
 """
 
+import re
 from uuid import UUID
 
-from .chunk_id import LOWEST, chunk_id_text, parse_chunk_id
+from .chunk_id import TEXT_CHARS, chunk_id_text, parse_chunk_id
 from .entries import ChunkId
 
 DATASETS = "datasets/"
 DELETED = "deleted/"
+MARKER = "DIESEL-STORE"
+IDENTITY_TEXT = r"[0-9a-f]{32}"
 _PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
+
+# A name that is not in here is not ours: never written, listed, read or deleted. A new sort of
+# object is a line here and in FORMAT.md; older programs will call it foreign.
+_OF_CHUNK_ID = r"[0-9A-Za-z_-]"
+_DATASET = rf"datasets/{IDENTITY_TEXT}"
+_OBJECTS = {
+    "marker": re.escape(MARKER),
+    "dataset": rf"{_DATASET}/DATASET",
+    "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_OF_CHUNK_ID}{{{_PREFIX_CHARS}}})"
+    rf"/(?P=prefix){_OF_CHUNK_ID}{{{TEXT_CHARS - _PREFIX_CHARS}}}",
+    "snapshot": rf"{_DATASET}/snapshots/[0-9a-f]{{16}}",
+    "lease": rf"{_DATASET}/leases/[0-9A-Za-z_-]{{1,64}}",
+    "deleted": rf"deleted/{IDENTITY_TEXT}",
+}
+OBJECT_NAME = re.compile("|".join(_OBJECTS.values()))
+FOLDER_NAME = re.compile(
+    rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_OF_CHUNK_ID}{{{_PREFIX_CHARS}}})?|snapshots|leases))?)?"
+    r"|deleted"
+)
+MUTABLE_NAME = re.compile(_OBJECTS["lease"])
+"""The only objects whose bytes may change."""
 
 
 def dataset_object(identity: UUID) -> str:
@@ -47,11 +71,6 @@ def chunk_of_object(name: str) -> ChunkId | None:
     except ValueError:
         return None
     return chunk if len(parts) == 3 and parts[1] == parts[2][:_PREFIX_CHARS] else None
-
-
-def after_chunk(identity: UUID, since: ChunkId) -> str:
-    """From which name on a listing holds the chunks whose ID is greater than `since`."""
-    return "" if since == LOWEST else chunk_object(identity, since)
 
 
 def snapshot_prefix(identity: UUID) -> str:

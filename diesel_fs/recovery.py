@@ -21,7 +21,11 @@ from .storage.metadata import Batch, Changes, MetadataStore
 from .storage.sqlite import SqliteMetadata
 
 Tell = Callable[[int, int], None]
-"""Progress: chunks done, chunks in all (0: not known)."""
+"""Progress: chunks done, chunks in all."""
+
+
+def silent(done: int, total: int) -> None:
+    """No progress."""
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ def recover(
     repository: Repository,
     name: str,
     since_s: float | None = None,
-    tell: Tell = lambda done, total: None,
+    tell: Tell = silent,
 ) -> Findings:
     """Fold the chunks of a dataset again: all into a fresh state, or those since a time.
 
@@ -87,7 +91,7 @@ def verify(
     name: str,
     *,
     headers_only: bool = False,
-    tell: Tell = lambda done, total: None,
+    tell: Tell = silent,
 ) -> Findings:
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 

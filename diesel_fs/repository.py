@@ -85,7 +85,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset as the object store knows it; `marker` is None where the metadata store does not."""
+    """A dataset as the object store knows it; without `marker` the metadata store does not."""
 
     name: str
     identity: UUID

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from uuid import UUID
 
@@ -94,10 +95,8 @@ class SnapshotShelf:
         if marker.version in self._versions(marker.identity) and not full:
             return marker.version
         version, parts = self._export(meta, marker, full=full)
-        try:
+        with suppress(ObjectExists):  # another writer's: a version has one content
             self._objects.put(snapshot_object(marker.identity, version), parts)
-        except ObjectExists:
-            pass  # another writer published the same version; a version has one content
         for old in sorted(self._versions(marker.identity))[:-KEPT]:
             self._objects.delete(snapshot_object(marker.identity, old))
         return version

@@ -25,6 +25,7 @@ L1  names
 L1  entries: names
 L1  chunk_id: entries
 L1  chunk: entries chunk_id
+L1  chunk_builder: entries chunk_id chunk
 L1  layout: entries chunk_id
 L1  snapshot_layout: entries chunk_id
 L1  snapshot: entries chunk_id snapshot_layout

@@ -1,7 +1,7 @@
 """The mount's own process: opens the dataset, serves it until it is unmounted, and goes.
 
-Owned here: the process's life (start, report, signals, end). Not owned: starting it (`launcher.py`),
-where the content comes from (`source.py`), answering the kernel (the sessions).
+Owned here: the process's life (start, report, signals, end). Not owned: starting it
+(`launcher.py`), where the content comes from (`source.py`), answering the kernel (the sessions).
 
 SIGTERM and SIGINT unmount, lazily where somebody holds the mount, let reads under way finish for
 `GRACE_S`, and end; a second one ends at once. In the foreground SIGHUP does the same, in the

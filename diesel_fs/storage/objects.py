@@ -1,8 +1,8 @@
-"""Object stores: the interface, the names that objects may have, and the marker of a store.
+"""Object stores: the interface, and the marker of a store.
 
-Owns: the contract words (in `ObjectStore`), the grammar of names, what the marker holds, and
-`StoreWrapper`, from which retry, latency, counting and faults are made. Does not own: what is
-inside an object, and when one may be deleted (the repository decides that).
+Owns: the contract words (in `ObjectStore`), what the marker holds, and `StoreWrapper`, from which
+retry, latency, counting and faults are made. Does not own: the names (`layout.py`), what is inside
+an object, and when one may be deleted (the repository decides that).
 
 Concurrency: every method of a store may be called from many threads and processes at once; all
 are synchronous and block. A store may be used in a forked child.
@@ -16,34 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diesel_fs.errors import CorruptError, ForeignError, NewerVersionError, UsageError
+from diesel_fs.layout import FOLDER_NAME, IDENTITY_TEXT, MARKER, MUTABLE_NAME, OBJECT_NAME
 
 Bytes = bytes | bytearray | memoryview
 
-MARKER = "DIESEL-STORE"
 MARKER_BYTES_MAX = 4096
 STORE_FORMAT = 1
-
-# What lies where (FORMAT.md, section 2). A name that is not in here is not ours: never written,
-# listed, read or deleted. A new sort of object is a line here and in FORMAT.md; older programs will
-# call it foreign.
-_IDENTITY = r"[0-9a-f]{32}"
-_OF_CHUNK_ID = r"[0-9A-Za-z_-]"
-_OBJECTS = {
-    "marker": re.escape(MARKER),
-    "dataset": rf"datasets/{_IDENTITY}/DATASET",
-    "chunk": rf"datasets/{_IDENTITY}/chunks/(?P<shard>{_OF_CHUNK_ID}{{4}})"
-    rf"/(?P=shard){_OF_CHUNK_ID}{{18}}",
-    "snapshot": rf"datasets/{_IDENTITY}/snapshots/[0-9a-f]{{16}}",
-    "lease": rf"datasets/{_IDENTITY}/leases/[0-9A-Za-z_-]{{1,64}}",
-    "deleted": rf"deleted/{_IDENTITY}",
-}
-OBJECT_NAME = re.compile("|".join(_OBJECTS.values()))
-FOLDER_NAME = re.compile(
-    rf"datasets(/{_IDENTITY}(/(chunks(/{_OF_CHUNK_ID}{{4}})?|snapshots|leases))?)?"
-    r"|deleted"
-)
-# The only objects whose bytes may change.
-MUTABLE_NAME = re.compile(_OBJECTS["lease"])
 
 
 def check_name(name: str) -> None:
@@ -100,7 +78,7 @@ def parse_marker(content: Bytes) -> uuid.UUID:
             f"{MARKER}: format {version}, and this program knows {STORE_FORMAT}",
             advice="use a newer diesel-fs",
         )
-    if not isinstance(store, str) or not re.fullmatch(_IDENTITY, store):
+    if not isinstance(store, str) or not re.fullmatch(IDENTITY_TEXT, store):
         raise CorruptError(f"{MARKER}: no store UUID")
     return uuid.UUID(hex=store)
 

@@ -69,7 +69,7 @@ class PutReport:
         self.failed.append((path, reason))
 
 
-def quiet(report: "PutReport") -> None:  # noqa: ARG001 (a Progress that draws nothing)
+def quiet(report: "PutReport") -> None:
     """No progress."""
 
 

@@ -23,7 +23,7 @@ RESERVED = b".diesel"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What of one folder is to be packed. `entry` is its own (mode, mtime_ns) where that changed."""
+    """What of one folder is to be packed; `entry` is its own (mode, mtime_ns) if that changed."""
 
     path: bytes
     entry: tuple[int, int] | None

@@ -19,7 +19,7 @@ def machine(folder: Path) -> dict[str, Json]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _gib("MemTotal"),
         "memory_available_gib": _gib("MemAvailable"),
-        "load": list(os.getloadavg()),
+        "load": [round(load, 2) for load in os.getloadavg()],
         "kernel": platform.release(),
         "disk": _disk(folder),
         "damon_reclaim": _text("/sys/module/damon_reclaim/parameters/enabled") or "absent",

@@ -52,7 +52,7 @@ def content(chunk: bytes, header: Header, place: int) -> bytes:
 
 
 def resealed(chunk: bytes, change: Callable[[dict[str, bytes]], None]) -> bytes:
-    """A chunk with another header, whose checksums are right again: damage that only sense finds."""
+    """A chunk with another header and right checksums: damage that only sense finds."""
     preamble = parse_preamble(chunk)
     stored = chunk[PREAMBLE_BYTES : preamble.body_start]
     raw = lz4.block.decompress(stored, uncompressed_size=preamble.header_raw)
@@ -162,6 +162,11 @@ def u32(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}I", *values)
 
 
+def part(number: int, start: int, size: int) -> bytes:
+    """The column `extents` for the entry at place 8, extent `number` of 4."""
+    return u32(8, number, 4) + struct.pack("<QQ", start, size)
+
+
 def _set(columns: dict[str, bytes], key: str, at: int, form: str, value: int) -> None:
     column = bytearray(columns[key])
     struct.pack_into(form, column, at * struct.calcsize(form), value)
@@ -185,9 +190,9 @@ BAD_HEADERS: dict[str, Callable[[dict[str, bytes]], None]] = {
     "a link without target": lambda c: c.update(links=b""),
     "a link's target too long": lambda c: c.update(links=c["links"] + b"x"),
     "an extent of no entry": lambda c: _set(c, "extents", 0, "<I", 99),
-    "an extent outside its file": lambda c: c.update(extents=u32(8, 3, 4) + struct.pack("<QQ", 2**40, 9)),
-    "an unaligned extent": lambda c: c.update(extents=u32(8, 3, 4) + struct.pack("<QQ", 4096, 1024)),
-    "extent i of n, i = n": lambda c: c.update(extents=u32(8, 4, 4) + struct.pack("<QQ", 65536, 1024)),
+    "an extent outside its file": lambda c: c.update(extents=part(3, 2**40, 9)),
+    "an unaligned extent": lambda c: c.update(extents=part(3, 4096, 1024)),
+    "extent i of n, i = n": lambda c: c.update(extents=part(4, 65536, 1024)),
     "a stamp of no entry": lambda c: c.update(stamps=u32(99, 0) + bytes(16)),
     "a ragged stamp": lambda c: c.update(stamps=bytes(23)),
 }  # fmt: skip

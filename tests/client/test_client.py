@@ -97,9 +97,14 @@ def test_stat_many(filled: str) -> None:
 
 def test_an_exception_flushes_nothing(url: str) -> None:
     connect("ds", url, create=True).close()
-    with pytest.raises(RuntimeError), connect("ds", url) as dataset:
-        dataset.put(b"half", "a")
-        raise RuntimeError
+
+    def put_and_fail() -> None:
+        with connect("ds", url) as dataset:
+            dataset.put(b"half", "a")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        put_and_fail()
     with connect("ds", url) as dataset:
         assert dataset.ls() == []
 

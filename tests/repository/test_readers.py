@@ -194,7 +194,7 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
         while not stop.is_set():
             view = repository.view("ds")
             seen.append(view.file_count)
-            view.file_count == len(view.files())
+            assert view.file_count == len(view.files())
 
     repository.begin("ds")
     thread = threading.Thread(target=watch)

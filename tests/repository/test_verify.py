@@ -189,7 +189,7 @@ def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
     identity = filled.dataset("ds").identity
     gone = next(iter(filled.chunk_names(identity)))
     real = filled.objects.get
-    hits = []
+    hits: list[str] = []
 
     def get(name: str, start: int = 0, length: int | None = None) -> bytearray:
         if name == chunk_object(identity, gone) and not hits:

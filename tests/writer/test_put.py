@@ -195,7 +195,7 @@ def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: Repository) -> N
 def touch_when_read(
     monkeypatch: pytest.MonkeyPatch, times: int, change: Callable[[int], None]
 ) -> None:
-    """Each process's first `times` reads of a file that is not small find it changed behind them."""
+    """Each process's first `times` reads of more than a few bytes find the file changed."""
     real, left = os.readv, [times]
 
     def readv(file: int, buffers: Sequence[memoryview]) -> int:
@@ -214,7 +214,7 @@ def test_I1_a_file_that_will_not_hold_still(
     """Neither a small file nor one of several extents is ever packed mixed."""
     for size in (2000, 3 * CHUNK_BYTES_MIN):
         source = write(tmp_path / f"source-{size}", {"calm": b"1", "restless": bytes(size)})
-        touch_when_read(monkeypatch, 1000, lambda file: os.utime(file))
+        touch_when_read(monkeypatch, 1000, os.utime)
         report = put_tree(repository, "ds", source, options=SMALL)
         assert [path for path, _ in report.failed] == [b"restless"]
         assert "changed" in report.failed[0][1]

@@ -38,10 +38,10 @@ def ready(bench: Workbench) -> list[Row]:
     again()  # adopts the snapshot, so that the others need not
     ours = repeat(bench.rounds, again).ours("seconds")
     name = f"mount {N1M.name}, ready"
-    own = "this user's own copy of the current snapshot is there"
+    own, none = "over this user's own copy of the snapshot", "the copy is made from the store's"
     return [
         within(name, "s", ours, READY_S, most=True, note=own),
-        Row(f"{name}, the first time", "s", adopted, note="the copy is made from the store's"),
+        within(f"{name}, the first time", "s", adopted, READY_S, most=True, note=none),
     ]
 
 

@@ -7,8 +7,7 @@ import time
 
 import numpy as np
 
-from diesel_fs.client import Dataset, connect
-from diesel_fs.entries import Kind
+from diesel_fs import Dataset, Kind, connect
 from diesel_fs.repository import Repository
 
 from ..memory import rollup_bytes

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from diesel_fs.client import Dataset, connect
+from diesel_fs import Dataset, connect
 
 from ..inputs import Indices
 

@@ -1,0 +1,75 @@
+"""`dlcmd` as a user runs it, with a repository of the test's own."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dlcmd.main import run
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command said, and its exit code."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def objects(self) -> list[dict[str, object]]:
+        """The lines of JSON on stdout."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Dlcmd:
+    """Runs `dlcmd` on one repository: in this process (`()`), or as a program (`program`)."""
+
+    def __init__(self, store: Path, capture: pytest.CaptureFixture[bytes]) -> None:
+        self.store = store
+        self._capture = capture
+
+    def __call__(self, *arguments: str | Path, code: int = 0) -> Said:
+        self._capture.readouterr()
+        ended = run([str(each) for each in arguments])
+        captured = self._capture.readouterr()
+        said = Said(ended, captured.out, captured.err.decode())
+        assert ended == code, (arguments, said)
+        assert "Traceback" not in said.err
+        return said
+
+    def start(
+        self,
+        *arguments: str | Path,
+        stdin: int | None = subprocess.DEVNULL,
+        stdout: int = subprocess.PIPE,
+    ) -> "subprocess.Popen[bytes]":
+        """The program itself, running."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "dlcmd", *map(str, arguments)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def program(self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0) -> Said:
+        """The program itself, to its end."""
+        with self.start(*arguments, stdin=subprocess.PIPE) as process:
+            out, err = process.communicate(stdin or b"", timeout=60)
+        said = Said(process.returncode, out, err.decode())
+        assert said.code == code, (arguments, said)
+        return said
+
+
+@pytest.fixture
+def dlcmd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> Dlcmd:
+    store = tmp_path / "store"
+    monkeypatch.setenv("DIESEL_URL", store.as_uri())
+    return Dlcmd(store, capfdbinary)

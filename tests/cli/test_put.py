@@ -1,0 +1,305 @@
+"""`dlcmd put`: what goes where, what is refused, and what it says."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.trees import facts, odd_tree, write
+
+from .conftest import Dlcmd
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_a_folder_goes_in_and_again_nothing_does(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
+    said = dlcmd("put", source, "pets")
+    assert said.out.startswith(b"put 2 files (3 B) in ")
+    assert said.err == ""
+    assert b"put 0 files (0 B) in 0 chunks; 4 unchanged" in dlcmd("put", source, "pets").out
+    assert dlcmd("ls", "-R", "pets").out == b"a\nsub\nsub/b\n"
+
+
+def test_odd_names_go_through_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """Names that are no text, links that lead nowhere, old times, empty files and folders."""
+    source = odd_tree(tmp_path / "src")
+    dlcmd("put", source, "odd")
+    dlcmd("get", "odd", tmp_path / "out")
+    assert facts(tmp_path / "out") == facts(source)
+    assert (tmp_path / "out/empty").stat().st_mode & 0o7777 == 0o755  # the rest of 4755 is dropped
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("pets", "cat.jpg"),
+        ("pets/", "cat.jpg"),
+        ("pets/dog.jpg", "dog.jpg"),
+        ("pets/new/", "new/cat.jpg"),
+        ("pets/new", "new"),
+        ("pets/there", "there/cat.jpg"),
+    ],
+)
+def test_a_file_takes_the_name_of_its_address(
+    dlcmd: Dlcmd, tmp_path: Path, address: str, path: str
+) -> None:
+    dlcmd("put", write(tmp_path / "src", {"there/old": b""}), "pets")
+    (tmp_path / "cat.jpg").write_bytes(b"meow")
+    (tmp_path / "cat.jpg").chmod(0o640)
+    said = dlcmd("put", "--json", tmp_path / "cat.jpg", address)
+    assert (said.objects[-1]["files"], said.objects[-1]["bytes"]) == (1, 4)
+    assert dlcmd("cat", f"pets/{path}").out == b"meow"
+    assert b"-rw-r-----" in dlcmd("ls", "-l", f"pets/{path}").out
+    again = dlcmd("put", "--json", tmp_path / "cat.jpg", address if path != "new" else "pets/new")
+    assert (again.objects[-1]["files"], again.objects[-1]["unchanged"]) == (0, 1)
+
+
+def test_a_file_never_hides_a_folder_nor_lies_below_a_file(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"folder/x/old": b"", "file": b""})
+    dlcmd("put", source, "pets")
+    file = tmp_path / "x"
+    file.write_bytes(b"new")
+    assert "it is a folder of the dataset" in dlcmd("put", file, "pets/folder/", code=12).err
+    assert "file is a file of the dataset" in dlcmd("put", file, "pets/file/", code=12).err
+    assert ".diesel" in dlcmd("put", file, "pets/.diesel", code=2).err
+    assert dlcmd("ls", "-R", "pets").out == b"file\nfolder\nfolder/x\nfolder/x/old\n"
+
+
+def test_delete_removes_what_the_source_has_no_more(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
+    dlcmd("put", source, "pets")
+    (source / "sub/b").unlink()
+    (source / "sub").rmdir()
+    assert b"would put 1 entry and delete 2" in dlcmd("put", "-n", "--delete", source, "pets").out
+    assert dlcmd("ls", "-R", "pets").out == b"a\nsub\nsub/b\n"
+    dlcmd("put", "--delete", source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"a\n"
+    (source / "a").unlink()
+    dlcmd("put", "--delete", source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"a\n"
+    dlcmd("put", "--delete", "--allow-empty", source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b""
+
+
+def test_a_dry_run_makes_nothing(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    dlcmd("put", "-n", source, "pets", code=13)
+    dlcmd("put", source, "other")
+    before = sorted(dlcmd.store.rglob("*"))
+    assert b"would put 2 entries" in dlcmd("put", "-n", source, "pets").out
+    assert b"would put 1 entry" in dlcmd("put", "-n", source / "a", "pets/b").out
+    assert sorted(dlcmd.store.rglob("*")) == before
+    dlcmd("ls", "pets", code=10)
+
+
+def test_files_from_names_what_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"", "b": b"", "new\nline": b"", "sub/c": b""})
+    names = tmp_path / "names"
+    names.write_bytes(b"./a\n\nsub/c\n")
+    dlcmd("put", "--files-from", names, source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"a\nsub\nsub/c\n"
+    dlcmd.program("put", "--files-from", "-", "-0", source, "nul", stdin=b"new\nline\0b\0")
+    assert dlcmd("ls", "nul").out == b"b\nnew\nline\n"
+    names.write_bytes(b"../a\n")
+    assert "'..'" in dlcmd("put", "--files-from", names, source, "pets", code=2).err
+    names.write_bytes(b"gone\n")
+    assert "gone: No such file" in dlcmd("put", "--files-from", names, source, "pets", code=3).err
+    dlcmd("put", "--files-from", names, "--delete", source, "pets", code=2)
+    assert "no file" in dlcmd("put", "--files-from", "nowhere", source, "pets", code=10).err
+
+
+def test_filters_choose(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a.jpg": b"", "b.txt": b"", "t/c.jpg": b"", "s/d.jpg": b""})
+    dlcmd("put", "--include", "*.jpg", "--exclude", "t", source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"a.jpg\ns\ns/d.jpg\n"
+
+
+def test_checksum_finds_what_times_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"old"})
+    dlcmd("put", source, "pets")
+    before = (source / "a").stat().st_mtime_ns
+    (source / "a").write_bytes(b"new")
+    os.utime(source / "a", ns=(before, before))
+    dlcmd("put", source, "pets")
+    assert dlcmd("cat", "pets/a").out == b"old"
+    dlcmd("put", "--checksum", source / "a", "pets/a")
+    assert dlcmd("cat", "pets/a").out == b"new"
+
+
+def test_what_cannot_be_put_is_named_and_the_rest_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    os.mkfifo(source / "pipe")
+    said = dlcmd("put", source, "pets", code=3)
+    assert "dlcmd: pipe: skipped" in said.err
+    assert "1 entry could not be put" in said.err.splitlines()[-1]
+    said = dlcmd("put", "--json", source, "pets", code=3)
+    done = said.objects[-1]
+    assert done["failed"] == [{"path": "pipe", "reason": "skipped: a pipe, socket or device"}]
+    assert '"error": "PartialError"' in said.err.splitlines()[-1]
+    assert dlcmd("ls", "pets").out == b"a\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--chunk-size", "0"],
+        ["--chunk-size", "1"],
+        ["--chunk-size", "-1"],
+        ["--chunk-size", "1T"],
+        ["--chunk-size", "NaN"],
+        ["--chunk-size", "\u0664M"],
+        ["--jobs", "0"],
+        ["--jobs", "-1"],
+        ["--jobs", "1000000"],
+        ["--jobs", "two"],
+        ["--compress", "zip"],
+        ["--include", ""],
+        ["-0"],
+        ["--no-such-option"],
+    ],
+)
+def test_I13_bad_numbers_are_usage_errors(
+    dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]
+) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    said = dlcmd("put", *arguments, source, "pets", code=2)
+    assert len(said.err.splitlines()) == 1
+    dlcmd("put", "--chunk-size", "64k", "--jobs", "1", source, "pets")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "complaint"),
+    [
+        ([], 2, "SRC and DATASET"),
+        (["src"], 2, "SRC and DATASET"),
+        (["src", "pets", "more"], 2, "3 words"),
+        (["--tar", "-", "src", "pets"], 2, "DATASET"),
+        (["s3://bucket/prefix", "pets"], 2, "comes with a later version"),
+        (["src", "pets@3"], 2, "kept versions come with a later version"),
+        (["src", "pets/../x"], 2, "'..'"),
+        (["gone", "pets"], 10, "there is no file gone"),
+        (["--tar", "gone", "pets"], 10, "there is no file gone"),
+        (["/dev/null", "pets"], 2, "neither a file nor a folder"),
+        (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
+    ],
+)
+def test_bad_words(
+    dlcmd: Dlcmd,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: int,
+    complaint: str,
+) -> None:
+    write(tmp_path / "src", {"a": b"1"})
+    monkeypatch.chdir(tmp_path)
+    said = dlcmd("put", *words, code=code)
+    assert complaint in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_tar_goes_in_by_its_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of({"x": b"1", "sub/y": b"2"}))
+    assert b"put 2 files" in dlcmd("put", "--tar", tmp_path / "a.tar", "pets/in").out
+    assert dlcmd("ls", "-R", "pets").out == b"in\nin/sub\nin/x\nin/sub/y\n"
+    whole = tar_of({"x": b"1" * 1000, "z": b"2" * 1000})
+    said = dlcmd.program("put", "--tar", "-", "pets", stdin=whole[:2500], code=3)
+    assert "dlcmd: -: the tar is damaged or cut off, after z" in said.err
+    assert dlcmd("cat", "pets/x").out == b"1" * 1000
+    said = dlcmd.program("put", "--tar", "-", "pets", stdin=b"not a tar" * 100, code=2)
+    assert "the input is no tar" in said.err
+    dlcmd.program("put", "--tar", "-", "pets", code=2)
+
+
+def test_the_store_itself_is_refused_as_a_source(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
+    assert "lie in each other" in dlcmd("put", dlcmd.store, "pets", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGINT, 130, "interrupted; run it again to finish"),
+        (signal.SIGTERM, 143, "ended by SIGTERM; run it again to finish"),
+        (signal.SIGHUP, 129, "ended by SIGHUP; run it again to finish"),
+    ],
+)
+def test_A15_a_signal_ends_a_put_which_can_be_repeated(
+    dlcmd: Dlcmd, tmp_path: Path, number: int, code: int, words: str
+) -> None:
+    whole = tar_of({"a": b"1", "b": b"2" * 100_000})
+    os.mkfifo(tmp_path / "pipe")
+    with dlcmd.start("put", "--tar", tmp_path / "pipe", "pets") as process:
+        with (tmp_path / "pipe").open("wb", buffering=0) as pipe:  # opens when it is read
+            pipe.write(whole[:1024])
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.decode()) == (code, f"dlcmd: {words}\n")
+    (tmp_path / "a.tar").write_bytes(whole)
+    dlcmd("put", "--tar", tmp_path / "a.tar", "pets")
+    assert dlcmd("ls", "pets").out == b"a\nb\n"
+    dlcmd("verify", "pets")
+
+
+def test_A15_a_put_whose_reader_is_gone_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    try:
+        with dlcmd.start("put", "--json", source, "pets", stdout=sender) as process:
+            _, err = process.communicate(timeout=60)
+    finally:
+        os.close(sender)
+    assert (process.returncode, err) == (0, b"")
+    assert dlcmd("ls", "pets").out == b"a\n"
+
+
+def test_A15_a_listing_whose_reader_is_gone_ends_quietly(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    try:
+        for words in (["ls", "pets"], ["--help"], ["--version"]):
+            with dlcmd.start(*words, stdout=sender) as process:
+                _, err = process.communicate(timeout=60)
+            assert (words, process.returncode, err) == (words, 141, b"")
+    finally:
+        os.close(sender)
+    with dlcmd.start("cat", "pets/a", stdout=os.open("/dev/full", os.O_WRONLY)) as process:
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.count(b"\n")) == (16, 1)
+
+
+def test_a_put_to_a_terminal_shows_how_far_it_is(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    terminal, theirs = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "dlcmd", "put", source, "pets"],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        drawn = b""
+        try:
+            while piece := os.read(terminal, 4096):
+                drawn += piece
+        except OSError:  # the terminal's other side has closed
+            pass
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"put pets" in drawn
