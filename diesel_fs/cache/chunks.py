@@ -76,6 +76,9 @@ class ChunkCache:
         if chunk is not None:
             return chunk
         with self._lock:
+            chunk = self._chunks.get(number)
+            if chunk is not None:  # it landed since the peek
+                return chunk
             flight = self._flights.get(number)
             mine = flight is None
             if flight is None:
