@@ -31,12 +31,10 @@ from diesel_fs.errors import (
     TruncatedError,
     UsageError,
 )
+from diesel_fs.layout import FOLDER_NAME, MARKER, OBJECT_NAME
 
 from .objects import (
-    FOLDER_NAME,
-    MARKER,
     MARKER_BYTES_MAX,
-    OBJECT_NAME,
     Bytes,
     Leftover,
     ObjectInfo,

@@ -23,8 +23,9 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
+from diesel_fs.layout import MARKER
 from diesel_fs.storage.folder import FolderStore
-from diesel_fs.storage.objects import MARKER, Leftover
+from diesel_fs.storage.objects import Leftover
 
 DATASET = "datasets/" + "ab" * 16
 CHUNKS = f"{DATASET}/chunks"

@@ -20,10 +20,9 @@ from diesel_fs.errors import (
     TruncatedError,
     UsageError,
 )
+from diesel_fs.layout import MARKER, OBJECT_NAME
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import (
-    MARKER,
-    OBJECT_NAME,
     ObjectStore,
     StoreWrapper,
     parse_marker,
