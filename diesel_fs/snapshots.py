@@ -107,6 +107,10 @@ class SnapshotShelf:
         """The current version's snapshot: the previous one, and what changed since."""
         previous = None if full else self._previous(marker)
         changes = meta.changes(marker.identity, previous.version if previous else 0)
+        if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):
+            # The metadata store has forgotten chunks since: this is no continuation of `previous`
+            previous = None
+            changes = meta.changes(marker.identity, 0)
         now = changes.marker
         parts = merge(
             previous,

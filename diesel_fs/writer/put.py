@@ -28,6 +28,7 @@ _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
 _BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 25 MB of names
 _GOODBYE_S = 10.0
+_STALE_TRIES = 2
 
 
 @dataclass(slots=True)
@@ -68,9 +69,16 @@ class _Put:
         self._batches = batches
         self._backlog: deque[_Batch] = deque()
         self._report = report
+        self.stale: list[bytes] = []  # what came too late and is to be put again
 
     def run(self, workers: list[_Worker], progress: Progress) -> None:
-        """Feed the processes until all batches are packed, stored and committed."""
+        """Feed the processes until all batches are packed, stored and committed; end them."""
+        try:
+            self._run(workers, progress)
+        finally:
+            _stop(workers)
+
+    def _run(self, workers: list[_Worker], progress: Progress) -> None:
         while not all(worker.finished for worker in workers):
             self._feed(workers)
             more = self._walk_ahead()
@@ -128,9 +136,8 @@ class _Put:
         try:
             done = self._session.commit(preamble, header)
         except StaleChunk as stale:
-            for path in stale.paths:
-                what = path[len(self._prefix) + 1 :] if self._prefix else path
-                self._report.failed.append((what, "its chunk was too old when it was done"))
+            start = len(self._prefix) + 1 if self._prefix else 0
+            self.stale += [path[start:] for path in stale.paths]
             return
         self._report.chunks += 1
         self._report.files += done.files
@@ -180,11 +187,15 @@ def put_tree(
             options.chunk_bytes,
             options.compress,
         )
-        workers = [_Worker(task) for _ in range(options.processes)]
-        try:
-            _Put(session, prefix, batches, report).run(workers, progress)
-        finally:
-            _stop(workers)
+        for again in range(_STALE_TRIES):
+            put = _Put(session, prefix, batches, report)
+            put.run([_Worker(task) for _ in range(options.processes)], progress)
+            if not put.stale:
+                break
+            if again == _STALE_TRIES - 1:
+                report.failed += [(path, "its chunk came too late, again") for path in put.stale]
+            report.walked = False
+            batches = _batches(plan.changes(listed(root, put.stale, report.fail)), report)
         if options.delete:
             report.deleted = session.delete(plan.gone())
         report.version = session.finish()

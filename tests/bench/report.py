@@ -127,13 +127,17 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
-    notes = [f"  {row.name}: {row.note}" for row in rows if row.note]
+    notes = [f"  {row.name}{_versus(row)}: {row.note}" for row in rows if row.note]
     if notes:
         text += ["", "Notes", *notes]
     problems = [f"  {problem}" for row in rows for problem in row.problems]
     if problems:
         text += ["", "NOT MEASURED", *problems]
     return "\n".join(text)
+
+
+def _versus(row: Row) -> str:
+    return f" against {row.against}" if row.against not in ("", LIMIT) else ""
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

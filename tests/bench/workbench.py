@@ -60,13 +60,16 @@ class Workbench:
         """
         os.sync()
         with self.scratch() as scratch:
-            paths = (
-                os.path.join(place, name)
-                for folder in folders
-                for place, _, names in os.walk(folder)
-                for name in names
-            )
+            paths = (path for folder in folders for path in _files(folder))
             read_files(self.reader, write_list(paths, scratch / "list"))
+
+    def chill(self, folder: Path) -> None:
+        """The opposite: what a folder's files hold leaves the page cache; their inodes stay."""
+        os.sync()  # dirty pages stay
+        for path in _files(folder):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
     @cached_property
     def n1m(self) -> Dlcmd:
@@ -97,3 +100,9 @@ class Workbench:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, process.args)
         return dlcmd, time.perf_counter() - start_s
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """All files below a folder."""
+    for place, _, names in os.walk(folder):
+        yield from (os.path.join(place, name) for name in names)

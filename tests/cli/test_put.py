@@ -1,11 +1,15 @@
 """`dlcmd put`: what goes where, what is refused, and what it says."""
 
+import fcntl
 import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,16 @@ import pytest
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
+
+
+def wait_for_reader(pipe: int, pid: int) -> None:
+    """Wait until a process has read all that is in a pipe, and waits for more."""
+    while True:
+        unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if not unread and state == "S":
+            return
+        time.sleep(0.01)
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
@@ -246,6 +260,7 @@ def test_A15_a_signal_ends_a_put_which_can_be_repeated(
     with dlcmd.start("put", "--tar", tmp_path / "pipe", "pets") as process:
         with (tmp_path / "pipe").open("wb", buffering=0) as pipe:  # opens when it is read
             pipe.write(whole[:1024])
+            wait_for_reader(pipe.fileno(), process.pid)
             process.send_signal(number)
             _, err = process.communicate(timeout=60)
     assert (process.returncode, err.decode()) == (code, f"dlcmd: {words}\n")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -13,13 +14,15 @@ from diesel_fs.errors import (
     DieselError,
     MetadataBehind,
     MetadataError,
+    NoSpaceError,
     NoSuchDataset,
     NoSuchPath,
     ObjectStoreError,
     UsageError,
 )
+from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.repository import Repository, WriteSession, batch_of
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..client.test_client import in_child
@@ -246,3 +249,40 @@ def test_L1_L2_two_puts_at_once(repository: Repository, tmp_path: Path) -> None:
     assert verify(repository, "ds").problems == []
     recover(repository, "ds")
     assert shown(repository) == found
+
+
+def test_a_snapshot_never_outlives_the_chunks_it_came_from(
+    filled: Repository, tmp_path: Path
+) -> None:
+    """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
+    write(tmp_path / "source", {"later": b"4"})
+    put_tree(filled, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+    view = filled.view("ds")
+    (extent,) = view.extents(view.lookup(b"a"))
+    filled.objects.delete(chunk_object(view.identity, view.chunk_ids[extent.chunk]))
+    batches = [
+        batch_of(filled.read_header(view.identity, chunk))
+        for chunk in filled.chunk_names(view.identity)
+    ]
+    filled.meta.rebuild("ds", view.identity, batches)
+    after = filled.view("ds")
+    assert [after.path(int(i)) for i in after.files()] == [b"later"]
+
+
+def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", small], check=True)
+    try:
+        with Repository.open((small / "store").as_uri(), create=True) as repository:
+            first = write(tmp_path / "first", {"a": b"1"})
+            put_tree(repository, "ds", first, options=PutOptions(jobs=1))
+            big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
+            with pytest.raises(NoSpaceError):
+                put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
+            assert shown(repository)[b"a"][3] == b"1"
+            assert verify(repository, "ds").sound
+    finally:
+        subprocess.run(["umount", small], check=True)

@@ -2,9 +2,11 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -12,7 +14,7 @@ from diesel_fs.cache.store import ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, NotFoundError, UsageError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import PUT_WINDOW_S, Committed, Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
 from diesel_fs.writer.options import PutReport
@@ -340,3 +342,26 @@ def test_links_are_never_followed(repository: Repository, tmp_path: Path) -> Non
     report = put_tree(repository, "ds", source, options=SMALL, paths=[b"d/x"])
     assert len(report.failed) == 1
     assert len(repository.view("ds").files()) == 0
+
+
+def test_a_chunk_that_came_too_late_is_made_again(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first commit finds its chunk older than the put window, as after a night's suspend."""
+    source = odd_tree(tmp_path / "source")
+    real, late = Repository.commit, [True]
+
+    def commit(self: Repository, identity: UUID, preamble: bytes, header: bytes) -> Committed:
+        if late.pop() if late else False:
+            with monkeypatch.context() as clock:
+                now = time.time() + 2 * PUT_WINDOW_S
+                clock.setattr(time, "time", lambda: now)
+                return real(self, identity, preamble, header)
+        return real(self, identity, preamble, header)
+
+    monkeypatch.setattr(Repository, "commit", commit)
+    report = put(repository, source)
+    assert not late
+    assert report.failed == []
+    assert shown(repository) == facts(source)
+    assert len(list(repository.chunk_names(repository.dataset("ds").identity))) == report.chunks

@@ -7,13 +7,20 @@ from ..dlcmd import Dlcmd
 from ..inputs import D4L, D110, Shape
 from ..memory import peak_pss_bytes
 from ..peers import mds, tar
-from ..report import Row, at_least, within
-from ..samples import OURS, Samples, alternate
+from ..report import Row, Target, at_least, within
+from ..samples import OURS, Rounds, Samples, Side, alternate
 from ..workbench import Workbench
 
 TAR_RATIO = 0.8
 MDS_RATIO = 2.5
 PEAK_MB = 500
+
+WARM = "whole commands and a final sync; the sources are in the page cache"
+MDS = "the same; MDSWriter without its start-up, which favours it"
+COLD = "the same; the sources' contents are not in the page cache"
+
+Prepare = Callable[[Path], None]
+"""Brings the sources into the state from which they are packed."""
 
 
 def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
@@ -22,32 +29,35 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
     def measure(bench: Workbench) -> list[Row]:
         source = bench.input(shape)
 
-        def side(pack_seconds: Callable[[Path], float]) -> Callable[[], dict[str, float]]:
+        def side(prepare: Prepare, pack_seconds: Callable[[Path], float]) -> Side:
             def run() -> dict[str, float]:
                 with bench.scratch() as folder:
-                    bench.settle(source)
+                    prepare(source)
                     return {"files/s": shape.files / pack_seconds(folder)}
 
             return run
 
-        rounds = alternate(
-            bench.rounds,
-            {
-                OURS: side(lambda folder: _put_seconds(source, shape, folder)),
-                tar.NAME: side(lambda folder: tar.pack_seconds(source, folder / "out.tar")),
-                mds.NAME: side(lambda folder: mds.pack_seconds(source, folder / "out")),
-            },
-        )
-        ours, name = rounds.ours("files/s"), f"put {shape.name}"
+        def sides(prepare: Prepare) -> dict[str, Side]:
+            return {
+                OURS: side(prepare, lambda folder: _put_seconds(source, shape, folder)),
+                tar.NAME: side(prepare, lambda folder: tar.pack_seconds(source, folder / "o.tar")),
+            }
+
+        packed_by_mds = side(bench.settle, lambda folder: mds.pack_seconds(source, folder / "out"))
+        warm = alternate(bench.rounds, {**sides(bench.settle), mds.NAME: packed_by_mds})
+        cold = alternate(bench.rounds, sides(bench.chill))
         return [
-            Row(name, "files/s", ours, peer, rounds.of(peer, "files/s"), at_least(ratio), note)
-            for peer, ratio, note in (
-                (tar.NAME, TAR_RATIO, "whole commands and a sync; sources in the page cache"),
-                (mds.NAME, MDS_RATIO, "MDSWriter without its start-up, which favours it"),
-            )
+            _row(f"put {shape.name}", warm, tar.NAME, at_least(TAR_RATIO), WARM),
+            _row(f"put {shape.name}", warm, mds.NAME, at_least(MDS_RATIO), MDS),
+            _row(f"put {shape.name}, from disk", cold, tar.NAME, None, COLD),
         ]
 
     return measure
+
+
+def _row(name: str, rounds: Rounds, peer: str, target: Target | None, note: str) -> Row:
+    ours, other = rounds.ours("files/s"), rounds.of(peer, "files/s")
+    return Row(name, "files/s", ours, peer, other, target, note)
 
 
 def peak_memory(bench: Workbench) -> list[Row]:
