@@ -206,17 +206,8 @@ class Header:
                 raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
 
 
-class Fixed(NamedTuple):
-    """The fixed columns of one entry, in the order of the format; `offset` is within the body."""
-
-    kind: int
-    mode: int
-    size: int
-    mtime_ns: int
-    offset: int
-    stored: int
-    codec: int
-    checksum: int
+Fixed = tuple[int, int, int, int, int, int, int, int]
+"""One entry's values of the fixed columns, in their order; `offset` is within the body."""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from .errors import CorruptError
 _SAMPLE_BYTES = 64 << 10  # of a larger content, "auto" tries so much of its middle
 _GIVE_UP = 8  # after so many files in a row that did not pay ...
 _RETRY = 16  # ... "auto" tries one in this many: JPEGs come by the thousand
+_FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 
 class ChunkBuilder:
@@ -40,7 +41,8 @@ class ChunkBuilder:
     def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
         self.identity = identity
         self.body_bytes_max = body_bytes_max
-        self._compress = compress
+        self._tries_all = compress == "lz4"
+        self._tries_none = compress == "none"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
         self.clear()
@@ -48,20 +50,14 @@ class ChunkBuilder:
     def clear(self) -> None:
         """Forget all entries, keep the memory."""
         self.body_bytes = 0
+        self.full = False  # whether the chunk should be sealed now
         self._path_bytes = 0
         self._futile = 0
+        self._here: tuple[bytes, int] = (b"", -1)  # the last entry's folder and its number
         self._entries = Entries()
 
     def __len__(self) -> int:
         return len(self._entries.names)
-
-    @property
-    def full(self) -> bool:
-        """Whether the chunk should be sealed now."""
-        return (
-            self.body_bytes + self._path_bytes >= self.body_bytes_max
-            or len(self._entries.names) >= ENTRIES_MAX
-        )
 
     @property
     def continues(self) -> ChunkId | None:
@@ -69,13 +65,13 @@ class ChunkBuilder:
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     def room(self, size: int) -> memoryview:
-        """At least `size` writable bytes at the end of the body, to read a content into."""
+        """`size` writable bytes at the end of the body, to read a content into."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
             grown[: self.body_bytes] = self._view[: self.body_bytes]
             self._body, self._view = grown, memoryview(grown)
-        return self._view[self.body_bytes :]
+        return self._view[self.body_bytes : end]
 
     def add_file(
         self,
@@ -87,38 +83,42 @@ class ChunkBuilder:
     ) -> None:
         """Add the file (folder, name) whose `size` bytes (or whose part's) stand in `room()`."""
         length = size if part is None else part.size
-        content = self._view[self.body_bytes : self.body_bytes + length]
+        start = self.body_bytes
+        content = self._view[start : start + length]
         checksum = xxh3_64_intdigest(content)
-        stored, codec = length, Codec.RAW
-        if length and self._compress != "none":
-            stored, codec = self._pack(content)
+        stored, codec = length, _RAW
+        if length and self._is_promising(content):
+            packed = pack_body(content)
+            if packed is None:
+                self._futile += 1
+            else:
+                self._futile = 0
+                stored, codec = len(packed), _LZ4
+                self._view[start : start + stored] = packed
         if part is not None:
-            self._entries.parts[len(self._entries.names)] = part
-        offset = self.body_bytes if length else 0
-        self._add(
-            path,
-            Fixed(Kind.FILE, mode & MODE_MASK, size, mtime_ns, offset, stored, codec, checksum),
-        )
-        self.body_bytes += stored
+            self._entries.parts[len(self)] = part
+        self.body_bytes = start + stored
+        offset = start if length else 0
+        self._add(path, (_FILE, mode & MODE_MASK, size, mtime_ns, offset, stored, codec, checksum))
 
     def add_link(self, path: tuple[bytes, bytes], mtime_ns: int, target: bytes) -> None:
         """Add a symbolic link; `target` is kept verbatim."""
         self._entries.links.append(target)
         self._path_bytes += len(target)
         checksum = xxh3_64_intdigest(target)
-        self._add(path, Fixed(Kind.LINK, 0o777, len(target), mtime_ns, 0, 0, Codec.RAW, checksum))
+        self._add(path, (Kind.LINK, 0o777, len(target), mtime_ns, 0, 0, _RAW, checksum))
 
     def add_folder(self, path: tuple[bytes, bytes], mode: int, mtime_ns: int) -> None:
         """Add a folder; the dataset's root is (b"", b"")."""
-        self._add(path, Fixed(Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, 0, Codec.RAW, 0))
+        self._add(path, (Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, 0, _RAW, 0))
 
     def add_tombstone(self, path: tuple[bytes, bytes]) -> None:
         """Add "this path is deleted"."""
-        self._add(path, Fixed(Kind.TOMBSTONE, 0, 0, 0, 0, 0, Codec.RAW, 0))
+        self._add(path, (Kind.TOMBSTONE, 0, 0, 0, 0, 0, _RAW, 0))
 
     def set_stamp(self, value: Stamp) -> None:
         """Give the entry that was added last another stamp than its own place."""
-        self._entries.stamps[len(self._entries.names) - 1] = value
+        self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], Header]:
         """The buffers of the finished chunk, in order, and its header, parsed back from them.
@@ -130,37 +130,35 @@ class ChunkBuilder:
         body = self._view[: self.body_bytes]
         preamble = parse_preamble(front, identity=self.identity, id=chunk)
         header = parse_header(preamble, stored)
-        if len(header) != len(self._entries.names) or header.faults:
+        if len(header) != len(self) or header.faults:
             raise CorruptError(f"chunk {chunk_id_text(chunk)} was built from bad entries")
         if bad := damaged(header, body, preamble.body_start):
             raise CorruptError(f"chunk {chunk_id_text(chunk)}: damaged in memory, entry {bad[0]}")
         return [front, stored, body], header
 
-    def _add(self, path: tuple[bytes, bytes], row: Fixed) -> None:
+    def _add(self, path: tuple[bytes, bytes], fixed: Fixed) -> None:
+        """Every file of every put comes through here: no call that can be spared."""
+        entries = self._entries
         folder, name = path
-        number = self._entries.folders.setdefault(folder, len(self._entries.folders))
-        if number == len(self._entries.folders) - 1:
+        here, number = self._here
+        if folder is not here or number < 0:
+            number = entries.folders.setdefault(folder, len(entries.folders))
+            self._here = (folder, number)
             self._path_bytes += len(folder) + 1
         self._path_bytes += len(name) + 1
-        self._entries.folder.append(number)
-        self._entries.names.append(name)
-        self._entries.fixed.append(row)
-
-    def _pack(self, content: memoryview) -> tuple[int, Codec]:
-        """Replace the content at the end of the body by its lz4 form where that pays."""
-        size = len(content)
-        packed = pack_body(content) if self._is_promising(content) else None
-        if packed is None:
-            self._futile += 1
-            return size, Codec.RAW
-        self._futile = 0
-        self._view[self.body_bytes : self.body_bytes + len(packed)] = packed
-        return len(packed), Codec.LZ4
+        entries.folder.append(number)
+        entries.names.append(name)
+        entries.fixed.append(fixed)
+        self.full = (
+            self.body_bytes + self._path_bytes >= self.body_bytes_max
+            or len(entries.names) >= ENTRIES_MAX
+        )
 
     def _is_promising(self, content: memoryview) -> bool:
-        """Whether "auto" should try lz4: the files before it did not all fail, its middle packs."""
-        if self._compress == "lz4":
-            return True
+        """Whether to try lz4. "auto" does if the files before did not all fail, and the middle of
+        a larger one packs."""
+        if self._tries_none or self._tries_all:
+            return self._tries_all
         if self._futile >= _GIVE_UP and len(self) % _RETRY:
             return False
         middle = (len(content) - _SAMPLE_BYTES) // 2

@@ -38,11 +38,16 @@ def address(text: str) -> Address:
 
 
 @contextmanager
-def opened(*, create: bool = False) -> Iterator[Repository]:
-    """The repository that the options name. Raises DieselError."""
+def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repository]:
+    """The repository that the options name. Raises DieselError.
+
+    With `create` a new one is made where there is none, with `rebuild` a new metadata store.
+    """
     url = flags().settings().repository_url
     try:
-        repository = Repository.open(url, create=create)
+        if rebuild:
+            Repository.open(url).close()  # never make a store of what is only not mounted
+        repository = Repository.open(url, create=create or rebuild)
     except ObjectMissing as error:
         where = parse_url(url)
         if where.path == data_folder() or not where.path.exists():

@@ -127,7 +127,7 @@ def recover(name: str, since: float | None) -> None:
       dlcmd recover pets --since 2026-01-31T12:00
       dlcmd recover pets --since 2h
     """
-    with opened() as repository, shown_progress(f"recover {name}") as show:
+    with opened(rebuild=True) as repository, shown_progress(f"recover {name}") as show:
         findings = recovery.recover(
             repository, name, since, tell=lambda done, total: show(Progress(done, total, 0))
         )

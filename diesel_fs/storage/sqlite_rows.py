@@ -193,7 +193,7 @@ class Gathered:
         self._names += names
         self.chunks += chunks
         self._records.append(b"".join(records))
-        if any(tail is not None for tail in tails):
+        if tails.count(None) < len(tails):
             self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
     def rows(self, table: ChunkTable) -> Rows:

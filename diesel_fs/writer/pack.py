@@ -81,7 +81,11 @@ class Packer:
                 time.sleep(_SETTLE_S)
             file = open_file(folder, name)
             try:
-                if self._read(file, path):
+                before = os.fstat(file)
+                if not stat.S_ISREG(before.st_mode):
+                    raise Unsettled("skipped: a pipe, socket, device or folder")
+                whole = before.st_size <= self._extent_bytes
+                if self._read(file, path, before) if whole else self._cut(file, path, before):
                     return
             finally:
                 os.close(file)
@@ -114,7 +118,7 @@ class Packer:
         first: Stamp | None = None
         for part in _parts(size, self._extent_bytes):
             length = size if part is None else part.size
-            room = self._builder.room(length)[:length]
+            room = self._builder.room(length)
             filled = 0
             while filled < length:
                 data = file.read(min(length - filled, 1 << 20))
@@ -135,28 +139,40 @@ class Packer:
         """Give up what has not been shipped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, file: int, path: Path) -> bool:
-        """One try to read a file; False where it changed meanwhile."""
-        before = os.fstat(file)
-        if not stat.S_ISREG(before.st_mode):
-            raise Unsettled("skipped: a pipe, socket, device or folder")
-        size, mtime_ns = before.st_size, before.st_mtime_ns
+    def _read(self, file: int, path: Path, before: os.stat_result) -> bool:
+        """One try to read a file that one body holds; False where it changed meanwhile."""
+        size, builder = before.st_size, self._builder
+        room = builder.room(size + 1)  # one more than there should be tells a file that grows
+        count = os.readv(file, [room])
+        while 0 < count < size:  # a signal, or a file system that reads less at once
+            more = os.readv(file, [room[count:]])
+            if not more:
+                break
+            count += more
+        if count and not size:
+            raise Unsettled("it says that it is empty but has bytes")
+        if count != size or not _same(before, os.fstat(file)):
+            return False
+        builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
+        if builder.full:
+            self._ship()
+        return True
+
+    def _cut(self, file: int, path: Path, before: os.stat_result) -> bool:
+        """As `_read`, for a file of several extents. The last is added only if all were of one
+        state: without it the version is incomplete for ever, and never shows."""
         first: Stamp | None = None
-        for part in _parts(size, self._extent_bytes):
-            length = size if part is None else part.size
-            last = part is None or part.number == part.total - 1
-            room = self._builder.room(length + 1)
-            count = os.readv(file, [room[: length + 1 if last else length]])
-            while 0 < count < length:  # a signal, or a file system that reads less at once
-                more = os.readv(file, [room[count : length + 1 if last else length]])
-                if not more:
-                    break
-                count += more
-            if count > length and not size:
-                raise Unsettled("it says that it is empty but has bytes")
-            if count != length or (last and not _same(before, os.fstat(file))):
+        for part in _parts(before.st_size, self._extent_bytes):
+            assert part is not None
+            room, filled = self._builder.room(part.size), 0
+            while filled < part.size:
+                count = os.readv(file, [room[filled:]])
+                if not count:
+                    return False
+                filled += count
+            if part.number == part.total - 1 and not _same(before, os.fstat(file)):
                 return False
-            first = self._add(path, before.st_mode, mtime_ns, size, part, first)
+            first = self._add(path, before.st_mode, before.st_mtime_ns, before.st_size, part, first)
         return True
 
     def _add(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgpack
 
-from ..entries import ChunkId, Kind
+from ..entries import ChunkId
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError
 from ..repository import Repository, StaleChunk, WriteSession
 from .options import Filter, Progress, PutOptions, PutReport, quiet
@@ -221,14 +221,12 @@ def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
         if change.entry is not None:
             batch.made.append((change.path, *change.entry))
             batch.count += 1
-        names = [(name, Kind.FILE) for name in change.files]
-        names += [(name, Kind.LINK) for name in change.links]
+        names = change.files + change.links
         for start in range(0, len(names), _BATCH_ENTRIES):
-            piece = names[start : start + _BATCH_ENTRIES]
-            files = [name for name, kind in piece if kind == Kind.FILE]
-            links = [name for name, kind in piece if kind == Kind.LINK]
+            end, cut = start + _BATCH_ENTRIES, len(change.files)
+            files, links = names[start : min(end, cut)], names[max(start, cut) : end]
             batch.folders.append((change.path, files, links))
-            batch.count += len(piece)
+            batch.count += len(files) + len(links)
             if batch.count >= _BATCH_ENTRIES:
                 yield batch
                 batch = _Batch()

@@ -1,0 +1,218 @@
+"""The verbs that list, remove, check and rebuild."""
+
+import base64
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+
+@pytest.fixture
+def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
+    """A dataset of this name, and the folder that it was made of."""
+    source = write(tmp_path / "src", {"a": b"1" * 9000, "sub/b": b"22", "sub/in/c": b"333"})
+    (source / "link").symlink_to("a")
+    os.utime(source / "a", ns=(0, 1_700_000_000_123_456_789))
+    dlcmd("put", source, "pets")
+    return source
+
+
+def chunks(dlcmd: Dlcmd) -> list[Path]:
+    return sorted(dlcmd.store.glob("datasets/*/chunks/*/*"))
+
+
+def test_ls_lists_datasets_and_folders(dlcmd: Dlcmd, pets: Path) -> None:
+    dlcmd("put", pets, "cars")
+    assert dlcmd("ls").out == b"cars\npets\n"
+    assert [line.split("\t")[:4] for line in dlcmd("ls", "-l").out.decode().splitlines()] == [
+        ["cars", "3", "9005", "1"],
+        ["pets", "3", "9005", "1"],
+    ]
+    assert [each["dataset"] for each in dlcmd("ls", "--json").objects] == ["cars", "pets"]
+    assert dlcmd("ls", "pets").out == b"a\nlink\nsub\n"
+    assert dlcmd("ls", "pets/sub").out == b"b\nin\n"
+    assert dlcmd("ls", "-R", "pets/sub").out == b"b\nin\nin/c\n"
+    assert dlcmd("ls", "pets/sub/b").out == b"b\n"
+    lines = dlcmd("ls", "-l", "pets").out.decode().splitlines()
+    assert lines[0].startswith("-rw-r--r--") and " 9000 " in lines[0]  # noqa: PT018
+    assert lines[1].startswith("lrwxrwxrwx") and lines[1].endswith("link -> a")  # noqa: PT018
+    dlcmd("ls", "pets/gone", code=10)
+    dlcmd("ls", "pets/a/", code=2)
+    dlcmd("ls", "gone", code=10)
+
+
+def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = os.fsencode(tmp_path / "src")
+    os.mkdir(source)
+    for name in (b"\xff\xfe", b"esc\x1b[2J"):
+        with open(source + b"/" + name, "wb"):
+            pass
+    dlcmd("put", tmp_path / "src", "odd")
+    assert dlcmd("ls", "odd").out == b"esc\x1b[2J\n\xff\xfe\n"
+    escape, raw = dlcmd("ls", "--json", "odd").objects
+    assert (escape["path"], "path_b64" in escape) == ("esc\x1b[2J", False)
+    assert raw["path"] == "\\xff\\xfe"
+    assert base64.b64decode(str(raw["path_b64"])) == b"\xff\xfe"
+    said = dlcmd("rm", "odd/" + os.fsdecode(b"\xff\x1b"), code=10)
+    assert "\x1b" not in said.err
+
+
+def test_a_terminal_sees_no_control_characters(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("put", write(tmp_path / "src", {"esc\x1b[2J": b""}), "odd")
+    terminal, theirs = os.openpty()
+    with dlcmd.start("ls", "odd", stdout=theirs) as process:
+        process.communicate(timeout=60)
+    os.close(theirs)
+    assert os.read(terminal, 4096) == b"esc\\x1b[2J\r\n"
+    terminal_2, theirs = os.openpty()
+    with dlcmd.start("ls", "-l", stdout=theirs) as process:
+        process.communicate(timeout=60)
+    os.close(theirs)
+    assert b"odd" in os.read(terminal_2, 4096)
+    os.close(terminal)
+    os.close(terminal_2)
+
+
+def test_stat_names_where_the_bytes_are(dlcmd: Dlcmd, pets: Path) -> None:
+    (chunk,) = chunks(dlcmd)
+    said = json.loads(dlcmd("stat", "--json", "pets/a").out)
+    (extent,) = said["extents"]
+    assert extent["chunk"] == chunk.name
+    stored = chunk.read_bytes()[extent["offset"] : extent["offset"] + extent["length"]]
+    assert len(stored) == extent["length"] < 9000
+    assert abs(extent["uploaded"] - chunk.stat().st_mtime) < 30
+    assert (said["size"], said["mtime_ns"]) == (9000, 1_700_000_000_123_456_789)
+    text = dlcmd("stat", "pets/a").out.decode()
+    assert f"chunk={chunk.name}" in text
+    assert "-rw-r--r--" in text
+    said = json.loads(dlcmd("stat", "--json", "pets").out)
+    assert (said["kind"], said["files"], said["chunks"]) == ("folder", 3, 1)
+    assert dlcmd("stat", "--json", "pets/link").objects[0]["target"] == "a"
+
+
+def test_du_counts(dlcmd: Dlcmd, pets: Path) -> None:
+    whole, part = (dlcmd("du", "--json", each).objects[0] for each in ("pets", "pets/sub"))
+    assert (whole["files"], whole["bytes"]) == (3, 9005)
+    assert (part["files"], part["bytes"], part["stored_bytes"]) == (2, 5, 5)
+    assert int(str(whole["stored_bytes"])) < 1000  # 9,000 ones
+    assert dlcmd("du").out.startswith(b"3 files, 9.0 kB (9005 bytes), stored as ")
+
+
+def test_rm_deletes_all_or_nothing(dlcmd: Dlcmd, pets: Path) -> None:
+    assert "rm -r" in dlcmd("rm", "pets/sub", code=2).err
+    dlcmd("rm", "pets/a", "pets/gone", code=10)
+    assert "delete-dataset" in dlcmd("rm", "-r", "pets", code=2).err
+    assert dlcmd("ls", "pets").out == b"a\nlink\nsub\n"
+    assert dlcmd("rm", "pets/a").out == b"deleted 1 entry\n"
+    dlcmd("rm", "pets/a", code=10)
+    assert dlcmd("rm", "-r", "pets/sub", "pets/sub/in").out == b"deleted 4 entries\n"
+    assert dlcmd("ls", "-R", "pets").out == b"link\n"
+    dlcmd("recover", "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"link\n"
+
+
+def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
+    assert "--yes" in dlcmd("delete-dataset", "pets", code=2).err
+    dlcmd("delete-dataset", "gone", code=10)
+    dlcmd("delete-dataset", "pets", "--yes")
+    assert dlcmd("ls").out == b""
+    assert chunks(dlcmd) == []
+    dlcmd("delete-dataset", "pets", "--yes", code=10)
+
+
+def test_a_snapshot_goes_to_a_file_and_is_checked(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pets.snapshot"
+    dlcmd("save-meta", "pets", file)
+    assert b"state     up to date\n" in dlcmd("load-meta", file).out
+    (pets / "new").write_bytes(b"")
+    dlcmd("put", pets, "pets")
+    (said,) = dlcmd("load-meta", "--json", file).objects
+    assert (said["dataset"], said["files"]) == ("pets", 3)
+    assert str(said["state"]).startswith("stale: the current version is ")
+    dlcmd("delete-dataset", "pets", "--yes")
+    assert b"does not have" in dlcmd("load-meta", file).out
+    dlcmd("put", pets, "pets")
+    assert b"another dataset" in dlcmd("load-meta", file).out
+    assert b"not compared" in dlcmd("load-meta", "--url", "file:///nowhere", file).out
+    for broken in (b"", b"\x7fELF", file.read_bytes()[:-1]):
+        (tmp_path / "broken").write_bytes(broken)
+        assert "save-meta" in dlcmd("load-meta", tmp_path / "broken", code=15).err
+    dlcmd("load-meta", tmp_path / "gone", code=10)
+    dlcmd("save-meta", "pets", tmp_path / "gone/x", code=12)
+
+
+def test_A12_a_snapshot_file_is_replaced_whole_or_not_at_all(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pets.snapshot"
+    dlcmd("save-meta", "pets", file)
+    before = file.read_bytes()
+    (pets / "new").write_bytes(b"")
+    dlcmd("put", pets, "pets")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "No space left" in dlcmd("save-meta", "pets", file, code=16).err
+    assert file.read_bytes() == before
+    assert list(tmp_path.glob(".tmp-*")) == []
+    dlcmd("save-meta", "pets", file)
+    assert file.read_bytes() != before
+
+
+def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
+    listing = dlcmd("ls", "-l", "-R", "pets").out
+    for file in dlcmd.store.glob("meta.sqlite*"):
+        file.unlink()
+    assert dlcmd("ls", "-l", "-R", "pets").out == listing  # by the snapshot
+    assert "dlcmd recover" in dlcmd("verify", "pets", code=15).out.decode()
+    assert b"folded in 1 chunk with 7 entries: pets has 3 files" in dlcmd("recover", "pets").out
+    assert dlcmd("ls", "-l", "-R", "pets").out == listing
+    assert b"checked 1 chunk" in dlcmd("verify", "pets").out
+    dlcmd("recover", "--since", "1h", "pets")
+    dlcmd("recover", "--since", "2020-01-31T12:00", "pets")
+    assert "bad time" in dlcmd("recover", "--since", "yesterday", "pets", code=2).err
+    dlcmd("recover", "gone", code=10)
+    dlcmd("recover", "--url", "file:///nowhere", "pets", code=13)
+    assert not Path("/nowhere").exists()
+
+
+def test_recover_names_what_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> None:
+    (chunk,) = chunks(dlcmd)
+    chunk.write_bytes(chunk.read_bytes()[:100])
+    said = dlcmd("recover", "--json", "pets", code=15)
+    assert said.objects[-1]["sound"] is False
+    assert "truncated chunk" in json.dumps(said.objects[-1]["problems"])
+    assert "1 problem found" in said.err
+
+
+@pytest.mark.parametrize(
+    "name", ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661"]
+)
+def test_M9_bad_names_are_refused_before_anything_is_made(
+    dlcmd: Dlcmd, tmp_path: Path, name: str
+) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    verbs = [
+        ["delete-dataset", "--yes", "--", name],
+        ["verify", "--", name],
+        ["recover", "--", name],
+        ["save-meta", "--", name, str(tmp_path / "file")],
+        ["mount", "--", name, str(tmp_path)],
+    ]
+    if name != "a/b":  # there it is a path
+        verbs += [["put", "--", str(source), name], ["ls", "--", name], ["cat", "--", name]]
+    for words in verbs:
+        said = dlcmd(*words, code=2)
+        assert "bad dataset name" in said.err, words
+        assert len(said.err.splitlines()) == 1
+    assert not dlcmd.store.exists()
+    assert not (tmp_path / "file").exists()

@@ -1,0 +1,198 @@
+"""`dlcmd get` and `cat`: what is written where, and what is left alone."""
+
+import io
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.trees import facts, odd_tree, write
+
+from .conftest import Dlcmd
+
+
+@pytest.fixture
+def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
+    """A dataset of this name, and the folder that it was made of."""
+    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22", "sub/in/c": b"333"})
+    (source / "link").symlink_to("../outside")
+    dlcmd("put", source, "pets")
+    return source
+
+
+def test_a_folder_comes_back_and_again_nothing_is_written(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new/out"
+    assert dlcmd("get", "pets", out).out == b"got 3 files (6 B); 0 unchanged\n"
+    assert facts(out) == facts(pets)
+    written = {path: path.lstat().st_ino for path in out.rglob("*")}
+    assert dlcmd("get", "pets", out).out == b"got 0 files (0 B); 4 unchanged\n"
+    assert {path: path.lstat().st_ino for path in out.rglob("*")} == written
+    dlcmd("get", "pets/sub", tmp_path / "part")
+    assert facts(tmp_path / "part") == facts(pets / "sub")
+
+
+def test_a_file_or_link_comes_back_under_a_name(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    dlcmd("get", "pets/sub/b", tmp_path / "file")
+    dlcmd("get", "pets/sub/b", f"{tmp_path}/new/")
+    dlcmd("get", "pets/link", tmp_path / "new")
+    assert (tmp_path / "file").read_bytes() == b"22"
+    assert (tmp_path / "file").stat().st_mtime_ns == (pets / "sub/b").stat().st_mtime_ns
+    assert sorted(os.listdir(tmp_path / "new")) == ["b", "link"]
+    assert os.readlink(tmp_path / "new/link") == "../outside"
+    assert "make it first" in dlcmd("get", "pets/a", tmp_path / "gone/x", code=10).err
+
+
+def test_M4_what_is_there_and_different_needs_force(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
+    (out / "a").chmod(0o400)
+    os.mkfifo(out / "link")  # opening it would wait for ever
+    said = dlcmd("get", "pets", out, code=3)
+    assert "dlcmd: a: something different is there; --force replaces it" in said.err
+    assert "dlcmd: link: something different is there" in said.err
+    assert "dlcmd: sub/b: something different is there" in said.err  # of another time
+    assert (out / "a").read_bytes() == b"mine"
+    assert (out / "sub/in/c").read_bytes() == b"333"
+    dlcmd("get", "--force", "pets", out)
+    assert facts(out, times=False) == facts(pets, times=False)
+
+
+def test_M4_folders_and_files_do_not_replace_each_other_unasked(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    out = write(tmp_path / "out", {"a/keep": b"", "sub": b"a file"})
+    said = dlcmd("get", "pets", out, code=3)
+    assert "dlcmd: a: a folder is there" in said.err
+    assert "dlcmd: sub: a file is there; --force replaces it" in said.err
+    assert "dlcmd: sub/b: a link or file stands where its folder should" in said.err
+    said = dlcmd("get", "--force", "pets", out, code=3)
+    assert said.err.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
+    assert (out / "a/keep").exists()
+    assert (out / "sub/in/c").read_bytes() == b"333"
+
+
+def test_M3_a_link_at_the_destination_is_never_followed(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    outside = write(tmp_path / "outside", {"b": b"theirs"})
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sub").symlink_to(outside)
+    (out / "a").symlink_to(outside / "a")
+    said = dlcmd("get", "pets", out, code=3)
+    assert "sub/b: a link or file stands where its folder should" in said.err
+    assert facts(outside, times=False) == facts(
+        write(tmp_path / "same", {"b": b"theirs"}), times=False
+    )
+    dlcmd("get", "--force", "pets", out)
+    assert facts(out, times=False) == facts(pets, times=False)
+    assert sorted(os.listdir(outside)) == ["b"]
+
+
+def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1", "closed/b": b"2", "closed/in/c": b"3"})
+    (source / "a").chmod(0o4777)
+    (source / "closed/in").chmod(0o500)
+    (source / "closed").chmod(0o2555)
+    dlcmd("put", source, "pets")
+    for _ in range(2):  # again, into folders that nobody may write to
+        dlcmd("get", "pets", tmp_path / "out")
+        modes = {
+            name: stat.S_IMODE((tmp_path / "out" / name).stat().st_mode)
+            for name in ("a", "closed", "closed/in")
+        }
+        assert modes == {"a": 0o777, "closed": 0o555, "closed/in": 0o500}
+        assert facts(tmp_path / "out") == facts(source)
+    for folder in (source / "closed", source / "closed/in", tmp_path / "out/closed"):
+        folder.chmod(0o755)
+
+
+def test_a_destination_that_is_in_use_keeps_its_own_mode(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    """`get pets /tmp` must not make /tmp a folder like the dataset's."""
+    out = write(tmp_path / "out", {"other": b""})
+    out.chmod(0o1777)
+    dlcmd("get", "pets", out)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o1777
+    assert "lies in the repository" in dlcmd("get", "pets", dlcmd.store / "x", code=2).err
+
+
+def test_H9_a_path_of_4000_bytes_goes_there_and_back(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    folder = os.open(source, os.O_DIRECTORY)
+    names = [f"{i:0199d}" for i in range(24)]
+    for name in names:  # no system call takes the whole path
+        os.mkdir(name, dir_fd=folder)
+        deeper = os.open(name, os.O_DIRECTORY, dir_fd=folder)
+        os.close(folder)
+        folder = deeper
+    with open(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
+        file.write(b"deep")
+    os.close(folder)
+    dlcmd("put", source, "deep")
+    path = "/".join([*names, "file"])
+    assert len(path) > 4000
+    assert dlcmd("cat", f"deep/{path}").out == b"deep"
+    dlcmd("get", "deep", tmp_path / "out")
+    found = [(names, files) for _, names, files, _ in os.fwalk(tmp_path / "out")]
+    assert found == [*(([name], []) for name in names), ([], ["file"])]
+    dlcmd("put", tmp_path / "out", "again")
+    assert dlcmd("cat", f"again/{path}").out == b"deep"
+
+
+def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = odd_tree(tmp_path / "src")
+    dlcmd("put", source, "odd")
+    dlcmd("get", "odd", "--tar", tmp_path / "odd.tar")
+    said = dlcmd("get", "odd", "--tar", "-")
+    assert said.out == (tmp_path / "odd.tar").read_bytes()
+    dlcmd("put", "--tar", tmp_path / "odd.tar", "again")
+    dlcmd("get", "again", tmp_path / "out")
+    assert facts(tmp_path / "out") == facts(source)
+    assert "--force" in dlcmd("get", "odd", "--tar", tmp_path / "odd.tar", code=12).err
+    dlcmd("get", "odd", "--force", "--tar", tmp_path / "odd.tar")
+    one = dlcmd("get", "odd/sub/deeper/file", "--tar", "-").out
+    with tarfile.open(fileobj=io.BytesIO(one)) as tar:
+        assert tar.getnames() == ["file"]
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_get_takes_one_destination(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    dlcmd("get", "pets", code=2)
+    dlcmd("get", "pets", tmp_path / "x", "--tar", "-", code=2)
+    dlcmd("get", "pets/gone", tmp_path / "x", code=10)
+    dlcmd("get", "gone", tmp_path / "x", code=10)
+    assert "not a folder" in dlcmd("get", "pets", pets / "a", code=2).err
+
+
+def test_damage_is_named_and_the_rest_comes_back(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"aaaa", "b": b"bbbb", "c": b"cccc"})
+    dlcmd("put", "--compress", "none", source, "pets")
+    (chunk,) = (path for path in dlcmd.store.glob("datasets/*/chunks/*/*"))
+    chunk.write_bytes(chunk.read_bytes().replace(b"bbbb", b"bxbb"))
+    said = dlcmd("get", "pets", tmp_path / "out", code=3)
+    assert "dlcmd: b: pets/b is damaged in chunk" in said.err
+    assert sorted(os.listdir(tmp_path / "out")) == ["a", "c"]
+    assert "is damaged" in dlcmd("get", "pets", "--tar", tmp_path / "x.tar", code=3).err
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        assert [name for name in tar.getnames() if name != "."] == ["a", "c"]
+    assert "is damaged" in dlcmd("cat", "pets/b", code=15).err
+    assert "problem: " in dlcmd("verify", "pets", code=15).out.decode()
+    assert dlcmd("verify", "--headers-only", "pets").err == ""
+    for left in tmp_path.rglob(".dlcmd-*"):
+        pytest.fail(f"left behind: {left}")
+
+
+def test_cat_writes_files_and_nothing_else(dlcmd: Dlcmd, pets: Path) -> None:
+    assert dlcmd("cat", "pets/a", "pets/sub/in/c", "pets/a").out == b"13331"
+    assert "is a folder" in dlcmd("cat", "pets/sub", code=2).err
+    assert "is a folder" in dlcmd("cat", "pets", code=2).err
+    assert "is a link to '../outside'" in dlcmd("cat", "pets/link", code=2).err
+    assert "no 'gone'" in dlcmd("cat", "pets/gone", code=10).err

@@ -1,0 +1,148 @@
+"""The program as a whole: options, help, errors, start-up."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import diesel_fs
+from diesel_fs.errors import BusyError
+from dlcmd import main
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+
+def commands() -> dict[str, click.Command]:
+    context = click.Context(main.program)
+    found = {name: main.program.get_command(context, name) for name in main.VERBS}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+def test_global_options_stand_before_or_after_the_verb(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    other = (tmp_path / "other").as_uri()
+    source = write(tmp_path / "src", {"a": b""})
+    dlcmd("--url", other, "put", source, "pets")
+    assert (
+        dlcmd("ls", "--url", other, "--json").objects
+        == dlcmd("--json", "--url", other, "ls").objects
+    )
+    dlcmd("--url", "file:///nowhere", "ls", "--url", other)
+    assert dlcmd("-q", "put", source, "cars").out == dlcmd("put", "-q", source, "cars").out == b""
+    version = f"dlcmd, version {diesel_fs.__version__}\n".encode()
+    assert dlcmd("--version").out == dlcmd("ls", "--version").out == version
+
+
+def test_the_configuration_counts_least(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config/diesel/config.toml"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    file.write_text('url = "file:///nowhere"\n')
+    dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
+    assert dlcmd("ls").out == b"pets\n"
+    monkeypatch.delenv("DIESEL_URL")
+    assert "file:///nowhere" in dlcmd("ls", code=13).err
+    file.write_text('color = "red"\n')
+    assert "unknown key 'color'" in dlcmd("ls", code=2).err
+
+
+def test_where_there_is_no_repository_it_says_what_to_do(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    for words in (["ls"], ["cat", "a/b"], ["verify", "a"], ["get", "a", "x"], ["rm", "a/b"]):
+        said = dlcmd(*words, code=13)
+        assert "there is no repository at file://" in said.err
+        assert "`dlcmd put` makes one" in said.err
+    dlcmd.store.mkdir()
+    assert "should be mounted there" in dlcmd("ls", code=13).err
+    (dlcmd.store / "file").touch()
+    dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets", code=12)
+
+
+def test_errors_are_one_line_and_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
+    line, described = dlcmd("--json", "ls", "gone", code=10).err.splitlines()
+    assert line.startswith("dlcmd: no dataset 'gone' in file://")
+    assert json.loads(described)["error"] == "NoSuchDataset"
+    assert json.loads(described)["exit_code"] == 10
+    assert len(dlcmd("frobnicate", code=2).err.splitlines()) == 1
+    assert "dlcmd --help" in dlcmd("frobnicate", code=2).err
+    assert "dlcmd ls --help" in dlcmd("ls", "--bad", code=2).err
+    _, described = dlcmd("ls", "--json", "--bad", code=2).err.splitlines()
+    assert json.loads(described)["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyError("x"), 1, "unexpected KeyError: 'x'; this is a bug; -v shows where"),
+        (MemoryError(), 1, "unexpected MemoryError"),
+        (BusyError("held", advice="wait"), 11, "held; wait"),
+        (OSError(28, "No space left on device", "/x"), 16, "/x: No space left on device"),
+        (PermissionError(13, "Permission denied", b"/\xff"), 12, "Permission denied"),
+        (KeyboardInterrupt(), 130, "interrupted; run it again to finish"),
+    ],
+)
+def test_a_traceback_is_a_bug(
+    dlcmd: Dlcmd,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dlcmd.addresses.Repository.open", fail)
+    said = dlcmd("ls", code=code)
+    assert said.err.startswith(f"dlcmd: {words}") or words in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_verbose_shows_where(dlcmd: Dlcmd) -> None:
+    assert "Traceback" in dlcmd.program("-v", "ls", code=13).err
+    assert "Traceback" in dlcmd.program("ls", "-v", code=13).err
+
+
+@pytest.mark.parametrize("name", main.VERBS)
+def test_help_teaches(dlcmd: Dlcmd, name: str) -> None:
+    said = dlcmd(name, "--help").out.decode()
+    assert f"dlcmd {name} " in said.partition("Example")[2]
+    for option in ("--url", "--user", "--key-file", "--json", "-q", "-v", "--version"):
+        assert option in said
+    assert name in dlcmd("--help").out.decode()
+
+
+def test_the_table_of_verbs_holds() -> None:
+    """Each verb is where the table says, and is called so; every parameter is explained."""
+    found = commands()
+    assert list(found) == list(main.VERBS)
+    assert {name: command.name for name, command in found.items()} == {n: n for n in found}
+    for name, command in found.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and parameter.name != "compress":
+                assert parameter.help or name == "mount", (name, parameter.name)
+
+
+def test_start_up_imports_little() -> None:
+    """`dlcmd --version` and `mount` are not to wait for what they do not need."""
+    code = """if True:
+        import sys
+        import dlcmd.main, dlcmd.mounting
+        slow = {"numpy", "rich", "trio", "pyfuse3", "sqlite3", "multiprocessing", "asyncio"}
+        found = slow & set(sys.modules)
+        sys.exit(str(found) if found else 0)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_runs_where_stdout_is_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"1"})
+    for closed in (">&-", ">&- 2>&-"):
+        command = f'exec "$0" -m dlcmd -q put "$1" pets {closed}'
+        done = subprocess.run(["sh", "-c", command, sys.executable, source], check=False)
+        assert done.returncode == 0
+    assert dlcmd("ls", "pets").out == b"a\n"
