@@ -143,30 +143,33 @@ class Header:
 
     def rows(self) -> tuple[Rows, list[Stamp]]:
         """What a metadata store commits: the last entry of each allowed path, and their stamps."""
-        places: Sequence[int] = range(len(self))
-        if self.faults or self._has_repeats():
-            last = {
-                (folder, name, self.parts.get(place)): place
-                for place, (folder, name) in enumerate(
-                    zip(self.folder.tolist(), self.names, strict=True)
-                )
-                if place not in self.faults
-            }
-            places = sorted(last.values())
+        if not self.faults and not self._has_repeats():  # nearly always: all as they stand
+            return self._rows_of(range(len(self)), self.folder, self.names, self.records)
+        last = {
+            (folder, name, self.parts.get(place)): place
+            for place, (folder, name) in enumerate(
+                zip(self.folder.tolist(), self.names, strict=True)
+            )
+            if place not in self.faults
+        }
+        places = sorted(last.values())
+        names = [self.names[place] for place in places]
+        return self._rows_of(places, self.folder[places], names, self.records[places])
+
+    def _rows_of(
+        self,
+        places: Sequence[int],
+        folder: npt.NDArray[np.uint32],
+        names: Sequence[bytes],
+        records: npt.NDArray[np.void],
+    ) -> tuple[Rows, list[Stamp]]:
         tails = dict(self.links)
         for place, part in self.parts.items():
             tails[place] = self._extent(place, part)
-        rows = Rows(
-            folders=self.folders,
-            folder=self.folder[places],
-            names=[self.names[place] for place in places],
-            records=self.records[places],
-            chunk=np.zeros(len(places), np.uint32),
-            chunks=[self.preamble.id],
-            tails={i: tails[place] for i, place in enumerate(places) if place in tails}
-            if tails
-            else {},
-        )
+        if tails:
+            tails = {i: tails[place] for i, place in enumerate(places) if place in tails}
+        chunk = np.zeros(len(places), np.uint32)
+        rows = Rows(self.folders, folder, names, records, chunk, [self.preamble.id], tails)
         return rows, self._stamps_of(places)
 
     def _has_repeats(self) -> bool:

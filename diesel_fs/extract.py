@@ -56,7 +56,8 @@ Failures = list[tuple[bytes, str]]
 class GetReport:
     """What a get has done so far; `failed` names what was left out, with the reason.
 
-    `files` and `content_bytes` count regular files that were written, `unchanged` entries that were there.
+    `files` and `content_bytes` count regular files that were written, `unchanged` counts entries
+    that were there.
     """
 
     total: int = 0

@@ -70,7 +70,11 @@ class ContentReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def cached(self, index: int, offset: int, size: int) -> memoryview | None:
-        """As `read`, where that needs nothing but memory; else None. Never blocks."""
+        """As `read`, where that needs nothing but memory; else None. Never blocks.
+
+        A small entry whose chunk is here is checked on the spot: that takes less time than handing
+        the read to a thread.
+        """
         end = min(offset + size, self.snapshot.stat(index).size)
         for extent in self.snapshot.extents(index):
             if extent.start <= offset and end <= extent.start + extent.size:

@@ -60,7 +60,7 @@ class Packer:
         self._objects = objects
         self._new_id = new_id
         self._stored = stored
-        spares = 2 if chunk_bytes <= _DOUBLE_BUFFER_BYTES_MAX else 1
+        spares = 4 if chunk_bytes <= _DOUBLE_BUFFER_BYTES_MAX else 1
         self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(spares)]
         self._builder = self._free.pop()
         self._thread = ThreadPoolExecutor(1, "store")

@@ -293,14 +293,20 @@ class _TarPut:
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = cast("BinaryIO", tar.extractfile(member))
-        if self._standing.unchanged(index, entry, link):
-            if not self._options.checksum or entry.kind != Kind.FILE:
-                self.report.unchanged += 1
-                return
-            content = _spooled(content, entry.size)
-            if _same_content(self._standing.view, index, content):
-                self.report.unchanged += 1
-                return
+        same = self._standing.unchanged(index, entry, link)
+        if same and self._options.checksum and entry.kind == Kind.FILE:
+            with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+                shutil.copyfileobj(content, spool, _READ_BYTES)
+                spool.seek(0)
+                if not _same_content(self._standing.view, index, cast("BinaryIO", spool)):
+                    self._pack(target, index, entry, cast("BinaryIO", spool), link)
+                    return
+        if same:
+            self.report.unchanged += 1
+        else:
+            self._pack(target, index, entry, content, link)
+
+    def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
         self.report.seen += 1
         self._standing.put_over(index, entry.kind)
         if self._packer is None:
@@ -380,15 +386,6 @@ def _mtime_ns(member: tarfile.TarInfo) -> int | None:
         return int(exact.to_integral_value(ROUND_FLOOR))
     except ArithmeticError:
         return None
-
-
-def _spooled(content: BinaryIO, size: int) -> BinaryIO:
-    spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (the caller reads it)
-    shutil.copyfileobj(content, spool, _READ_BYTES)
-    if spool.tell() != size:
-        raise Unsettled(f"it ends after {spool.tell()} bytes")
-    spool.seek(0)
-    return cast("BinaryIO", spool)
 
 
 def _same_content(view: Snapshot, index: int, content: BinaryIO) -> bool:

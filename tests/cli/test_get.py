@@ -4,6 +4,8 @@ import io
 import os
 import stat
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -94,7 +98,26 @@ def test_M3_a_link_at_the_destination_is_never_followed(
     assert sorted(os.listdir(outside)) == ["b"]
 
 
-def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, tmp_path: Path) -> None:
+@pytest.fixture
+def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of an ordinary user, who we are: modes mean nothing to root."""
+    if os.geteuid():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, NOBODY, NOBODY)
+        for kind in ("CACHE", "CONFIG"):
+            monkeypatch.setenv(f"XDG_{kind}_HOME", f"{name}/{kind}")
+        monkeypatch.setenv("DIESEL_URL", f"file://{name}/store")
+        os.seteuid(NOBODY)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(0)
+
+
+def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: Path) -> None:
+    tmp_path = ordinary
     source = write(tmp_path / "src", {"a": b"1", "closed/b": b"2", "closed/in/c": b"3"})
     (source / "a").chmod(0o4777)
     (source / "closed/in").chmod(0o500)
@@ -108,8 +131,31 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, tmp_path: P
         }
         assert modes == {"a": 0o777, "closed": 0o555, "closed/in": 0o500}
         assert facts(tmp_path / "out") == facts(source)
+    (tmp_path / "out/closed").chmod(0o755)
+    (tmp_path / "out/closed/b").unlink()
+    (tmp_path / "out/closed").chmod(0o000)
+    assert dlcmd("get", "pets", tmp_path / "out").out.startswith(b"got 1 file")
+    assert facts(tmp_path / "out", times=False) == facts(source, times=False)
     for folder in (source / "closed", source / "closed/in", tmp_path / "out/closed"):
         folder.chmod(0o755)
+
+
+def test_a_folder_that_nobody_may_enter_is_closed_last(dlcmd: Dlcmd, ordinary: Path) -> None:
+    with tarfile.open(ordinary / "a.tar", "w") as tar:
+        for name in ("closed", *(f"closed/{i}" for i in range(100))):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode, info.mtime = tarfile.DIRTYPE, 0, 7
+            tar.addfile(info)
+    dlcmd("put", "--tar", ordinary / "a.tar", "pets")
+    dlcmd("get", "pets", ordinary / "out")
+    closed = ordinary / "out/closed"
+    assert (stat.S_IMODE(closed.stat().st_mode), closed.stat().st_mtime) == (0, 7)
+    closed.chmod(0o700)
+    found = [each.stat() for each in closed.iterdir()]
+    assert {(stat.S_IMODE(each.st_mode), each.st_mtime) for each in found} == {(0, 7)}
+    assert len(found) == 100
+    for each in closed.iterdir():
+        each.chmod(0o700)
 
 
 def test_a_destination_that_is_in_use_keeps_its_own_mode(

@@ -1,0 +1,299 @@
+"""Putting tars: every kind of entry, every kind of damage."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.entries import Kind
+from diesel_fs.errors import UsageError
+from diesel_fs.recovery import verify
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.writer import PutOptions, PutReport, put_tar, put_tree
+from tests.trees import odd_tree
+
+Entry = tuple[str, bytes | tarfile.TarInfo]
+
+
+def tar_of(*entries: Entry, format: int = tarfile.PAX_FORMAT) -> bytes:  # noqa: A002
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=format) as tar:
+        for name, what in entries:
+            info = what if isinstance(what, tarfile.TarInfo) else tarfile.TarInfo(name)
+            info.name = name
+            if isinstance(what, bytes):
+                info.size, info.mtime = len(what), 7
+            tar.addfile(info, io.BytesIO(what if isinstance(what, bytes) else b""))
+    return out.getvalue()
+
+
+def of_type(kind: bytes, target: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    info = tarfile.TarInfo()
+    info.type, info.linkname, info.mode = kind, target, mode
+    return info
+
+
+def put(repository: Repository, data: bytes, prefix: bytes = b"", **options: object) -> PutReport:
+    return put_tar(repository, "pets", io.BytesIO(data), prefix, PutOptions(**options))  # type: ignore[arg-type]
+
+
+def contents(repository: Repository) -> dict[bytes, bytes | str]:
+    """What the dataset holds: of a file its bytes, of a link its target, of a folder its mode."""
+    view = repository.view("pets")
+    reader = ContentReader(view, repository.objects, 1 << 20)
+    found = {view.path(i): _content(view, reader, i) for i in range(1, len(view))}
+    reader.close()
+    return found
+
+
+def _content(view: Snapshot, reader: ContentReader, index: int) -> bytes | str:
+    match view.stat(index).kind:
+        case Kind.FILE:
+            return bytes(reader.read(index))
+        case Kind.LINK:
+            return os.fsdecode(view.link(index))
+    return oct(view.stat(index).mode)
+
+
+def reasons(report: PutReport) -> dict[bytes, str]:
+    return dict(report.failed)
+
+
+def test_what_gnu_tar_writes_is_what_was_there(repository: Repository, tmp_path: Path) -> None:
+    source = odd_tree(tmp_path / "src")
+    for form in ("gnu", "posix"):
+        command = ["tar", "c", f"--format={form}", "-C", str(source), "."]
+        archive = subprocess.run(command, check=True, capture_output=True).stdout
+        put(repository, archive)
+        put_tree(repository, "tree", source)
+        one, other = repository.view("pets"), repository.view("tree")
+        assert [one.path(i) for i in range(len(one))] == [other.path(i) for i in range(len(other))]
+        stats = [other.stat(i) for i in range(len(other))]
+        if form == "posix":  # gnu knows whole seconds only
+            assert [one.stat(i) for i in range(len(one))] == stats
+        assert contents(repository).keys() == {other.path(i) for i in range(1, len(other))}
+        assert contents(repository)[b"outside"] == "../../outside"
+        assert contents(repository)[b"zeros"] == bytes(100_000)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_tars(repository: Repository, compress: type[bytes]) -> None:
+    data = tar_of(("a", b"1" * 5000), ("b", b"2"))
+    assert put(repository, compress(data)).files == 2
+    assert contents(repository) == {b"a": b"1" * 5000, b"b": b"2"}
+
+
+def test_a_gzip_of_several_members_is_read_to_its_end(repository: Repository) -> None:
+    data = tar_of(("a", b"1" * 5000), ("b", b"2"))
+    assert put(repository, gzip.compress(data[:3000]) + gzip.compress(data[3000:])).files == 2
+
+
+def test_again_nothing_is_put(repository: Repository) -> None:
+    folder = of_type(tarfile.DIRTYPE, mode=0o700)
+    entries: Sequence[Entry] = [
+        ("d", folder), ("d/a", b"1"), ("l", of_type(tarfile.SYMTYPE, "d/a")),
+        ("h", of_type(tarfile.LNKTYPE, "d/a")), ("empty", b""),
+    ]  # fmt: skip
+    first = put(repository, tar_of(*entries), b"in")
+    assert (first.seen, first.entries, first.failed) == (5, 5, [])
+    second = put(repository, tar_of(*entries), b"in")
+    assert (second.seen, second.entries, second.unchanged) == (0, 0, 5)
+    assert second.version == first.version
+    changed = put(repository, tar_of(*entries[:1], ("d/a", b"2"), *entries[2:]), b"in")
+    assert changed.unchanged == 5  # size and time are the same
+    changed = put(repository, tar_of(("d/a", b"2"), *entries[2:]), b"in", checksum=True)
+    assert (changed.files, changed.unchanged) == (2, 2)  # and the hard link with it
+    assert contents(repository)[b"in/h"] == b"2"
+
+
+def test_the_last_of_one_name_wins(repository: Repository) -> None:
+    put(repository, tar_of(("a", b"1"), ("b", b"old")))
+    put(repository, tar_of(("a", b"22"), ("a", b"1"), ("b", b"x"), ("b", b"yy"), ("b", b"zzz")))
+    assert contents(repository) == {b"a": b"1", b"b": b"zzz"}
+
+
+def test_hard_links_are_files_with_the_same_bytes(repository: Repository) -> None:
+    report = put(
+        repository,
+        tar_of(
+            ("big", b"x" * 200_000),
+            ("one", of_type(tarfile.LNKTYPE, "./big")),
+            ("two", of_type(tarfile.LNKTYPE, "one")),
+            ("lost", of_type(tarfile.LNKTYPE, "nowhere")),
+            ("loop", of_type(tarfile.LNKTYPE, "loop")),
+            ("out", of_type(tarfile.LNKTYPE, "../../etc/passwd")),
+            ("file", of_type(tarfile.LNKTYPE, "big")),
+            ("file", b"a file after all"),
+        ),
+        b"in",
+        chunk_bytes=65536,
+    )
+    found = contents(repository)
+    assert found[b"in/one"] == found[b"in/two"] == found[b"in/big"] == b"x" * 200_000
+    assert found[b"in/file"] == b"a file after all"
+    assert sorted(reasons(report)) == [b"loop", b"lost", b"out"]
+    assert verify(repository, "pets").sound
+
+
+def test_M1_names_that_lead_out_are_refused(repository: Repository) -> None:
+    names = ["../x", "/etc/x", "a/../../x", "a/./b", "a//b", "..", ".diesel/x", "n" * 256]
+    report = put(repository, tar_of(*((name, b"evil") for name in names), ("./ok/\\", b"1")))
+    assert sorted(reasons(report)) == sorted(name.encode() for name in names)
+    assert all(reason.startswith("refused: ") for reason in reasons(report).values())
+    assert contents(repository) == {b"ok": "0o755", b"ok/\\": b"1"}
+
+
+def test_devices_and_unknown_kinds_are_named(repository: Repository) -> None:
+    kinds = [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"Z"]
+    entries = [(f"e{i}", of_type(kind)) for i, kind in enumerate(kinds)]
+    report = put(repository, tar_of(*entries, ("ok", b"")))
+    assert {path: reason.split(":")[0] for path, reason in report.failed} == dict.fromkeys(
+        [b"e0", b"e1", b"e2", b"e3"], "skipped"
+    )
+    assert contents(repository) == {b"ok": b""}
+
+
+def test_a_link_needs_a_target(repository: Repository) -> None:
+    bad = of_type(tarfile.SYMTYPE, "")
+    worse = of_type(tarfile.SYMTYPE, "")
+    worse.pax_headers = {"linkpath": "a\0b"}
+    assert len(put(repository, tar_of(("a", bad), ("b", worse))).failed) == 2
+
+
+def test_sparse_files_are_put_dense(repository: Repository, tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+    for form in ("gnu", "posix"):
+        command = ["tar", "cS", f"--format={form}", "-C", str(tmp_path), "sparse"]
+        archive = subprocess.run(command, check=True, capture_output=True).stdout
+        assert len(archive) < 100_000
+        put(repository, archive, form.encode())
+        assert contents(repository)[form.encode() + b"/sparse"] == bytes(1 << 20) + b"end"
+
+
+@pytest.mark.parametrize(
+    ("text", "mtime_ns"),
+    [
+        ("1.5", 1_500_000_000),
+        ("-1.000000001", -1_000_000_001),
+        ("1700000000.123456789", 1_700_000_000_123_456_789),
+        ("0.0000000019", 1),
+        ("-0.0000000019", -2),
+    ],
+)
+def test_times_are_exact(repository: Repository, text: str, mtime_ns: int) -> None:
+    info = of_type(tarfile.DIRTYPE)
+    info.pax_headers = {"mtime": text}
+    put(repository, tar_of(("a", info)))
+    view = repository.view("pets")
+    assert view.stat(view.lookup(b"a")).mtime_ns == mtime_ns
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e999999999", "9" * 30, "-1e400"])
+def test_times_that_are_none_are_refused(repository: Repository, text: str) -> None:
+    info = of_type(tarfile.DIRTYPE)
+    info.pax_headers = {"mtime": text}
+    report = put(repository, tar_of(("a", info), ("b", b"1")))
+    assert reasons(report) == {b"a": "refused: its time is none that can be stored"}
+    assert contents(repository) == {b"b": b"1"}
+
+
+def test_files_and_folders_do_not_hide_each_other(repository: Repository) -> None:
+    put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3")))
+    report = put(
+        repository,
+        tar_of(
+            ("d", b"a folder with entries"),
+            ("f/in", b"below a file"),
+            ("g", of_type(tarfile.DIRTYPE, mode=0o700)),
+            ("g/in", b"now it is a folder"),
+            ("new", b"first a file"),
+            ("new/in", b"then a folder"),
+        ),
+    )
+    assert sorted(reasons(report)) == [b"d", b"f/in", b"new"]
+    assert contents(repository) == {
+        b"d": "0o755",
+        b"d/in": b"2",
+        b"f": b"1",
+        b"g": "0o700",
+        b"g/in": b"now it is a folder",
+        b"new": "0o755",
+        b"new/in": b"then a folder",
+    }
+    assert verify(repository, "pets").problems == []
+
+
+def test_delete_and_filters(repository: Repository) -> None:
+    put(repository, tar_of(("a.jpg", b"1"), ("b.jpg", b"2"), ("t.txt", b"3"), ("x/c.jpg", b"4")))
+    report = put(
+        repository, tar_of(("a.jpg", b"1")), delete=True, include=("*.jpg",), exclude=("x",)
+    )
+    assert (report.deleted, report.unchanged) == (1, 1)
+    assert sorted(contents(repository)) == [b"a.jpg", b"t.txt", b"x", b"x/c.jpg"]
+    put(repository, tar_of(("x/d.jpg", b"5"), ("y/e.txt", b"6")), exclude=("x", "*.txt"))
+    assert sorted(contents(repository)) == [b"a.jpg", b"t.txt", b"x", b"x/c.jpg"]
+    assert put(repository, tar_of(("a.jpg", b"1")), delete=True, dry_run=True).deleted == 3
+    assert put(repository, tar_of(), delete=True).deleted == 0
+    assert put(repository, tar_of(), delete=True, allow_empty=True).deleted == 4
+    assert contents(repository) == {}
+
+
+WHOLE = tar_of(("a", b"1" * 600), ("b", b"2" * 600), ("c", b"3" * 600))
+
+
+@pytest.mark.parametrize("length", [513, 1024, 1536, 1537, 2048, 2560, 3000, 3072, 4608])
+def test_a_tar_that_breaks_off_gives_what_came_and_deletes_nothing(
+    repository: Repository, length: int
+) -> None:
+    """At any place: in a header, in a content, between entries, before the end mark."""
+    put(repository, tar_of(("old", b"1")))
+    report = put(repository, WHOLE[:length], delete=True)
+    (path, reason) = report.failed[-1]
+    assert path == b""
+    assert reason.startswith("the tar is damaged or cut off")
+    whole = [name for name, end in ((b"a", 1112), (b"b", 2648), (b"c", 4184)) if length >= end]
+    assert sorted(contents(repository)) == sorted([*whole, b"old"])
+    assert verify(repository, "pets").sound
+
+
+def test_damage_inside_is_not_the_end(repository: Repository) -> None:
+    damaged = bytearray(WHOLE)
+    damaged[1536 + 10] ^= 1  # in the second header's name
+    report = put(repository, bytes(damaged))
+    assert "bad checksum" in reasons(report)[b""]
+    packed = bytearray(gzip.compress(tar_of(("x", b"1"), ("y", os.urandom(100_000)))))
+    packed[-6] ^= 1  # in the checksum behind the data
+    report = put(repository, bytes(packed))
+    assert "CRC" in reasons(report)[b""]
+    assert b"x" in contents(repository)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"no tar" * 1000, b"\x1f\x8b", gzip.compress(b"x" * 999)]
+)
+def test_what_is_no_tar_is_refused(repository: Repository, data: bytes) -> None:
+    with pytest.raises(UsageError, match="the input is no tar"):
+        put(repository, data)
+
+
+def test_the_stream_stays_open_for_its_owner(repository: Repository) -> None:
+    stream = io.BytesIO(WHOLE)
+    put_tar(repository, "pets", stream)
+    assert not stream.closed
+    assert stream.read() == b""
+
+
+def test_an_empty_tar_makes_an_empty_dataset(repository: Repository) -> None:
+    assert put(repository, tar_of()).failed == []
+    assert contents(repository) == {}
