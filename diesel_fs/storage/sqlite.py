@@ -21,8 +21,8 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.chunk_id import LOWEST, chunk_id_text
-from diesel_fs.entries import ChunkId, Kind, Rows, Stamp, split
+from diesel_fs.chunk_id import LOWEST, chunk_id_text, stamp
+from diesel_fs.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
 from diesel_fs.errors import BusyError, ConflictError, NoSuchDataset, NotFoundError, UsageError
 from diesel_fs.storage.metadata import (
     HOLD_S_MAX,
@@ -42,6 +42,7 @@ from diesel_fs.storage.sqlite_rows import (
     COLUMNS,
     Folders,
     Gathered,
+    Row,
     all_chunks,
     everything,
     implied,
@@ -49,6 +50,7 @@ from diesel_fs.storage.sqlite_rows import (
     named_chunks,
     newer,
 )
+from diesel_fs.storage.sqlite_runs import find, runs_in
 from diesel_fs.storage.sqlite_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 
 _MARKER = "number, identity, name, version, files, bytes, chunks, digest, newest"
@@ -166,6 +168,7 @@ class SqliteMetadata(MetadataStore):
         for number in row.fetchall():
             db.execute(f"DELETE FROM entry WHERE folder IN {folders}", number)
             db.execute(f"DELETE FROM part WHERE folder IN {folders}", number)
+            db.execute(f"DELETE FROM run WHERE folder IN {folders}", number)
             db.execute(f"DELETE FROM span WHERE chunk IN {chunks}", number)
             db.execute(f"DELETE FROM hole WHERE chunk IN {chunks}", number)
             for table in ("folder", "chunk", "hold"):
@@ -268,7 +271,10 @@ class SqliteMetadata(MetadataStore):
             folders = Folders(db, self._find(db, identity).number)
             for path in dict.fromkeys(paths):
                 folder, name = split(path)
-                row = db.execute(select, (folders.number(folder), name)).fetchone()
+                number = folders.number(folder)
+                row = db.execute(select, (number, name)).fetchone()
+                if row is None:
+                    row = self._in_run(db, number, name)
                 if row is not None and (tombstones or kind_of(row[2]) != Kind.TOMBSTONE):
                     found.add(folder, [row[:4]])
                     stamps.append(Stamp(row[4]))
@@ -284,6 +290,18 @@ class SqliteMetadata(MetadataStore):
             stamps=stamps,
         )
 
+    def _in_run(
+        self, db: sqlite3.Connection, folder: int | None, name: bytes
+    ) -> tuple[bytes, int, bytes, None, Stamp] | None:
+        """`COLUMNS` and stamp of an entry that a run holds."""
+        found = find(db, folder, name)
+        if found is None:
+            return None
+        chunk, record = found
+        ((id_, _),) = named_chunks(db, [chunk]).infos
+        place = int(np.frombuffer(record, RECORD)["place"][0])
+        return name, chunk, record, None, stamp(id_, place)
+
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
         select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
         found = Gathered()
@@ -291,7 +309,10 @@ class SqliteMetadata(MetadataStore):
             folders = Folders(db, self._find(db, identity).number)
             number = folders.number(folder)
             if number is not None:
-                rows = {row[0]: row for row in db.execute(select, (number,))}
+                rows: dict[bytes, Row] = {row[0]: row for row in db.execute(select, (number,))}
+                for run in runs_in(db, number):
+                    for i, name in enumerate(run.names):
+                        rows[name] = (name, run.chunk, run.record(i), None)
                 for name, child in folders.below(number):
                     own = kind_of(rows[name][2]) if name in rows else None
                     if own != Kind.FOLDER and folders.has_entries(child):

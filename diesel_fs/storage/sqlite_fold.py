@@ -17,6 +17,7 @@ from diesel_fs.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
 from diesel_fs.errors import CorruptError
 from diesel_fs.storage.metadata import Batch
 from diesel_fs.storage.sqlite_rows import Folders
+from diesel_fs.storage.sqlite_runs import insert, make_way, segments
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 
@@ -77,25 +78,39 @@ class Fold:
         rows = self._batch.rows
         folders = Folders(self._db, self._dataset)
         folder_numbers = [folders.make(folder) for folder in rows.folders]
-        packed, size = rows.records.tobytes(), RECORD.itemsize
-        keys: list[_Key] = list(  # plain tuples, made in C: a put's speed is decided here
-            zip(
-                map(folder_numbers.__getitem__, rows.folder.tolist()),
-                rows.names,
-                self._batch.stamps,
-                [packed[at : at + size] for at in range(0, len(packed), size)],
-                strict=True,
-            )
-        )
         self._add_own_holes()
-        parts = set(np.flatnonzero(rows.records["extents"] > 1).tolist())
-        tailed = [self._row(keys[i], tail) for i, tail in rows.tails.items() if i not in parts]
-        if rows.tails:
-            self._add_whole([key for i, key in enumerate(keys) if i not in rows.tails], tailed)
-        else:
-            self._add_whole(keys, tailed)
-        for i in sorted(parts):
-            self._add_part(self._row(keys[i], rows.tails[i]))
+        single = self._insert_runs(folder_numbers)
+        names_in: dict[int, list[bytes]] = {}
+        plain: list[_Key] = []
+        tailed: list[_Row] = []
+        parts: list[_Row] = []
+        for i in single:
+            folder, name = folder_numbers[rows.folder[i]], rows.names[i]
+            names_in.setdefault(folder, []).append(name)
+            key = (folder, name, self._batch.stamps[i], rows.records[i].tobytes())
+            if rows.records["extents"][i] > 1:
+                parts.append(self._row(key, rows.tails[i]))
+            elif i in rows.tails:
+                tailed.append(self._row(key, rows.tails[i]))
+            else:
+                plain.append(key)
+        for folder, names in names_in.items():
+            make_way(self._db, folder, names)
+        self._add_whole(plain, tailed)
+        for part in parts:
+            self._add_part(part)
+
+    def _insert_runs(self, folders: list[int]) -> list[int]:
+        """Insert what can go in as runs: nearly all of a put. The other places come back."""
+        rows = self._batch.rows
+        single = np.ones(len(rows), bool)
+        for segment in segments(self._batch, folders):
+            if insert(self._db, self._chunk, self._batch, segment):
+                single[segment.start : segment.end] = False
+        sizes = rows.records["size"][~single]
+        self.files += len(sizes)
+        self.bytes += int(sizes.sum())
+        return np.flatnonzero(single).tolist()
 
     def _row(self, key: _Key, tail: bytes | None = None) -> "_Row":
         folder, name, stamp, record = key
@@ -160,7 +175,8 @@ class Fold:
             found = set(self._db.execute(mine, (self._chunk,)))
             rows = [*map(self._row, plain), *tailed]
             left = [row for row in rows if (row.folder, row.name, row.record) not in found]
-            records = [row[2] for row in found]
+            lost = {row.key for row in left}
+            records = [row.record for row in rows if row.key not in lost]
         inserted = np.frombuffer(b"".join(records), RECORD)
         sizes = inserted["size"][inserted["kind"] == Kind.FILE]
         self.files += len(sizes)
@@ -169,9 +185,12 @@ class Fold:
 
     def _beat_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
         """Parts of versions older than one just added will never be complete: they are holes."""
-        waiting = self._db.execute("SELECT DISTINCT folder, name FROM part").fetchall()
+        waiting: list[tuple[int, bytes]] = self._db.execute(
+            "SELECT DISTINCT folder, name FROM part"
+        ).fetchall()
         if waiting:
-            added = {(key[0], key[1]): key[2] for key in (*plain, *tailed)}
+            added = {(folder, name): stamp for folder, name, stamp, _ in plain}
+            added |= {(row.folder, row.name): row.stamp for row in tailed}
             for folder, name in added.keys() & set(waiting):
                 self._drop_parts((folder, name, added[folder, name]), "<")
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Rows, join
 from diesel_fs.errors import CorruptError
+from diesel_fs.storage.sqlite_runs import Run, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
@@ -122,8 +123,9 @@ class Folders:
             "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
             " SELECT folder.number FROM below JOIN folder"
             " ON folder.dataset = ? AND folder.parent = below.number)"
-            " SELECT 1 FROM below JOIN entry ON entry.folder = below.number"
-            f" WHERE NOT {_IS_DEAD} LIMIT 1",
+            " SELECT 1 FROM below WHERE"
+            " EXISTS (SELECT 1 FROM run WHERE run.folder = below.number) OR EXISTS"
+            f" (SELECT 1 FROM entry WHERE entry.folder = below.number AND NOT {_IS_DEAD}) LIMIT 1",
             (number, self._dataset),
         )
         return found.fetchone() is not None
@@ -196,6 +198,14 @@ class Gathered:
         if tails.count(None) < len(tails):
             self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
+    def add_run(self, folder: bytes, run: Run) -> None:
+        """Add the entries of a run in a folder."""
+        self._folder.append(self._folders.setdefault(folder, len(self._folders)))
+        self._counts.append(len(run.names))
+        self._names += run.names
+        self.chunks += [run.chunk] * len(run.names)
+        self._records.append(run.records)
+
     def rows(self, table: ChunkTable) -> Rows:
         """The columns. `table` must have all chunks that are named."""
         records = b"".join(self._records)
@@ -219,11 +229,13 @@ class Gathered:
 
 
 def everything(db: sqlite3.Connection, dataset: int) -> Gathered:
-    """All entries but tombstones, in order of folder and name."""
+    """All entries but tombstones, folder by folder."""
     found = Gathered()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_DEAD}"
     for path, number in Folders(db, dataset).all():
         found.add(path, db.execute(select, (number,)).fetchall())
+        for run in runs_in(db, number):
+            found.add_run(path, run)
     return found
 
 
@@ -245,6 +257,8 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> Gathered:
     found, folders = Gathered(), Folders(db, dataset)
     for folder, run in _runs(rows):
         found.add(folders.path(folder), run)
+    for folder, packed in runs_since(db, dataset, since):
+        found.add_run(folders.path(folder), packed)
     return found
 
 

@@ -11,6 +11,8 @@ chunk    what has been committed, and with which version.
 entry    the state: the winning version of each path, tombstones too. `folder` and `name` are its
          path (the root's own entry has the root as its folder and an empty name); `chunk` holds it,
          or its extent number 0; `tail` has all extents, in order.
+run      many entries of one folder and chunk in one row (`sqlite_runs.py`): `names` joined by NUL,
+         `records` one behind the other; a path is either here or in `entry`.
 span     for an entry of several extents: the chunks that hold one.
 part     extents of versions that are neither complete nor beaten by the entry that stands.
 hole     places whose entry has been replaced or deleted.
@@ -52,6 +54,12 @@ CREATE TABLE part (
     extent BLOB NOT NULL CHECK (length(extent) = 64),
     PRIMARY KEY (folder, name, stamp, number)
 ) WITHOUT ROWID;
+CREATE TABLE run (
+    number INTEGER PRIMARY KEY, folder INTEGER NOT NULL, first BLOB NOT NULL, last BLOB NOT NULL,
+    chunk INTEGER NOT NULL, names BLOB NOT NULL, records BLOB NOT NULL
+);
+CREATE UNIQUE INDEX run_by_folder ON run (folder, first, last);
+CREATE INDEX run_by_chunk ON run (chunk);
 CREATE TABLE hole (
     chunk INTEGER NOT NULL, place INTEGER NOT NULL, PRIMARY KEY (chunk, place)
 ) WITHOUT ROWID;

@@ -24,7 +24,7 @@ class PutOptions:
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     compress: str = "auto"
-    jobs: int = 0  # 0: one for each core
+    jobs: int = 0  # 0: as many as keep the cores busy
     delete: bool = False
     dry_run: bool = False
     checksum: bool = False
@@ -42,8 +42,8 @@ class PutOptions:
 
     @property
     def processes(self) -> int:
-        """How many processes pack."""
-        return self.jobs or min(len(os.sched_getaffinity(0)), JOBS_MAX)
+        """How many processes pack: one more than cores, since each waits for the disk at times."""
+        return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from diesel_fs.chunk_id import IdFields, chunk_id_text
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import Findings, recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.storage.sqlite_runs import make_way
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import facts, write
@@ -156,6 +157,8 @@ def test_A5_an_orphan(filled: Repository, tmp_path: Path) -> None:
 def test_metadata_that_differs_from_its_chunks(filled: Repository, tmp_path: Path) -> None:
     filled.close()
     with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
+        (root,) = db.execute("SELECT number FROM folder WHERE parent = 0").fetchone()
+        make_way(db, root, [b"f07", b"f09"])  # single rows are what can be tampered with
         db.execute("DELETE FROM entry WHERE name = ?", (b"f07",))
         (record,) = db.execute("SELECT record FROM entry WHERE name = ?", (b"f09",)).fetchone()
         db.execute("UPDATE entry SET record = ? WHERE name = ?", (b"\1" + record[1:], b"f09"))

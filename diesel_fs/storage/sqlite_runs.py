@@ -1,0 +1,191 @@
+"""Runs: the plain files that one chunk has in one folder, as one row instead of hundreds.
+
+A put of 200,000 files is 200,000 entries, but some 1,000 runs: inserting and reading them costs a
+tenth. Owned here: the table `run` and its invariant, which keeps every question about a path
+simple:
+
+    In each folder, no run's range of names (first to last, both included) overlaps another run's,
+    and no row of `entry` or `part` has a name within one.
+
+So a path is in one place. Whoever wants to put a row where a run reaches calls `make_way` first: it
+turns the run into rows of `entry`. A run holds regular files of one extent, with their own stamps
+(the run's chunk, and the record's place), which therefore need no column. Everything happens inside
+the caller's transaction, in one thread.
+"""
+
+import operator
+import sqlite3
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.chunk_id import stamp
+from diesel_fs.entries import RECORD, ChunkId, Kind
+from diesel_fs.errors import CorruptError
+from diesel_fs.storage.metadata import Batch
+
+ENTRIES_MIN = 8
+"""Fewer entries of a folder are inserted one by one: looking for runs in the way costs as much."""
+
+_RECORD_BYTES = RECORD.itemsize
+_STAMP_BYTES = 20
+
+
+class Run(NamedTuple):
+    """One row of `run`, decoded: names ascending, packed records in their order."""
+
+    chunk: int
+    names: list[bytes]
+    records: bytes
+
+    def record(self, i: int) -> bytes:
+        """The packed record of the i-th name."""
+        return self.records[i * _RECORD_BYTES : (i + 1) * _RECORD_BYTES]
+
+
+class Segment(NamedTuple):
+    """Entries of a batch that may become a run: `start` to `end` of its rows, in one folder."""
+
+    folder: int
+    start: int
+    end: int
+
+
+def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
+    """The parts of a batch that runs can hold; `folders` are the numbers of its folders."""
+    rows = batch.rows
+    if batch.moved or len(rows) < ENTRIES_MIN:
+        return
+    records = rows.records
+    fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1) & _own_stamps(batch)
+    # A segment ends where the folder changes and beside each entry that does not fit
+    change = np.flatnonzero((rows.folder[1:] != rows.folder[:-1]) | ~fit[1:] | ~fit[:-1])
+    bounds = [0, *(change + 1).tolist(), len(rows)]
+    for start, end in pairwise(bounds):
+        names = rows.names[start:end]
+        long_enough = fit[start] and end - start >= ENTRIES_MIN
+        if long_enough and all(map(operator.lt, names, names[1:])):
+            yield Segment(folders[rows.folder[start]], start, end)
+
+
+def _own_stamps(batch: Batch) -> npt.NDArray[np.bool_]:
+    stamps = np.frombuffer(b"".join(batch.stamps), np.uint8).reshape(-1, _STAMP_BYTES)
+    own = np.frombuffer(batch.chunk.id, np.uint8)
+    places = stamps[:, 16:].copy().view(">u4")[:, 0]
+    same: npt.NDArray[np.bool_] = (stamps[:, :16] == own).all(axis=1)
+    same &= places == batch.rows.records["place"]
+    return same
+
+
+def insert(db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment) -> bool:
+    """Insert a segment as runs; False, and nothing done, where something is in its way."""
+    names = batch.rows.names[segment.start : segment.end]
+    reach = (segment.folder, names[0], names[-1])
+    for table in ("entry", "part"):
+        there = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
+        if db.execute(there, reach).fetchone():
+            return False
+    cuts = [0]
+    for first, last in _ranges(db, *reach):
+        before, behind = bisect_left(names, first), bisect_right(names, last)
+        if before != behind:
+            return False
+        cuts.append(before)  # the other run lies between two of our names
+    cuts.append(len(names))
+    for start, end in pairwise(cuts):
+        if start < end:
+            at = segment.start + start
+            records = batch.rows.records[at : at + end - start].tobytes()
+            piece = names[start:end]
+            db.execute(
+                "INSERT INTO run (folder, first, last, chunk, names, records)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (segment.folder, piece[0], piece[-1], chunk, b"\0".join(piece), records),
+            )
+    return True
+
+
+def make_way(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
+    """Turn the runs that reach over any of `names` into rows of `entry`."""
+    wanted = sorted(names)
+    if not wanted:
+        return
+    for first, last in _ranges(db, folder, wanted[0], wanted[-1]):
+        if bisect_left(wanted, first) != bisect_right(wanted, last):
+            _unfold(db, folder, first)
+
+
+def _ranges(
+    db: sqlite3.Connection, folder: int, first: bytes, last: bytes
+) -> list[tuple[bytes, bytes]]:
+    """First and last names of the runs that overlap a range, ascending."""
+    found = db.execute(
+        "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
+        " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",
+        (folder, first, last),
+    )
+    return [each for each in found if each[1] >= first]
+
+
+def _unfold(db: sqlite3.Connection, folder: int, first: bytes) -> None:
+    run = _decoded(
+        db.execute(
+            "DELETE FROM run WHERE folder = ? AND first = ? RETURNING chunk, names, records",
+            (folder, first),
+        ).fetchone()
+    )
+    (chunk_id,) = db.execute("SELECT id FROM chunk WHERE number = ?", (run.chunk,)).fetchone()
+    places = np.frombuffer(run.records, RECORD)["place"].tolist()
+    db.executemany(
+        "INSERT INTO entry (folder, name, stamp, chunk, record) VALUES (?, ?, ?, ?, ?)",
+        [
+            (folder, name, stamp(ChunkId(chunk_id), place), run.chunk, run.record(i))
+            for i, (name, place) in enumerate(zip(run.names, places, strict=True))
+        ],
+    )
+
+
+def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
+    """The chunk's number and the record of a path in a run; None where no run has it."""
+    row = db.execute(
+        "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
+        " ORDER BY first DESC LIMIT 1",
+        (folder, name),
+    ).fetchone()
+    if row is None or row[3] < name:
+        return None
+    run = _decoded(row[:3])
+    at = bisect_left(run.names, name)
+    return (run.chunk, run.record(at)) if run.names[at] == name else None
+
+
+def runs_in(db: sqlite3.Connection, folder: int) -> list[Run]:
+    """The runs of a folder, in order of their names."""
+    select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
+    return [_decoded(row) for row in db.execute(select, (folder,))]
+
+
+def runs_since(db: sqlite3.Connection, dataset: int, version: int) -> Iterator[tuple[int, Run]]:
+    """The runs of chunks that were committed after a version, with their folders."""
+    select = (
+        "SELECT run.folder, run.chunk, run.names, run.records"
+        " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"
+        " WHERE chunk.dataset = ? AND chunk.version > ?"
+    )
+    for folder, *row in db.execute(select, (dataset, version)):
+        yield folder, _decoded(row)
+
+
+def _decoded(row: Sequence[object]) -> Run:
+    chunk, names, records = row
+    assert isinstance(chunk, int)
+    assert isinstance(names, bytes)
+    assert isinstance(records, bytes)
+    run = Run(chunk, names.split(b"\0"), records)
+    if len(run.names) * _RECORD_BYTES != len(records):
+        raise CorruptError("a run's names and records differ", advice="run `dlcmd recover`")
+    return run
