@@ -1,17 +1,13 @@
 """The laws of every metadata store (docstrings of `MetadataStore`). A new one is one more param."""
 
-import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
 from diesel_fs.entries import EXTENT, RECORD, Kind
@@ -29,12 +25,10 @@ from diesel_fs.storage.sqlite import SqliteMetadata
 from tests.storage.batches import (
     Chunk,
     Entry,
-    alive,
     big,
     check,
     chunk_id,
     files,
-    fold,
     moved,
     seen,
     tombstones,
@@ -522,81 +516,6 @@ def test_a_hold_ends_by_itself_even_if_the_clock_goes_back(
     with pytest.raises(UsageError):
         meta.hold(IDENTITY, 3600)
     hasty.close()
-
-
-# Everything at once, against the oracle
-
-PATHS = [b"f", b"a/f", b"a/b/f", b"a/b"]
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks of small files, tombstones, links, large files, and what purge made of them."""
-    chunks = []
-    for number in range(1, draw(st.integers(2, 6)) + 1):
-        entries = []
-        for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=4)):
-            kind = draw(st.sampled_from([Kind.FILE, Kind.FILE, Kind.TOMBSTONE, Kind.LINK]))
-            entries.append(Entry(path, draw(st.integers(0, 9)), kind, target=b"t"))
-        chunks.append(Chunk(number * 10, tuple(entries)))
-    for start in draw(st.lists(st.integers(1, 5), unique=True, max_size=3)):
-        chunks += big(start * 10 + 1, draw(st.sampled_from(PATHS)), draw(st.integers(2, 3)))
-    for number in range(draw(st.integers(0, 3))):
-        source = draw(st.sampled_from(chunks))
-        place = draw(st.integers(0, len(source.entries) - 1))
-        chunks.append(moved(100 + number, (source, place), known=draw(st.booleans())))
-    return chunks
-
-
-@settings(max_examples=60)
-@given(history=histories(), seed=st.integers(0, 2**32))
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("entries_min", [1, 2, 10**9])
-def test_L2_any_order_and_any_repetition_give_the_same_state(
-    kind: str, entries_min: int, history: list[Chunk], seed: int
-) -> None:
-    with mock.patch("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", entries_min):
-        check_history(kind, history, seed)
-
-
-def check_history(kind: str, history: list[Chunk], seed: int) -> None:
-    """Commit in an order of chance, and compare with the oracle half-way and at the end."""
-    dice = random.Random(seed)
-    free = [chunk for chunk in history if not chunk.moved] * 2
-    dice.shuffle(free)
-    del free[: dice.randrange(3)]  # some may never come, most come twice
-    stamps = {
-        (chunk.stamp(place), entry.number)
-        for chunk in free
-        for place, entry in enumerate(chunk.entries)
-        if entry
-    }
-    # What purge is known to have written comes after what it was made from.
-    copies = [
-        chunk
-        for chunk in history
-        if chunk.moved
-        and all(e and (chunk.stamp(i), e.number) in stamps for i, e in enumerate(chunk.entries))
-    ]
-    order = [*free, *copies, *dice.sample(free, min(2, len(free)))]
-    with TemporaryDirectory() as folder:
-        meta = STORES[kind](Path(folder), Clock())()
-        meta.create(NAME, IDENTITY)
-        middle = dice.randrange(len(order))
-        commit(meta, *order[: middle + 1])
-        check(meta, NAME, order[: middle + 1])
-        base = meta.changes(IDENTITY, 0)
-        if order[middle + 1 :]:
-            commit(meta, *order[middle + 1 :])
-        check(meta, NAME, order)
-        since = meta.changes(IDENTITY, base.marker.version)
-        merged = seen(base.rows) | seen(since.rows)
-        assert alive(merged) == alive(fold(order).entries)
-        unchanged = set(fold(order[: middle + 1]).entries.items()) & set(
-            fold(order).entries.items()
-        )
-        assert not {path for path, _ in unchanged} & set(seen(since.rows))
-        meta.close()
 
 
 def test_records_have_the_size_that_stores_rely_on() -> None:
