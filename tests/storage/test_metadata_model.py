@@ -14,8 +14,10 @@ from tests.storage.batches import (
     Chunk,
     Entry,
     alive,
+    big,
     check,
     fold,
+    moved,
     seen,
 )
 from tests.storage.test_metadata_contract import IDENTITY, NAME, STORES, Clock, commit
