@@ -42,7 +42,7 @@ class ChunkBuilder:
         self.identity = identity
         self.body_bytes_max = body_bytes_max
         self._tries_all = compress == "lz4"
-        self._tries_none = compress == "none"
+        self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
         self.clear()
@@ -87,8 +87,11 @@ class ChunkBuilder:
         content = self._view[start : start + length]
         checksum = xxh3_64_intdigest(content)
         stored, codec = length, _RAW
-        if length and self._is_promising(content):
-            packed = pack_body(content)
+        tries = self._tries_all or (
+            self._tries_some and (self._futile < _GIVE_UP or not len(self._entries.names) % _RETRY)
+        )
+        if length and tries:
+            packed = self._packed(content)
             if packed is None:
                 self._futile += 1
             else:
@@ -154,12 +157,10 @@ class ChunkBuilder:
             or len(entries.names) >= ENTRIES_MAX
         )
 
-    def _is_promising(self, content: memoryview) -> bool:
-        """Whether to try lz4. "auto" does if the files before did not all fail, and the middle of
-        a larger one packs."""
-        if self._tries_none or self._tries_all:
-            return self._tries_all
-        if self._futile >= _GIVE_UP and len(self) % _RETRY:
-            return False
+    def _packed(self, content: memoryview) -> bytes | None:
+        """The lz4 form where it pays; "auto" looks at the middle of a larger content first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
-        return middle <= 0 or pack_body(content[middle : middle + _SAMPLE_BYTES]) is not None
+        sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
+        if self._tries_some and middle > 0 and pack_body(sample) is None:
+            return None
+        return pack_body(content)

@@ -100,6 +100,9 @@ def program() -> None:
 
 def main() -> NoReturn:
     """The entry point."""
+    # numpy's linear algebra is not used, and its threads would make forks of packing processes
+    # forks of a process with threads
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has them ignored
             signal.signal(number, _end)

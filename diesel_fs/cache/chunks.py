@@ -1,6 +1,7 @@
 """Chunks in this process's memory: one load per chunk in flight, the least recently used go first.
 
-Owned here: the budget and who waits for whom. Not owned: what lies inside a chunk, and whether an
+Owned here: the budget and who waits for whom. A load that somebody waits for never stands in line
+behind those that were begun ahead of need. Not owned: what lies inside a chunk, and whether an
 entry's bytes are right (`store.py` checks each entry once per time that its chunk was loaded).
 Thread-safe; after a fork the child keeps what was loaded and begins with new locks.
 """
@@ -9,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -80,12 +81,10 @@ class ChunkCache:
             if chunk is not None:  # it landed since the peek
                 return chunk
             flight = self._flights.get(number)
-            mine = flight is None
             if flight is None:
                 flight = self._flights[number] = Future()
-        if not mine:
-            return flight.result()
-        return self._fly(number, flight)
+            mine = _begun(flight)
+        return self._fly(number, flight) if mine else flight.result()
 
     def prefetch(self, number: int) -> None:
         """Begin to load a chunk in the background, unless it is here or on its way."""
@@ -96,6 +95,15 @@ class ChunkCache:
                 self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
             flight = self._flights[number] = Future()
             self._threads.submit(self._fly_quietly, number, flight)
+
+    def prefetch_what_fits(self, sizes: Mapping[int, int]) -> None:
+        """`prefetch` of these chunks, in this order, while none need go for them."""
+        room_bytes = self.budget_bytes - self._held_bytes
+        for number, size in sizes.items():
+            room_bytes -= size
+            if room_bytes < 0:
+                return
+            self.prefetch(number)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
         """Count what has been decoded out of a chunk with it."""
@@ -131,6 +139,9 @@ class ChunkCache:
         return chunk
 
     def _fly_quietly(self, number: int, flight: Future[LoadedChunk]) -> None:
+        with self._lock:
+            if not _begun(flight):
+                return  # somebody needed it at once, and did not wait for us
         try:
             self._fly(number, flight)
         except BaseException:  # whoever asks for the chunk gets it from the flight, or tries anew
@@ -142,6 +153,11 @@ class ChunkCache:
             _, chunk = self._chunks.popitem(last=False)
             self._held_bytes -= chunk.charged
             self.evictions += 1
+
+
+def _begun(flight: Future[LoadedChunk]) -> bool:
+    """Whether the load is now the caller's to do: nobody has begun it. Under the cache's lock."""
+    return not (flight.running() or flight.done()) and flight.set_running_or_notify_cancel()
 
 
 _CACHES: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()
