@@ -189,14 +189,17 @@ class ContentReader:
 
     def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, None]:
         """The chunks worth reading whole for a window, in order of first use."""
+        if self._everything_fits:
+            whole = dict.fromkeys(chunks.tolist())
+            whole.pop(-1, None)
+            return whole
         numbers, first, inverse = np.unique(chunks, return_index=True, return_inverse=True)
         bytes_wanted = np.bincount(inverse, weights=stored, minlength=len(numbers))
-        whole: dict[int, None] = {}
+        whole = {}
         for position in np.argsort(first).tolist():
             number = int(numbers[position])
             if number >= 0 and (
-                self._everything_fits
-                or bytes_wanted[position] * WHOLE_CHUNK_FRACTION
+                bytes_wanted[position] * WHOLE_CHUNK_FRACTION
                 >= int(self.snapshot.chunk_sizes[number])
                 or self._cache.peek(number) is not None
             ):

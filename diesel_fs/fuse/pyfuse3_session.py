@@ -21,6 +21,7 @@ import pyfuse3
 from ..entries import NAME_BYTES_MAX
 from ..errors import DieselError
 from ..vfs import BLOCK_BYTES, FOREVER_S, HIDDEN_ROOT, Attributes, Refused, Vfs
+from .pyfuse3_loop import Loop, installed
 from .session import MountOptions
 
 TASKS_MAX = 10_000
@@ -237,7 +238,8 @@ class Pyfuse3Session:
         self._operations.started = started
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
-            await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
+            with installed(Loop(lambda: not self._operations.vfs.waiting)):
+                await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

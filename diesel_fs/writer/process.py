@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -146,8 +147,18 @@ def below(prefix: bytes, path: bytes) -> bytes:
     return join(prefix, path) if path else prefix
 
 
-def pack_process(pipe: "Connection[bytes, bytes]", task: PackTask) -> NoReturn:
-    """The life of a packing process. A Ctrl-C is the coordinator's business."""
+def pack_process(
+    pipe: "Connection[bytes, bytes]",
+    coordinators: "Sequence[Connection[bytes, bytes]]",
+    task: PackTask,
+) -> NoReturn:
+    """The life of a packing process. A Ctrl-C is the coordinator's business.
+
+    `coordinators` are the other ends of this pipe and of those before, which the fork copied: as
+    long as they are open here, the death of the coordinator ends no pipe.
+    """
+    for end in coordinators:
+        end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     process = _PackProcess(pipe, task)

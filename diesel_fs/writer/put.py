@@ -43,11 +43,12 @@ class _Batch:
 class _Worker:
     """One packing process, as the coordinator sees it."""
 
-    def __init__(self, task: PackTask) -> None:
+    def __init__(self, task: PackTask, others: "list[_Worker]") -> None:
         context = get_context("fork")
         pipe, theirs = context.Pipe()
         self.pipe: Connection[bytes, bytes] = pipe
-        self.process = context.Process(target=pack_process, args=(theirs, task), daemon=True)
+        ours = [pipe, *(other.pipe for other in others)]
+        self.process = context.Process(target=pack_process, args=(theirs, ours, task), daemon=True)
         self.process.start()
         theirs.close()
         self.outstanding = 0
@@ -189,7 +190,10 @@ def put_tree(
         )
         for again in range(_STALE_TRIES):
             put = _Put(session, prefix, batches, report)
-            put.run([_Worker(task) for _ in range(options.processes)], progress)
+            workers: list[_Worker] = []
+            for _ in range(options.processes):
+                workers.append(_Worker(task, workers))
+            put.run(workers, progress)
             if not put.stale:
                 break
             if again == _STALE_TRIES - 1:

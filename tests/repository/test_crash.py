@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,10 @@ TOP = Path(__file__).parents[2]
 
 
 def source_tree(top: Path) -> Path:
-    """Three chunks or so for each of two processes, and a file of several extents."""
-    return write(
-        top,
-        {f"d{i % 5}/f{i:02}": os.urandom(9000) for i in range(40)} | {"large": os.urandom(200_000)},
-    )
+    """Ten chunks or so for each of two processes, and files of several extents."""
+    small = {f"d{i % 5}/f{i:02}": os.urandom(9000) for i in range(120)}
+    large = {f"large{i}": os.urandom(200_000) for i in range(2)}
+    return write(top, small | large)
 
 
 def run_killed(arguments: list[str], call: str, when: int) -> tuple[bool, bool]:
@@ -37,7 +37,7 @@ def run_killed(arguments: list[str], call: str, when: int) -> tuple[bool, bool]:
     assert STRACE is not None, "strace is missing: make test installs it"
     done = subprocess.run(
         [
-            *(STRACE, "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", f"--trace={call}"),
+            *(STRACE, "-f", "-qq", "-o", "/dev/null", f"--trace={call}"),
             *(f"--inject={call}:signal=KILL:when={when}", *DRIVER, *arguments),
         ],
         cwd=TOP,
@@ -89,7 +89,7 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
     source = source_tree(tmp_path / "source")
     whole = facts(source)
     kills = 0
-    for when in (1, 2, 3, 4, 6, 9, 13, 20, 40):
+    for when in (1, 2, 3, 5, 8, 13, 21):
         store = tmp_path / f"store-{when}"
         arguments = [store.as_uri(), str(source)]
         killed, acknowledged = run_killed(arguments, call, when)
@@ -102,7 +102,7 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
             assert shown(repository) == whole
             assert verify(repository, "ds").problems == []
         shutil.rmtree(store)
-    assert kills, f"A16: nothing was killed at {call}: proves nothing"
+    assert kills >= 3, f"A16: too little was killed at {call}: proves nothing"
 
 
 @pytest.mark.parametrize("call", ["fsync,fdatasync", "link,linkat", "write,writev,pwrite64"])
@@ -130,3 +130,18 @@ def test_A10_A11_modify_and_delete_killed_at_every_step(tmp_path: Path, call: st
             assert shown(repository) == new
         shutil.rmtree(store)
     assert kills, f"A16: nothing was killed at {call}: proves nothing"
+
+
+def test_a_killed_coordinator_leaves_no_process(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {f"{i}": os.urandom(50_000) for i in range(2000)})
+    arguments = [(tmp_path / "store").as_uri(), str(source)]
+    with subprocess.Popen([*DRIVER, *arguments], cwd=TOP) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 20
+        while not (packers := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert packers, "A16: no packing process was seen: proves nothing"
+        process.kill()
+    while any(Path(f"/proc/{packer}").exists() for packer in packers):
+        assert time.monotonic() < deadline, "a packing process outlives its coordinator"
+        time.sleep(0.01)
