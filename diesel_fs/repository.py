@@ -9,20 +9,23 @@ one writer. Readers never need the metadata store: where it cannot be had they g
 snapshot in the object store.
 """
 
-import json
+import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 from uuid import UUID
 
+import numpy as np
+
+from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
-from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds
+from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds, stamp_fields
 from .entries import ChunkId, ChunkInfo, Kind, Rows, Stat, check_dataset_name, check_path, split
 from .errors import (
     BusyError,
@@ -30,10 +33,12 @@ from .errors import (
     ConflictError,
     CorruptError,
     DieselError,
+    FormatError,
     MetadataBehind,
     MetadataError,
     NoSuchDataset,
     NoSuchPath,
+    NotFoundError,
     ObjectExists,
     ObjectMissing,
     PermissionDenied,
@@ -45,16 +50,19 @@ from .layout import (
     chunk_of_object,
     chunk_prefix,
     dataset_object,
-    deleted_object,
-    identity_of_object,
 )
 from .settings import RepositoryUrl, parse_url
 from .snapshot import Snapshot
 from .snapshots import SnapshotShelf
 from .storage.folder import FolderStore
-from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
+from .storage.metadata import HOLD_S_MAX, Batch, Marker, MetadataStore, chunk_digest
 from .storage.objects import ObjectStore
 from .storage.sqlite import SqliteMetadata
+
+log = logging.getLogger("diesel.repository")
+
+METADATA_FILE = "meta.sqlite"
+"""The embedded metadata store, beside the objects."""
 
 PUT_WINDOW_S = 3600
 """How long a chunk may take from its sealing to its commit; how far back recovery must look."""
@@ -83,16 +91,6 @@ class Committed:
     entries: int
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetInfo:
-    """A dataset as the object store knows it; without `marker` the metadata store does not."""
-
-    name: str
-    identity: UUID
-    created_ns: int
-    marker: Marker | None
-
-
 class Repository:
     """Datasets over an object store and a metadata store (None: it cannot be had, reading only)."""
 
@@ -108,6 +106,7 @@ class Repository:
         self.url = url
         self._meta = meta
         self._meta_problem = meta_problem
+        self.catalogue = Catalogue(objects)
         self.snapshots = SnapshotShelf(objects)
         self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
 
@@ -125,13 +124,29 @@ class Repository:
                 advice="use file:///folder",
             )
         objects = FolderStore.create(where.path) if create else FolderStore.open(where.path)
-        meta: MetadataStore | None = None
-        problem: DieselError | None = None
+        found = cls(objects, None, url=where)
+        found.open_metadata(create=create)
+        return found
+
+    def open_metadata(self, *, create: bool, anew: bool = False) -> None:
+        """Open the embedded metadata store; `anew` moves one that cannot be used aside first.
+
+        Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
+        """
+        assert isinstance(self.objects, FolderStore)
+        path = Path(self.objects.root) / METADATA_FILE
+        self.close()
+        self._meta, self._meta_problem = None, None
+        if anew:
+            for file in path.parent.glob(f"{METADATA_FILE}*"):
+                if ".unusable-" not in file.name:
+                    file.rename(file.with_name(f"{file.name}.unusable-{time.time_ns()}"))
         try:
-            meta = SqliteMetadata.open(Path(objects.root) / "meta.sqlite", create=create)
+            self._meta = SqliteMetadata.open(path, create=create)
+            self._meta.markers()  # a damaged file opens, and fails when it is read
         except DieselError as error:
-            problem = error
-        return cls(objects, meta, url=where, meta_problem=problem)
+            self.close()
+            self._meta, self._meta_problem = None, error
 
     def close(self) -> None:
         """Let go of the metadata store."""
@@ -155,15 +170,14 @@ class Repository:
 
     def datasets(self) -> list[DatasetInfo]:
         """All datasets that are not deleted, by name. The object store is the truth here."""
-        markers: dict[UUID, Marker] = {}
-        if self._meta is not None:
-            markers = {marker.identity: marker for marker in self._meta.markers()}
-        found = []
-        for identity in self._identities():
-            info = self._dataset_info(identity, markers.get(identity))
-            if info is not None:
-                found.append(info)
-        return sorted(found, key=lambda info: (info.name, info.created_ns))
+        found, damaged = self.catalogue.all(self._markers())
+        for error in damaged:
+            log.warning("%s", error.message)
+        return found
+
+    def _markers(self) -> dict[UUID, Marker]:
+        markers = self._meta.markers() if self._meta is not None else []
+        return {marker.identity: marker for marker in markers}
 
     def dataset(self, name: str) -> DatasetInfo:
         """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
@@ -174,10 +188,14 @@ class Repository:
             except NoSuchDataset:
                 pass
             else:
-                info = self._dataset_info(marker.identity, marker)
-                if info is not None and info.name == name:
-                    return info
-        same = [info for info in self.datasets() if info.name == name]
+                with suppress(CorruptError):  # then the metadata store's word is as good
+                    info = self.catalogue.one(marker.identity, marker)
+                    if info is not None and info.name == name:
+                        return info
+        known, damaged = self.catalogue.all(self._markers())
+        same = [info for info in known if info.name == name]
+        if not same and damaged:
+            raise damaged[0]  # it may be the one that is asked for: absence needs proof
         if not same:
             raise NoSuchDataset(f"no dataset {name!r} in {self.url}")
         if len(same) > 1:
@@ -185,40 +203,6 @@ class Repository:
                 f"two datasets are named {name!r}: {same[0].identity} and {same[1].identity}"
             )
         return same[0]
-
-    def _identities(self) -> Iterator[UUID]:
-        # One listing per folder of the store, not of the chunks in it
-        after = DATASETS
-        while True:
-            name = next(iter(self.objects.names(DATASETS, after)), None)
-            if name is None:
-                return
-            identity = identity_of_object(name)
-            if identity is not None:
-                yield identity
-            after = name[: len(DATASETS) + 32] + "0"  # behind every "<identity>/..."
-
-    def _dataset_info(self, identity: UUID, marker: Marker | None) -> DatasetInfo | None:
-        """What the store says of a dataset; None where it is deleted or was never finished."""
-        if self._is_deleted(identity):
-            return None
-        try:
-            described = json.loads(bytes(self.objects.get(dataset_object(identity))))
-            name, created_ns = described["name"], described["created_ns"]
-        except ObjectMissing:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
-        if not isinstance(name, str) or not isinstance(created_ns, int):
-            raise CorruptError(f"{dataset_object(identity)} is damaged")
-        return DatasetInfo(check_dataset_name(name), identity, created_ns, marker)
-
-    def _is_deleted(self, identity: UUID) -> bool:
-        try:
-            self.objects.stat(deleted_object(identity))
-        except ObjectMissing:
-            return False
-        return True
 
     # Reading
 
@@ -232,16 +216,25 @@ class Repository:
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""
+        try:
+            return self._view_of(info)
+        except ObjectMissing:  # two publishes went by between looking and loading
+            return self._view_of(info)
+
+    def _view_of(self, info: DatasetInfo) -> Snapshot:
         newest = self.snapshots.newest(info.identity)
-        if info.marker is None or self._meta is None:
-            if newest:
-                return self.snapshots.load(info.identity, newest)
-            if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
-                return self.snapshots.empty(info.identity, info.name)
-            raise self._behind(info.name)
-        if newest > info.marker.version:  # the metadata store lost something; the snapshot did not
+        if self._meta is not None and info.marker is not None and newest <= info.marker.version:
+            try:
+                return self.snapshots.at(self._meta, info.marker)
+            except (CorruptError, MetadataError):
+                if not newest:
+                    raise
+                log.warning("the metadata store fails: going by the snapshot of %d", newest)
+        if newest:  # the metadata store cannot be had, or lost what the snapshot has
             return self.snapshots.load(info.identity, newest)
-        return self.snapshots.at(self._meta, info.marker)
+        if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
+            return self.snapshots.empty(info.identity, info.name)
+        raise self._behind(info.name)
 
     def _behind(self, name: str) -> MetadataBehind:
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
@@ -254,26 +247,33 @@ class Repository:
         """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""
         check_path(path)
         info = self.dataset(name)
-        if info.marker is None or self._meta is None or not path:
+        meta = self._current_meta(info)
+        if meta is None or not path:
             view = self.view_of(info)
             return view.stat(found(view, path))
-        rows = self._meta.lookup(info.identity, [path])
-        if len(rows):
-            record = rows.records[0]
-            return Stat(
-                Kind(int(record["kind"])),
-                int(record["mode"]),
-                int(record["size"]),
-                int(record["mtime_ns"]),
-            )
-        if len(self._meta.children(info.identity, path)):
-            return Stat(Kind.FOLDER, 0o755, 0, 0)
-        raise NoSuchPath(f"no {path!r} in dataset {name!r}")
+        rows = meta.lookup(info.identity, [path])
+        record = rows.records[0] if len(rows) else None
+        if record is not None and record["kind"] == Kind.FOLDER:
+            return _stat_of(record)
+        if len(meta.children(info.identity, path)):
+            return Stat(Kind.FOLDER, 0o755, 0, 0)  # only its entries imply it
+        if record is None:
+            raise NoSuchPath(f"no {path!r} in dataset {name!r}")
+        return _stat_of(record)
+
+    def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
+        """The metadata store, if it knows all that was ever acknowledged of a dataset."""
+        if info.marker is None or self.snapshots.newest(info.identity) > info.marker.version:
+            return None
+        return self._meta
 
     def list(self, name: str, folder: bytes = b"") -> Rows:
         """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
         info = self.dataset(name)
-        rows = self.meta.children(info.identity, check_path(folder))
+        meta = self._current_meta(info)
+        if meta is None:
+            raise self._behind(name)
+        rows = meta.children(info.identity, check_path(folder))
         if not len(rows) and folder and self.stat(name, folder).kind != Kind.FOLDER:
             raise NoSuchPath(f"{folder!r} in dataset {name!r} is not a folder")
         return rows
@@ -318,9 +318,10 @@ class Repository:
                 raise
             info = self._create(name)
         if info.marker is None:
-            self._fold_missing(info, meta.create(name, info.identity), everything=True)
+            chunks = self.chunk_names(info.identity)
+            meta.rebuild(name, info.identity, self._batches(info.identity, chunks))
         else:
-            self._fold_missing(info, info.marker, everything=False)
+            self._fold_missing(info, info.marker)
         return WriteSession(self, self.dataset(name))
 
     def _create(self, name: str) -> DatasetInfo:
@@ -329,33 +330,48 @@ class Repository:
             marker = self.meta.create(name, uuid.uuid4())
         except ConflictError:
             marker = self.meta.marker(name)
-            if self._is_deleted(marker.identity):  # by somebody who came no further
+            if self.catalogue.is_deleted(marker.identity):  # by somebody who came no further
                 self.meta.drop(marker.identity)
                 return self._create(name)
         created_ns = time.time_ns()
-        described = {"name": name, "identity": marker.identity.hex, "created_ns": created_ns}
-        with suppress(ObjectExists):
-            content = json.dumps(described).encode() + b"\n"
-            self.objects.put(dataset_object(marker.identity), [content])
+        self.catalogue.add(name, marker.identity, created_ns)
         return DatasetInfo(name, marker.identity, created_ns, marker)
 
-    def _fold_missing(self, info: DatasetInfo, marker: Marker, *, everything: bool) -> None:
-        """Commit chunks that are durable but unknown and older than the put window."""
+    def _fold_missing(self, info: DatasetInfo, marker: Marker) -> None:
+        """Commit chunks that are durable but unknown, and that no put under way can own: those
+        older than the put window, and those that a published snapshot names."""
         count, digest = 0, 0
         for chunk in self.chunk_names(info.identity):
             count, digest = count + 1, digest + chunk_digest(chunk)
         if (count, digest % 2**128) == (marker.chunks, marker.digest):
             return
         known = {record.id for record in self.meta.chunks(info.identity)}
+        acknowledged: set[ChunkId] = set()
+        if (newest := self.snapshots.newest(info.identity)) > marker.version:
+            with suppress(DieselError):
+                acknowledged.update(self.snapshots.load(info.identity, newest).chunk_ids)
         limit = time.time() - PUT_WINDOW_S
-        for chunk in self.chunk_names(info.identity):
-            if chunk not in known and (everything or id_seconds(chunk) < limit):
-                self.fold_in(info.identity, chunk)
+        missing = (
+            chunk
+            for chunk in self.chunk_names(info.identity)
+            if chunk not in known and (id_seconds(chunk) < limit or chunk in acknowledged)
+        )
+        for batch in self._batches(info.identity, missing):
+            self.meta.commit(info.identity, batch)
+
+    def _batches(self, identity: UUID, chunks: Iterable[ChunkId]) -> Iterator[Batch]:
+        """What chunks of the store bring. One that cannot be read is named and left out: it must
+        not keep all others, and every put, from going in."""
+        for chunk in chunks:
+            try:
+                yield batch_of(self.read_header(identity, chunk), stored=True)
+            except (FormatError, ObjectMissing) as error:
+                log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
 
     def fold_in(self, identity: UUID, chunk: ChunkId) -> None:
         """Commit a durable chunk as it is, whoever wrote it. Raises FormatError."""
-        header = self.read_header(identity, chunk)
-        self.meta.commit(identity, batch_of(header))
+        batch = batch_of(self.read_header(identity, chunk), stored=True)
+        self.meta.commit(identity, batch)
 
     def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Committed:
         """Commit a chunk that is durable, from its preamble and stored header.
@@ -366,16 +382,18 @@ class Repository:
         front = parse_preamble(preamble, identity=identity)
         parsed = parse_header(front, header)
         age_s = time.time() - id_seconds(front.id)
-        if age_s < -CLOCK_ALLOWANCE_S:
-            raise CorruptError(
-                f"chunk {chunk_id_text(front.id)} is from the future by {-age_s:.0f} s",
-                advice="set the clocks of the writers right",
-            )
         if age_s > PUT_WINDOW_S:
+            self._refuse_stale(identity, parsed)
+        try:
+            if age_s < -CLOCK_ALLOWANCE_S:
+                raise CorruptError(
+                    f"chunk {chunk_id_text(front.id)} is from the future by {-age_s:.0f} s",
+                    advice="set the clocks of the writers right",
+                )
+            parsed.check_stamps(PUT_WINDOW_S)
+        except CorruptError:  # nor may a later recovery take it for an orphan
             self.objects.delete(chunk_object(identity, front.id))
-            paths = [parsed.path(place) for place in range(len(parsed))]
-            raise StaleChunk(f"chunk {chunk_id_text(front.id)} came too late", paths)
-        parsed.check_stamps(PUT_WINDOW_S)
+            raise
         version = self.meta.commit(identity, batch_of(parsed))
         files = parsed.records["kind"] == Kind.FILE
         for part in parsed.parts.items():
@@ -386,6 +404,19 @@ class Repository:
             int(parsed.records["size"][files].sum()),
             len(parsed),
         )
+
+    def _refuse_stale(self, identity: UUID, header: Header) -> None:
+        """Delete a chunk that came after the put window, unless somebody has folded it in."""
+        chunk = header.preamble.id
+        with self.meta.hold(identity, HOLD_S_MAX):  # nobody folds it in between the two
+            try:
+                self.meta.holes(identity, chunk)
+            except NotFoundError:
+                self.objects.delete(chunk_object(identity, chunk))
+            else:
+                return
+        paths = [header.path(place) for place in range(len(header))]
+        raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
 
     def publish(self, name: str, *, full: bool = False) -> int:
         """Leave the snapshot of the current version beside the chunks; the version comes back.
@@ -418,13 +449,12 @@ class Repository:
         try:
             identities = [self.dataset(name).identity]
         except NoSuchDataset:
-            identities = list(self._dying(name))
+            identities = list(self.catalogue.dying(name))
             if not identities:
                 raise
         removed = 0
         for identity in identities:
-            with suppress(ObjectExists):
-                self.objects.put(deleted_object(identity), [name.encode()])
+            self.catalogue.mark_deleted(name, identity)
             if self._meta is not None:
                 self._meta.drop(identity)
             prefix = f"{DATASETS}{identity.hex}/"
@@ -432,18 +462,8 @@ class Repository:
                 if object_name != dataset_object(identity):
                     self.objects.delete(object_name)
                     removed += 1
-            self.objects.delete(dataset_object(identity))  # last: it is how `_dying` finds the rest
+            self.objects.delete(dataset_object(identity))  # last: it is how `dying` finds the rest
         return removed
-
-    def _dying(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name of which objects are left."""
-        for identity in self._identities():
-            try:
-                described = json.loads(bytes(self.objects.get(dataset_object(identity))))
-            except (ObjectMissing, ValueError):
-                continue
-            if isinstance(described, dict) and described.get("name") == name:
-                yield identity
 
 
 class WriteSession:
@@ -455,7 +475,6 @@ class WriteSession:
         self.name = info.name
         self.identity = info.identity
         self.objects = repository.objects
-        self._began_at = info.marker.version
         self._view: Snapshot | None = None
         self._info = info
 
@@ -488,11 +507,11 @@ class WriteSession:
 
     def finish(self) -> int:
         """Acknowledge: all commits are durable and their snapshot is published. The version."""
-        if self._marker().version == self._began_at and self._repository.snapshots.newest(
-            self.identity
-        ):
-            return self._began_at
-        return self._repository.publish(self.name)
+        version = self._marker().version
+        if self._repository.snapshots.newest(self.identity) != version:
+            return self._repository.publish(self.name)
+        self._repository.meta.durable()
+        return version
 
     def _store(self, builder: ChunkBuilder) -> None:
         while True:
@@ -519,8 +538,25 @@ class WriteSession:
 _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header: one request instead of two
 
 
-def batch_of(header: Header) -> Batch:
-    """What a metadata store commits of a chunk."""
+def _stat_of(record: np.void) -> Stat:
+    return Stat(
+        Kind(int(record["kind"])),
+        int(record["mode"]),
+        int(record["size"]),
+        int(record["mtime_ns"]),
+    )
+
+
+def batch_of(header: Header, *, stored: bool = False) -> Batch:
+    """What a metadata store commits of a chunk.
+
+    `stored`: of one that was found in the object store, where purge may have written it; its
+    stamps may be foreign, but are never greater than its ID (FORMAT.md, Z6 and Z12). Raises
+    CorruptError.
+    """
+    own = header.preamble.id
+    if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):
+        raise CorruptError(f"chunk {chunk_id_text(own)} has a stamp greater than its ID")
     rows, stamps = header.rows()
     preamble = header.preamble
     return Batch(

@@ -38,8 +38,9 @@ L2  storage/
 L2  rpc
 
 L3  snapshots
-L3  repository: snapshots
-L3  recovery: repository snapshots
+L3  catalogue
+L3  repository: snapshots catalogue
+L3  recovery: repository snapshots catalogue
 L3  cache.chunks
 L3  cache.store: cache.chunks
 L3  cache.peers
