@@ -11,13 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
+from .catalogue import DatasetInfo
 from .chunk import Header, damaged, parse_header, parse_preamble
 from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
 from .entries import ChunkId, shown
-from .errors import DieselError, FormatError, NewerVersionError, ObjectMissing
-from .layout import chunk_object, dataset_prefix
-from .repository import PUT_WINDOW_S, DatasetInfo, Repository, batch_of
-from .storage.metadata import Batch, Changes, MetadataStore
+from .errors import (
+    DieselError,
+    FormatError,
+    NewerVersionError,
+    ObjectMissing,
+    ObjectStoreError,
+    UsageError,
+)
+from .layout import MARKER, chunk_object, dataset_prefix
+from .repository import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, Repository, batch_of
+from .snapshot_merge import merge
+from .storage.metadata import Batch, Changes
 from .storage.sqlite import SqliteMetadata
 
 Tell = Callable[[int, int], None]
@@ -47,38 +56,32 @@ class Findings:
 
 
 def recover(
-    repository: Repository,
-    name: str,
-    since_s: float | None = None,
-    tell: Tell = silent,
+    repository: Repository, name: str, since_s: float | None = None, tell: Tell = silent
 ) -> Findings:
     """Fold the chunks of a dataset again: all into a fresh state, or those since a time.
 
     A chunk that cannot be read is a problem and is left out; all others are folded in. Readers see
-    the old state until the new one is whole. Raises NoSuchDataset, MetadataError.
+    the old state until the new one is whole. A metadata store that is damaged is moved aside, and
+    made again for all datasets. Raises NoSuchDataset, MetadataError.
     """
+    findings = Findings()
+    if isinstance(repository.meta_problem, FormatError):
+        findings.notes.append(f"{repository.meta_problem.message}: moved aside and made again")
+        repository.open_metadata(create=True, anew=True)
+        for other in repository.datasets():
+            if other.name != name:
+                repository.begin(other.name)
     info = repository.dataset(name)
     meta = repository.meta
-    findings = Findings()
-    since = LOWEST if since_s is None else lowest_id(int(since_s))
-    chunks = list(repository.chunk_names(info.identity, since))
     known = {record.id for record in meta.chunks(info.identity)} if info.marker else set()
-
-    def batches() -> Iterator[Batch]:
-        for done, (chunk, header) in enumerate(
-            _headers(repository, info.identity, chunks, findings)
-        ):
-            tell(done, len(chunks))
-            findings.folded += chunk not in known
-            findings.entries += len(header)
-            yield batch_of(header)
-
     if since_s is None:
-        meta.rebuild(name, info.identity, batches())
+        meta.rebuild(name, info.identity, _batches(repository, info, LOWEST, known, findings, tell))
     else:
         if info.marker is None:
             meta.create(name, info.identity)
-        for batch in batches():
+        # A chunk may have been sealed so long before its commit, by a clock that was behind
+        since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
+        for batch in _batches(repository, info, since, known, findings, tell):
             meta.commit(info.identity, batch)
     repository.publish(name, full=True)
     marker = meta.marker(name)
@@ -86,25 +89,45 @@ def recover(
     return findings
 
 
-def verify(
+def _batches(
     repository: Repository,
-    name: str,
-    *,
-    headers_only: bool = False,
-    tell: Tell = silent,
+    info: DatasetInfo,
+    since: ChunkId,
+    known: set[ChunkId],
+    findings: Findings,
+    tell: Tell,
+) -> Iterator[Batch]:
+    """What the chunks since an ID bring. They are listed when the first is asked for, which a
+    rebuild does inside its transaction: a put acknowledged before it is among them."""
+    chunks = list(repository.chunk_names(info.identity, since))
+    for done, (chunk, header) in enumerate(_headers(repository, info.identity, chunks, findings)):
+        tell(done, len(chunks))
+        try:
+            batch = batch_of(header, stored=True)
+        except FormatError as error:
+            findings.problems.append(error.message)
+            continue
+        findings.folded += chunk not in known
+        findings.entries += len(header)
+        yield batch
+
+
+def verify(
+    repository: Repository, name: str, *, headers_only: bool = False, tell: Tell = silent
 ) -> Findings:
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
-    Changes nothing. Raises NoSuchDataset.
+    Changes nothing, and may run beside a put. Raises NoSuchDataset.
     """
     info = repository.dataset(name)
     findings = Findings()
+    live = _live(repository, info, findings)  # before the listing: what comes later is no orphan
+    known = {chunk.id for chunk in live.chunks} if live else None
     chunks = list(repository.chunk_names(info.identity))
     with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
         scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
         try:
             scratch.create(name, info.identity)
-            known = _known_chunks(repository, info, findings)
             for done, (chunk, header) in enumerate(
                 _headers(repository, info.identity, chunks, findings, bodies=not headers_only)
             ):
@@ -114,30 +137,28 @@ def verify(
                     scratch.commit(info.identity, batch_of(header))
                 else:
                     _unindexed(chunk, len(header), findings)
-            if known is not None:
-                for lost in sorted(known.difference(chunks)):
-                    findings.problems.append(
-                        f"lost chunk {chunk_id_text(lost)}: metadata names it, the store has it not"
-                    )
-                _compare(repository.meta, scratch, info, findings)
-            marker = scratch.marker(name)
-            findings.files, findings.bytes = marker.files, marker.bytes
+            folded = scratch.changes(info.identity, 0)
         finally:
             scratch.close()
+    if live is not None:
+        for lost in sorted({chunk.id for chunk in live.chunks}.difference(chunks)):
+            findings.problems.append(
+                f"lost chunk {chunk_id_text(lost)}: metadata names it, the store has it not"
+            )
+        _compare(live, folded, findings)
+    findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
     _look_around(repository, info, findings)
     return findings
 
 
-def _known_chunks(
-    repository: Repository, info: DatasetInfo, findings: Findings
-) -> set[ChunkId] | None:
-    """The chunks that the metadata store has committed; None where it cannot say."""
+def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Changes | None:
+    """What the metadata store says, of one moment; None where it cannot."""
     if info.marker is None:
         findings.problems.append(
             f"the metadata store does not know the dataset: run `dlcmd recover {info.name}`"
         )
         return None
-    return {record.id for record in repository.meta.chunks(info.identity)}
+    return repository.meta.changes(info.identity, 0)
 
 
 def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
@@ -171,11 +192,12 @@ def _headers(
             continue
         except ObjectMissing:
             continue  # removed since it was listed
-        except FormatError as error:
+        except (FormatError, ObjectStoreError) as error:
+            repository.objects.stat(MARKER)  # where the whole store is gone, that is the error
             findings.problems.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
             continue
         for place, fault in header.faults.items():
-            findings.problems.append(
+            findings.notes.append(
                 f"chunk {chunk_id_text(chunk)}: entry {place} "
                 f"({shown(header.path(place))}) is skipped: its path has {fault}"
             )
@@ -197,11 +219,11 @@ def _check_bodies(
     return header
 
 
-def _compare(
-    live: MetadataStore, folded: MetadataStore, info: DatasetInfo, findings: Findings
-) -> None:
+def _compare(live: Changes, folded: Changes, findings: Findings) -> None:
     """Name the paths for which the metadata store and the fold over its chunks differ."""
-    wanted, have = (_by_path(store.changes(info.identity, 0)) for store in (folded, live))
+    if _as_snapshot(live) == _as_snapshot(folded):
+        return  # nearly always, and without an object for each entry
+    have, wanted = _by_path(live), _by_path(folded)
     for path in sorted(wanted.keys() | have.keys()):
         if path not in have:
             findings.problems.append(f"metadata lacks {shown(path)}")
@@ -209,6 +231,19 @@ def _compare(
             findings.problems.append(f"metadata has {shown(path)}, no chunk does")
         elif wanted[path] != have[path]:
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
+
+
+def _as_snapshot(changes: Changes) -> bytes:
+    """A state's canonical form, of whatever version; empty where it has none."""
+    marker = changes.marker
+    try:
+        parts = merge(
+            None, changes.rows, changes.chunks,
+            identity=marker.identity, dataset=marker.name, version=1, digest=0,
+        )  # fmt: skip
+    except (FormatError, UsageError):
+        return b""
+    return b"".join(parts)
 
 
 def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
@@ -224,11 +259,16 @@ def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
 
 
 def _look_around(repository: Repository, info: DatasetInfo, findings: Findings) -> None:
-    """Shadowed files, leftovers and foreign objects."""
+    """Shadowed files, the newest snapshot, leftovers and foreign objects."""
+    try:
+        if newest := repository.snapshots.newest(info.identity):
+            repository.snapshots.check(info.identity, newest)
+    except FormatError as error:
+        findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
     try:
         view = repository.view_of(info)
         for index in view.shadowed().tolist():
-            findings.problems.append(
+            findings.notes.append(
                 f"{shown(view.path(index))} is a file and a folder: the folder shows"
             )
     except DieselError as error:

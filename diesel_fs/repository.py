@@ -166,6 +166,11 @@ class Repository:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
 
+    @property
+    def meta_problem(self) -> DieselError | None:
+        """Why the metadata store cannot be had; None where it can."""
+        return self._meta_problem
+
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:

@@ -29,6 +29,7 @@ Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 
 MAGIC = b"\x93DIESNP\n"
+MAGIC_BYTES = len(MAGIC)
 FORMAT_VERSION = 1
 KNOWN_FLAGS = 0
 HEADER_BYTES = 640
@@ -211,10 +212,14 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
-def _parse_header(view: memoryview) -> Header:
-    start = bytes(view[: len(MAGIC)])
+def check_magic(start: bytes) -> None:
+    """Raise ForeignError where a file that begins with `start` (MAGIC_BYTES of it) is none."""
     if start != MAGIC[: len(start)]:
         raise ForeignError("this is no snapshot", offset=0, advice=_ADVICE)
+
+
+def _parse_header(view: memoryview) -> Header:
+    check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
     fields = _FIXED.unpack_from(view)

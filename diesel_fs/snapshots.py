@@ -7,11 +7,12 @@ Thread-safe; files are replaced by rename only.
 """
 
 import errno
+import logging
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from uuid import UUID
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from .entries import RECORD, Rows
 from .errors import (
+    ConfigError,
     CorruptError,
     DieselError,
     FormatError,
@@ -26,13 +28,17 @@ from .errors import (
     NotFoundError,
     ObjectExists,
     PermissionDenied,
+    UsageError,
 )
 from .layout import snapshot_object, snapshot_prefix, version_of_object
 from .settings import cache_folder, private_folder
 from .snapshot import Snapshot
+from .snapshot_layout import MAGIC_BYTES, check_magic
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
+
+log = logging.getLogger("diesel.repository")
 
 KEPT = 2
 """Snapshots kept per dataset, in the store and privately: the newest, and one for its readers."""
@@ -47,6 +53,7 @@ class SnapshotShelf:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+        self._damaged: set[str] = set()  # objects that were found so: as good as missing
 
     def newest(self, identity: UUID) -> int:
         """The greatest version of which the store has a snapshot; 0 for none."""
@@ -57,11 +64,8 @@ class SnapshotShelf:
         own = _open_private(identity, version)
         if own is not None:
             return own
-        data = memoryview(self._objects.get(snapshot_object(identity, version)))
-        checked = Snapshot(data, verify=True)
-        if checked.identity != identity or checked.version != version:
-            raise CorruptError(f"{snapshot_object(identity, version)} holds another snapshot")
-        return _keep_private(identity, version, [data]) or checked
+        checked = self.check(identity, version)
+        return _keep_private(identity, version, [checked.buffer]) or checked
 
     def save(self, view: Snapshot, file: Path) -> None:
         """Write a snapshot to a file of the user's: whole or not at all, durable on return."""
@@ -84,7 +88,11 @@ class SnapshotShelf:
             if own is not None:
                 return own
             if marker.version in self._versions(marker.identity):
-                return self.load(marker.identity, marker.version)
+                try:
+                    return self.load(marker.identity, marker.version)
+                except FormatError as error:  # it is derived: it can be made again
+                    self._damaged.add(snapshot_object(marker.identity, marker.version))
+                    log.warning("a snapshot is damaged, and made again: %s", error.message)
         made, parts = self._export(meta, marker, full=full)
         return _keep_private(marker.identity, made, parts) or Snapshot(
             memoryview(b"".join(parts)), verify=False
@@ -92,14 +100,33 @@ class SnapshotShelf:
 
     def publish(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> int:
         """Put the snapshot of the current version into the store; its version comes back."""
-        if marker.version in self._versions(marker.identity) and not full:
-            return marker.version
         version, parts = self._export(meta, marker, full=full)
-        with suppress(ObjectExists):  # another writer's: a version has one content
-            self._objects.put(snapshot_object(marker.identity, version), parts)
+        name = snapshot_object(marker.identity, version)
+        try:
+            self._objects.put(name, parts)
+        except ObjectExists:  # another writer's: a version has one content, unless it is damaged
+            if not self._is_sound(marker.identity, version):
+                self._objects.delete(name)
+                self._objects.put(name, parts)
+        self._damaged.discard(name)
         for old in sorted(self._versions(marker.identity))[:-KEPT]:
             self._objects.delete(snapshot_object(marker.identity, old))
         return version
+
+    def _is_sound(self, identity: UUID, version: int) -> bool:
+        try:
+            self.check(identity, version)
+        except FormatError:
+            return False
+        return True
+
+    def check(self, identity: UUID, version: int) -> Snapshot:
+        """The snapshot object of a version, in memory, checked whole. Raises FormatError."""
+        data = memoryview(self._objects.get(snapshot_object(identity, version)))
+        found = Snapshot(data, verify=True)
+        if (found.identity, found.version) != (identity, version):
+            raise CorruptError(f"{snapshot_object(identity, version)} holds another snapshot")
+        return found
 
     def _export(
         self, meta: MetadataStore, marker: Marker, *, full: bool
@@ -136,26 +163,27 @@ class SnapshotShelf:
     def _versions(self, identity: UUID) -> Iterator[int]:
         for name in self._objects.names(snapshot_prefix(identity)):
             version = version_of_object(name)
-            if version is not None:
+            if version is not None and name not in self._damaged:
                 yield version
 
 
 def adopt(file: Path) -> Snapshot:
     """The snapshot in a file of somebody's, checked whole; then only our own copy is used.
 
-    Raises FormatError, NotFoundError, PermissionDenied.
+    Raises FormatError, NotFoundError, PermissionDenied, UsageError.
     """
     try:
-        data = memoryview(file.read_bytes())
+        with file.open("rb") as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+                raise UsageError(f"{file} is not a regular file")
+            check_magic(handle.read(MAGIC_BYTES))  # before gigabytes of something else are read
+            handle.seek(0)
+            data = memoryview(handle.read())
     except FileNotFoundError as error:
         raise NotFoundError(f"there is no file {file}") from error
     except OSError as error:
         raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
-    try:
-        checked = Snapshot(data, verify=True)
-    except FormatError as error:
-        error.advice = error.advice or "make it again with `dlcmd save-meta`"
-        raise
+    checked = Snapshot(data, verify=True)
     return _keep_private(checked.identity, checked.version, [data]) or checked
 
 
@@ -172,6 +200,11 @@ def write_durably(file: Path, parts: Sequence[Part]) -> None:
         temporary.rename(file)
     finally:
         temporary.unlink(missing_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _unwritable(file: Path, error: OSError) -> DieselError:
@@ -209,5 +242,5 @@ def _keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapsh
         for old in sorted(path.parent.glob(f"{identity.hex}-*"))[:-KEPT]:
             old.unlink(missing_ok=True)
         return map_private(path)
-    except (OSError, PermissionDenied):
-        return None
+    except (OSError, PermissionDenied, ConfigError):
+        return None  # no place of our own: the caller keeps it in memory

@@ -207,4 +207,4 @@ def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: Repository)
     view = repository.view("ds")
     assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
     assert content(repository, b"p/inside") == b"x"
-    assert any("p is a file and a folder" in text for text in verify(repository, "ds").problems)
+    assert any("p is a file and a folder" in text for text in verify(repository, "ds").notes)

@@ -1,0 +1,268 @@
+"""What a repository does about half-done, refused, damaged and restored state."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import CorruptError, MetadataError, NoSuchDataset, ObjectStoreError
+from diesel_fs.layout import chunk_object, dataset_object, snapshot_object
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository
+from diesel_fs.storage.metadata import Batch
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..trees import facts, write
+from ..writer.test_put import shown
+from .test_interleavings import Writer, content
+
+ONE = PutOptions(jobs=1)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", {"a": b"1", "d/b": b"22"})
+
+
+@pytest.fixture
+def filled(repository: Repository, source: Path) -> Repository:
+    put_tree(repository, "ds", source, options=ONE)
+    return repository
+
+
+def forget_private_copies() -> None:
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "diesel", ignore_errors=True)
+
+
+def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that was stopped for hours commits again what another writer has taken over."""
+    writer = Writer(repository)
+    writer.add(b"f", b"1")
+    sealed = writer.seal()
+    repository.fold_in(writer.session.identity, sealed.id)
+    later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: later)
+    sealed.commit()
+    assert content(repository, b"f") == b"1"
+    assert verify(repository, "ds").problems == []
+
+
+def test_B1_an_unreadable_orphan_blocks_no_writer(filled: Repository, source: Path) -> None:
+    old = IdFields(int(time.time()) - 7200, 1, 1, 0).id()
+    identity = filled.dataset("ds").identity
+    filled.objects.put(chunk_object(identity, old), [b"torn"])
+    write(source, {"more": b"3"})
+    assert put_tree(filled, "ds", source, options=ONE).files == 1
+    assert shown(filled) == facts(source)
+    assert any("truncated" in problem for problem in verify(filled, "ds").problems)
+
+
+def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
+    filled: Repository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(3):
+        write(source, {f"more{i}": b"3"})
+        put_tree(filled, "ds", source, options=ONE)
+    filled.close()
+    (tmp_path / "store/meta.sqlite").unlink()
+    shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
+    with Repository.open(filled.url, create=True) as again:
+        real, left = again.read_header, [2]
+
+        def read_header(identity: UUID, chunk: ChunkId) -> object:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return real(identity, chunk)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(again, "read_header", read_header)
+            with pytest.raises(KeyboardInterrupt):
+                again.begin("ds")
+        with pytest.raises(MetadataError, match="recover"):
+            again.view("ds")
+        again.begin("ds")
+        assert shown(again) == facts(source)
+
+
+def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
+    filled: Repository, source: Path, tmp_path: Path
+) -> None:
+    filled.close()
+    database = tmp_path / "store/meta.sqlite"
+    shutil.copy(database, tmp_path / "backup")
+    write(source, {"later": b"3"})
+    with Repository.open(filled.url) as repository:
+        put_tree(repository, "ds", source, options=ONE)
+    shutil.copy(tmp_path / "backup", database)
+    with Repository.open(filled.url) as repository:
+        assert repository.stat("ds", b"later").size == 1
+        with pytest.raises(MetadataError, match="recover"):
+            repository.list("ds")
+        assert put_tree(repository, "ds", source, options=ONE).files == 0
+        assert shown(repository) == facts(source)
+        assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
+
+
+def test_recover_since_reaches_back_over_the_put_window(repository: Repository) -> None:
+    """Sealed half an hour before the time that is asked for, committed after it."""
+    writer = Writer(repository)
+    writer.add(b"f", b"1")
+    sealed = id_fields(writer.session.new_id())
+    writer.seal(replace(sealed, seconds=sealed.seconds - 1800).id())
+    recover(repository, "ds", since_s=time.time() - 60)
+    assert content(repository, b"f") == b"1"
+
+
+def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(repository)
+    writer.add(b"f", b"1")
+    sealed = writer.seal()
+    real = repository.meta.rebuild
+
+    def rebuild(name: str, identity: UUID, batches: Iterable[Batch]) -> int:
+        sealed.commit()
+        return real(name, identity, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repository.meta, "rebuild", rebuild)
+        recover(repository, "ds")
+    assert content(repository, b"f") == b"1"
+
+
+def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
+    filled: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(source, {"more": b"3"})
+
+    def killed(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled.snapshots, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            put_tree(filled, "ds", source, options=ONE)
+    assert put_tree(filled, "ds", source, options=ONE).files == 0
+    info = filled.dataset("ds")
+    assert info.marker is not None
+    assert filled.snapshots.newest(info.identity) == info.marker.version
+
+
+def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: Repository) -> None:
+    writer = Writer(repository)
+    for chunk in (IdFields(int(time.time()) + 400, 1, 1, 0).id(), None):
+        writer.add(b"f", b"refused")
+        if chunk is None:
+            writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
+        with pytest.raises(CorruptError):
+            writer.seal(chunk).commit()
+    assert list(repository.chunk_names(writer.session.identity)) == []
+    writer.add(b"f", b"stored by another program")
+    writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
+    writer.seal()
+    assert any("greater than its ID" in text for text in recover(repository, "ds").problems)
+    assert content(repository, b"f") is None
+
+
+@pytest.mark.parametrize("garbage", [b"no database at all" * 500, None])
+def test_a_damaged_database_stops_no_reader_and_is_made_again(
+    filled: Repository, source: Path, tmp_path: Path, garbage: bytes | None
+) -> None:
+    filled.close()
+    database = tmp_path / "store/meta.sqlite"
+    whole = database.read_bytes()
+    middle = bytearray(whole)
+    middle[4096:] = os.urandom(len(whole) - 4096)
+    database.write_bytes(garbage or bytes(middle))
+    with Repository.open(filled.url) as repository:
+        assert shown(repository) == facts(source)
+    with Repository.open(filled.url, create=True) as repository:
+        recover(repository, "ds")
+        assert verify(repository, "ds").sound
+        assert put_tree(repository, "ds", source, options=ONE).files == 0
+
+
+def test_a_damaged_snapshot_is_made_again(filled: Repository, source: Path, tmp_path: Path) -> None:
+    info = filled.dataset("ds")
+    assert info.marker is not None
+    file = tmp_path / "store" / snapshot_object(info.identity, info.marker.version)
+    file.chmod(0o644)
+    os.truncate(file, 1000)
+    forget_private_copies()
+    assert any("snapshot" in problem for problem in verify(filled, "ds").problems)
+    forget_private_copies()
+    assert shown(filled) == facts(source)
+    put_tree(filled, "ds", source, options=ONE)
+    assert verify(filled, "ds").sound
+
+
+def test_verify_beside_a_put_finds_nothing(
+    filled: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(filled)
+    writer.add(b"new", b"1")
+    sealed = writer.seal()
+    real, hits = filled.chunk_names, [0]
+
+    def chunk_names(identity: UUID) -> Iterator[ChunkId]:
+        if not hits[0]:
+            sealed.commit()
+        hits[0] += 1
+        return real(identity)
+
+    monkeypatch.setattr(filled, "chunk_names", chunk_names)
+    assert verify(filled, "ds").problems == []
+    assert hits[0]
+
+
+def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
+    filled: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(source, {"more": b"3"})
+    put_tree(filled, "ds", source, options=ONE)
+    identity = filled.dataset("ds").identity
+    bad = chunk_object(identity, next(iter(filled.chunk_names(identity))))
+    real = filled.objects.get
+
+    def get(name: str, start: int = 0, length: int | None = None) -> bytearray:
+        if name == bad:
+            raise ObjectStoreError(f"{name}: Input/output error")
+        return real(name, start, length)
+
+    monkeypatch.setattr(filled.objects, "get", get)
+    findings = verify(filled, "ds")
+    assert findings.chunks == 2
+    assert any("Input/output error" in problem for problem in findings.problems)
+    recover(filled, "ds")
+    assert content(filled, b"more") == b"3"
+
+
+def test_one_damaged_name_stops_no_other_dataset(
+    filled: Repository, source: Path, tmp_path: Path
+) -> None:
+    put_tree(filled, "other", source, options=ONE)
+    identity = filled.dataset("ds").identity
+    file = tmp_path / "store" / dataset_object(identity)
+    file.chmod(0o644)
+    for damage in (b"{", b'{"name": "../x", "created_ns": 1}', b"[]", b""):
+        file.write_bytes(damage)
+        assert [info.name for info in filled.datasets()] == ["ds", "other"]
+        assert shown(filled) == facts(source)
+        with pytest.raises(NoSuchDataset):
+            filled.view("third")
+    (tmp_path / "store/meta.sqlite").unlink()
+    with Repository.open(filled.url) as reader:
+        assert [info.name for info in reader.datasets()] == ["other"]
+        with pytest.raises(CorruptError):
+            reader.view("ds")  # absence needs proof
