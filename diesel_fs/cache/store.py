@@ -96,8 +96,9 @@ class ContentReader:
 
         A small entry whose chunk is here is checked on the spot.
         """
-        end = min(offset + size, self.snapshot.stat(index).size)
-        for extent in self.snapshot.extents(index):
+        extents = self.snapshot.extents(index)
+        end = min(offset + size, extents[-1].start + extents[-1].size) if extents else 0
+        for extent in extents:
             if extent.start <= offset and end <= extent.start + extent.size:
                 content = self._in_memory(extent)
                 return (

@@ -4,9 +4,10 @@ It opens files by OPEN (pyfuse3 does not hand the inode to `read`), so an open, 
 file costs three requests; FLUSH and extended attributes are refused once with ENOSYS, after which
 the kernel no longer asks. Kept pages and names are valid for ever.
 
-Concurrency: pyfuse3 runs a trio task for each request that waits. Nothing here awaits but `read`,
-so the objects that answers are written into are reused: pyfuse3 copies them before another task
-runs. One per process, since pyfuse3 keeps its state in globals.
+Concurrency: pyfuse3 runs a trio task for each request that waits, over the loop of
+`pyfuse3_loop.py`. Nothing here awaits but `read`, so the objects that answers are written into are
+reused: pyfuse3 copies them before another task runs. One per process, since pyfuse3 keeps its state
+in globals.
 """
 
 import errno
@@ -34,26 +35,21 @@ signal ends it with EINTR, which pyfuse3 expects."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Handler = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
+_Handler = Callable[Concatenate["_Operations", int, _P], _T]
+_Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
 
 
-def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Handler[_P, _T]]:
-    """Counts a handler's calls and turns whatever it raises into an errno (FAULTS H5).
+def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
+    """Makes what pyfuse3 awaits of a handler that does not wait, and counts its calls."""
 
-    pyfuse3 lets only FUSEError through: any other exception would end the mount. Cancelled is no
-    exception to this: a real one comes again at the session's next wait.
-    """
-
-    def wrap(handler: _Handler[_P, _T]) -> _Handler[_P, _T]:
+    def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
         @functools.wraps(handler)
         async def answer(self: "_Operations", node: int, /, *args: _P.args, **kw: _P.kwargs) -> _T:
             self.vfs.requests[request] += 1
             try:
-                return await handler(self, node, *args, **kw)
-            except GeneratorExit:
-                raise
+                return handler(self, node, *args, **kw)
             except BaseException as fault:
-                raise pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node)) from None
+                raise self.refusal(fault, request, node) from None
 
         return answer
 
@@ -78,6 +74,13 @@ class _Operations(pyfuse3.Operations):
         """Called while the kernel's first request is answered."""
         self.started()
 
+    def refusal(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
+        """What to raise for whatever a handler raised (FAULTS H5).
+
+        pyfuse3 lets only FUSEError through: any other exception would end the mount.
+        """
+        return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
+
     def _blank(self) -> pyfuse3.EntryAttributes:
         entry = pyfuse3.EntryAttributes()
         entry.st_uid, entry.st_gid = self.vfs.owner.uid, self.vfs.owner.gid
@@ -94,7 +97,7 @@ class _Operations(pyfuse3.Operations):
         return entry
 
     @_answered("lookup")
-    async def lookup(
+    def lookup(
         self, node: int, name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         found = self.vfs.lookup(node, name)
@@ -107,37 +110,43 @@ class _Operations(pyfuse3.Operations):
                 self.vfs.forget(node, count)
 
     @_answered("getattr")
-    async def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+    def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         return self._told(self.vfs.attributes(node))
 
     @_answered("readlink")
-    async def readlink(self, node: int, ctx: pyfuse3.RequestContext) -> bytes:
+    def readlink(self, node: int, ctx: pyfuse3.RequestContext) -> bytes:
         return self.vfs.link_target(node)
 
     @_answered("open")
-    async def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+    def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         self._opened.fh = node
         return self._opened
 
-    @_answered("read")
     async def read(self, node: int, off: int, size: int) -> bytes:
-        found = self.vfs.read_now(node, off, size)
-        if found is None:
-            with _nudged(self.vfs):
-                found = await self.vfs.read(node, off, size)
+        vfs = self.vfs
+        vfs.requests["read"] += 1
+        try:
+            found = vfs.read_now(node, off, size)
+            if found is None:
+                with _nudged(vfs):
+                    found = await vfs.read(node, off, size)
+        except GeneratorExit:
+            raise
+        except BaseException as fault:  # a real Cancelled comes again at the session's next wait
+            raise self.refusal(fault, "read", node) from None
         # pyfuse3 takes anything with a buffer and hands it to writev(2) as it is.
         return found  # type: ignore[return-value]
 
     @_answered("release")
-    async def release(self, node: int) -> None:
+    def release(self, node: int) -> None:
         pass
 
     @_answered("opendir")
-    async def opendir(self, node: int, ctx: pyfuse3.RequestContext) -> int:
+    def opendir(self, node: int, ctx: pyfuse3.RequestContext) -> int:
         return node
 
     @_answered("readdir")
-    async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+    def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         """Entries from an offset on: 0 is `.`, 1 is `..`, and child k has k + 2."""
         if start_id == 0 and not self._dot(token, b".", node, 1):
             return
@@ -148,7 +157,7 @@ class _Operations(pyfuse3.Operations):
             position = after
 
     @_answered("releasedir")
-    async def releasedir(self, node: int) -> None:
+    def releasedir(self, node: int) -> None:
         pass
 
     def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
@@ -185,7 +194,7 @@ class _Operations(pyfuse3.Operations):
         return await self._statfs(0)
 
     @_answered("statfs")
-    async def _statfs(self, node: int) -> pyfuse3.StatvfsData:
+    def _statfs(self, node: int) -> pyfuse3.StatvfsData:
         space, told = self.vfs.space(), pyfuse3.StatvfsData()
         told.f_bsize = told.f_frsize = BLOCK_BYTES
         told.f_blocks, told.f_files = space.blocks, space.entries
@@ -193,15 +202,15 @@ class _Operations(pyfuse3.Operations):
         return told
 
     @_answered("flush")
-    async def flush(self, node: int) -> None:
+    def flush(self, node: int) -> None:
         raise Refused(errno.ENOSYS)
 
     @_answered("getxattr")
-    async def getxattr(self, node: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+    def getxattr(self, node: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
         raise Refused(errno.ENOSYS)
 
     @_answered("listxattr")
-    async def listxattr(self, node: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+    def listxattr(self, node: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         raise Refused(errno.ENOSYS)
 
 

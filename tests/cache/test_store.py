@@ -1,5 +1,6 @@
 """`ContentReader`: checked bytes, one load per chunk in flight, a budget that holds."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.chunks import ChunkCache, LoadedChunk
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.chunks import FETCH_THREADS, ChunkCache, LoadedChunk
+from diesel_fs.cache.store import CHECKED_AT_ONCE_BYTES, ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
 from diesel_fs.repository import Repository
@@ -111,6 +112,77 @@ def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
     assert store.reads == []
     reader.read(index)
     assert bytes(reader.cached(index, 2, 5) or b"") == b"small"
+
+
+def test_F8_read_many_holds_no_more_chunks_than_its_budget(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """However far it looks ahead: what it holds for a window is held until the window's end."""
+    files = {f"{number:04}": os.urandom(4096) for number in range(1000)}
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
+    put_tree(repository, "many", write(tmp_path / "many", files), options=options)
+    many = repository.view("many")
+    budget = 16 * CHUNK_BYTES_MIN
+    assert int(many.chunk_sizes.sum()) > 3 * budget, "or this test shows nothing"
+    reader = ContentReader(many, repository.objects, budget)
+    order = np.random.default_rng(3).permutation(many.files())
+    gc.collect()  # the chunks of other tests
+    most = 0
+    for place, content in enumerate(reader.read_many(order)):
+        if place % 50 == 0:
+            most = max(most, _chunk_bytes_alive())
+        assert bytes(content) == files[many.name(int(order[place])).decode()]
+    reader.close()
+    assert 0 < most <= 1.5 * budget  # those that come in now are not yet in the cache
+
+
+def _chunk_bytes_alive() -> int:
+    return sum(len(each.view) for each in gc.get_objects() if isinstance(each, LoadedChunk))
+
+
+def test_cached_checks_small_entries_on_the_spot(store: Counting, view: Snapshot) -> None:
+    """A chunk that was loaded for another file's sake is no reason to wait; damage in it is."""
+    reader = ContentReader(view, store, 1 << 30)
+    list(map(reader._cache.get, range(len(view.chunk_ids))))
+    store.reads.clear()
+    for name in ("small", "text", "n007"):  # of both codecs
+        index = view.lookup(name.encode())
+        assert bytes(reader.cached(index, 0, 1 << 20) or b"") == FILES[name][: 1 << 20]
+    (extent,) = view.extents(index := view.lookup(b"n008"))
+    chunk = reader._cache.get(extent.chunk)
+    chunk.buffer[extent.offset] ^= 1
+    assert reader.cached(index, 0, 2000) is None
+    assert store.reads == []
+    assert bytes(reader.read(index)) == FILES["n008"]
+    assert bytes(reader.cached(index, 0, 2000) or b"") == FILES["n008"]
+
+
+def test_cached_leaves_large_entries_to_a_thread(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diesel_fs.cache.store.CHECKED_AT_ONCE_BYTES", 1000)
+    reader = ContentReader(view, store, 1 << 30)
+    list(map(reader._cache.get, range(len(view.chunk_ids))))
+    assert CHECKED_AT_ONCE_BYTES > 1000
+    assert reader.cached(view.lookup(b"n000"), 0, 1000) is not None
+    assert reader.cached(view.lookup(b"n001"), 0, 1000) is None
+
+
+def test_misses_bring_the_next_chunks_where_all_fit(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each miss twice as many: an epoch soon finds every chunk loaded."""
+    reader = ContentReader(view, store, 1 << 30)
+    asked: list[int] = []
+    monkeypatch.setattr(reader._cache, "prefetch", asked.append)
+    total = len(view.chunk_ids)
+    assert total > 5
+    for name, count in (("n299", 2), ("n000", 4)):
+        index = view.lookup(name.encode())
+        reader.read(index)
+        number = view.extents(index)[0].chunk
+        assert asked == [(number + step) % total for step in range(1, count + 1)]
+        asked.clear()
 
 
 def corrupt(times: int) -> Callable[[str, memoryview], None]:
@@ -225,6 +297,39 @@ def test_F10_one_load_however_many_wait() -> None:
     assert loads == [7]
     assert len({id(chunk) for chunk in found}) == 1
     cache.close()
+
+
+def test_F10_who_needs_a_chunk_does_not_stand_in_line() -> None:
+    """A chunk that is to be loaded ahead, and has not been begun, is loaded by who needs it."""
+    gate, loads = threading.Event(), []
+
+    def load(number: int) -> LoadedChunk:
+        loads.append(number)
+        assert number == FETCH_THREADS or gate.wait(10)
+        return LoadedChunk(memoryview(bytearray(10)))
+
+    cache = ChunkCache(1000, load)
+    for number in range(FETCH_THREADS + 1):
+        cache.prefetch(number)
+    found: list[LoadedChunk] = []
+    needs = threading.Thread(target=lambda: found.append(cache.get(FETCH_THREADS)), daemon=True)
+    needs.start()
+    needs.join(5)
+    assert found, "it waited for the others"
+    gate.set()
+    for number in range(FETCH_THREADS):
+        cache.get(number)
+    cache.close()
+    assert sorted(loads) == list(range(FETCH_THREADS + 1))
+
+
+def test_what_is_loaded_ahead_drives_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ChunkCache(30, lambda number: LoadedChunk(memoryview(bytearray(10))))
+    cache.get(0)
+    asked: list[int] = []
+    monkeypatch.setattr(cache, "prefetch", asked.append)
+    cache.prefetch_what_fits({1: 10, 2: 10, 3: 10})
+    assert asked == [1, 2]
 
 
 def test_a_failed_load_is_tried_anew_and_told_to_all() -> None:

