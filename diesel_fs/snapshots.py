@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from uuid import UUID
 
@@ -39,6 +40,8 @@ from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
 
 log = logging.getLogger("diesel.repository")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 KEPT = 2
 """Snapshots kept per dataset, in the store and privately: the newest, and one for its readers."""
@@ -70,7 +73,7 @@ class SnapshotShelf:
     def save(self, view: Snapshot, file: Path) -> None:
         """Write a snapshot to a file of the user's: whole or not at all, durable on return."""
         try:
-            write_durably(file, [view.buffer])
+            _write_whole(file, [view.buffer], sync=True)
         except OSError as error:
             raise _unwritable(file, error) from error
 
@@ -187,8 +190,8 @@ def adopt(file: Path) -> Snapshot:
     return _keep_private(checked.identity, checked.version, [data]) or checked
 
 
-def write_durably(file: Path, parts: Sequence[Part]) -> None:
-    """Write a file under a temporary name, sync it, rename it. Raises OSError."""
+def _write_whole(file: Path, parts: Sequence[Part], *, sync: bool) -> None:
+    """Write a file under a temporary name and rename it; `sync`: durably. Raises OSError."""
     temporary = file.with_name(f".tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -196,10 +199,13 @@ def write_durably(file: Path, parts: Sequence[Part]) -> None:
             for part in parts:
                 handle.write(part)
             handle.flush()
-            os.fsync(handle.fileno())
+            if sync:
+                os.fsync(handle.fileno())
         temporary.rename(file)
     finally:
         temporary.unlink(missing_ok=True)
+    if not sync:
+        return
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -219,8 +225,15 @@ def map_private(path: Path) -> Snapshot:
     return Snapshot(memoryview(mapped), verify=False)
 
 
+@cache
+def _boot() -> str:
+    """Since when this machine runs: what was not synced is gone after that."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
 def _private_path(identity: UUID, version: int) -> Path:
-    return private_folder(cache_folder() / "snapshots") / f"{identity.hex}-{version:016x}"
+    name = f"{identity.hex}-{version:016x}.{_boot()}"
+    return private_folder(cache_folder() / "snapshots") / name
 
 
 def _open_private(identity: UUID, version: int) -> Snapshot | None:
@@ -234,11 +247,12 @@ def _open_private(identity: UUID, version: int) -> Snapshot | None:
 def _keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
     """Write a checked snapshot to the private folder and map it; None where that is impossible.
 
-    Synced before it gets its name: it is not checked again when it is opened.
+    It is not checked again when it is opened, and not synced either: that takes as long as making
+    it. So it counts only until the machine boots again.
     """
     try:
         path = _private_path(identity, version)
-        write_durably(path, parts)
+        _write_whole(path, parts, sync=False)
         for old in sorted(path.parent.glob(f"{identity.hex}-*"))[:-KEPT]:
             old.unlink(missing_ok=True)
         return map_private(path)

@@ -16,6 +16,7 @@ from diesel_fs.errors import CorruptError, MetadataError, NoSuchDataset, ObjectS
 from diesel_fs.layout import chunk_object, dataset_object, snapshot_object
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.snapshots import _boot
 from diesel_fs.storage.metadata import Batch
 from diesel_fs.writer import PutOptions, put_tree
 
@@ -266,3 +267,21 @@ def test_one_damaged_name_stops_no_other_dataset(
         assert [info.name for info in reader.datasets()] == ["other"]
         with pytest.raises(CorruptError):
             reader.view("ds")  # absence needs proof
+
+
+def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
+    filled: Repository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private copies are not synced: after a boot they may be anything."""
+    assert shown(filled) == facts(source)
+    private = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "snapshots"
+    identity = filled.dataset("ds").identity
+    for file in private.glob(f"{identity.hex}-*"):
+        file.write_bytes(file.read_bytes()[:640].ljust(file.stat().st_size, b"\0"))
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr("diesel_fs.snapshots._BOOT_ID", tmp_path / "boot")
+    _boot.cache_clear()
+    try:
+        assert shown(filled) == facts(source)
+    finally:
+        _boot.cache_clear()
