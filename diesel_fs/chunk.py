@@ -4,8 +4,8 @@ Owned here: every byte of a chunk. Not owned: gathering entries into one (`chunk
 what entries mean together (the fold is the metadata store's), where chunks lie (`storage/`), when
 IDs are made (`chunk_id.py`). Pure: bytes in, values out; safe from any thread.
 
-No reader of hostile bytes takes more memory than a small multiple of what it was given: lengths are
-checked against the object's own before anything is allocated.
+No reader of hostile bytes takes more memory than the format allows for what it was given: lengths
+and counts are checked against each other before anything is made of them.
 """
 
 import struct
@@ -35,6 +35,7 @@ from .entries import (
     join,
     name_fault,
     path_fault,
+    shown,
 )
 from .errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
 
@@ -46,7 +47,7 @@ CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
 ENTRIES_MAX = 65_536
-"""Entries per chunk: bounds the time to decode a header (some 10 ms) and a commit's transaction."""
+"""Entries per chunk: bounds the time and memory to decode a header, and a commit's transaction."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
@@ -71,8 +72,8 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
-_EXTENT_ROW_BYTES = 4 + 4 + 4 + 8 + 8
-_STAMP_ROW_BYTES = 4 + 4 + 16
+_ENTRY_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1  # in a decoded header
+_EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 
 class Part(NamedTuple):
@@ -203,10 +204,14 @@ class Header:
             part = self.parts.get(place)
             later_extent = part is not None and part.number > 0
             age_s = int.from_bytes(own[:4], "big") - int.from_bytes(first[:4], "big")
-            if not (
-                later_extent and first < own and same_writer(first, own) and age_s <= put_window_s
-            ):
+            if not (later_extent and first < own and same_writer(first, own)):
                 raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
+            if age_s > put_window_s:
+                raise CorruptError(
+                    f"{shown(self.path(place))} has been on its way for {age_s} s: all of a file "
+                    f"must arrive within {put_window_s} s",
+                    advice="use a faster link to the store, or split the file",
+                )
 
 
 Fixed = tuple[int, int, int, int, int, int, int, int]
@@ -303,7 +308,8 @@ def parse_preamble(
         or total != PREAMBLE_BYTES + stored + body_bytes
         or (codec == Codec.RAW and raw != stored)
         or raw > _header_raw_max(stored)
-        or entries > raw
+        or entries > ENTRIES_MAX
+        or entries * _ENTRY_BYTES > raw
     ):
         raise CorruptError("corrupt chunk: the preamble contradicts itself", offset=48)
     if object_bytes is not None and object_bytes < total:
@@ -324,16 +330,17 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
         _corrupt("the header's checksum does not match")
     columns = _unpack(preamble, stored)
     count = preamble.entries
+    fixed = {name: _column(columns, name, kind, count) for name, kind in _COLUMNS}
+    folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
+    names = _split(columns["names"], count, "names")
+    if (folder_count := int(folder.max(initial=0)) + 1) > max(count, 1):
+        _corrupt("it has more folders than entries")
+    folders = _split(columns["folders"], folder_count, "folders")
     records = np.zeros(count, RECORD)
-    for name, kind in _COLUMNS:
-        records[name] = _column(columns, name, kind, count)
+    for name, column in fixed.items():
+        records[name] = column
     records["offset"] += np.uint32(preamble.body_start)
     records["place"] = np.arange(count, dtype=np.uint32)
-    folders = tuple(columns["folders"].split(b"\0"))
-    folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
-    names = tuple(columns["names"].split(b"\0")) if count else ()
-    if len(names) != count or (count and int(folder.max()) >= len(folders)):
-        _corrupt("names and folders do not match its entries")
     links = _links(columns["links"], records)
     parts = _parts(columns["extents"], records)
     _check_bodies(preamble, records, parts)
@@ -473,20 +480,25 @@ def _column(
     return np.frombuffer(columns[name], dtype)
 
 
+def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
+    """The `count` strings that NULs join: counted before any is made."""
+    if joined.count(b"\0") != max(count - 1, 0) or (joined and not count):
+        _corrupt(f"the {what} do not match its entries")
+    return tuple(joined.split(b"\0")) if count else ()
+
+
 def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
     places = np.flatnonzero(records["kind"] == Kind.LINK).tolist()
-    targets = joined.split(b"\0") if places else []
-    if len(targets) != len(places) or (joined and not places):
-        _corrupt("the links' targets do not match its entries")
+    targets = _split(joined, len(places), "targets of links")
     for place, target in zip(places, targets, strict=True):
-        if len(target) != records["size"][place] or not target:
+        if not target or len(target) != records["size"][place]:
             _corrupt("a link's target has another length")
     return dict(zip(places, targets, strict=True))
 
 
 def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, Part]:
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
-    if rest:
+    if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
     narrow = np.frombuffer(packed, "<u4", 3 * count).reshape(3, count)
     wide = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count)
@@ -515,7 +527,7 @@ def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, Part]:
 
 def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
     rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
-    if rest:
+    if rest or rows > count:
         _corrupt("the column 'stamps' has another length")
     places, stamped = np.frombuffer(packed, "<u4", 2 * rows).reshape(2, rows).tolist()
     ids = packed[8 * rows :]
@@ -523,7 +535,7 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
         place: stamp(ChunkId(ids[16 * i : 16 * i + 16]), stamped[i])
         for i, place in enumerate(places)
     }
-    if len(stamps) != rows or any(place >= count for place in places):
+    if len(stamps) != rows or max(places, default=-1) >= count:
         _corrupt("a stamp names no entry")
     return stamps
 
@@ -564,11 +576,9 @@ def _path_faults(
     names: Sequence[bytes],
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    faults: dict[int, str] = {}
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
-    if bad_folders:
-        for place in np.flatnonzero(np.isin(folder, list(bad_folders))).tolist():
-            faults[place] = bad_folders[int(folder[place])]
+    bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
+    faults = {place: bad_folders[int(folder[place])] for place in bad}
     lengths = list(map(len, names))
     if (
         names

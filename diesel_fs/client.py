@@ -130,7 +130,7 @@ class Dataset:
     def stat_many(self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]) -> Stats:
         """`stat` of many entries, as columns. Raises NoSuchPath."""
         if len(paths) and isinstance(paths[0], str):
-            paths = [os.fsencode(path) for path in paths if isinstance(path, str)]
+            paths = [_encoded(path) for path in paths if isinstance(path, str)]
         return self._view.stat_many(paths)  # type: ignore[arg-type]  # one kind of path by now
 
     def ls(self, path: PathLike = "") -> list[str]:
@@ -159,7 +159,9 @@ class Dataset:
         """Put a file: from a path, bytes, or a file object (DL_put). Durable after `flush`.
 
         Mode and mtime are those of a source path; else `mode`, and `mtime_ns` or now. Raises
-        ConflictError where the path is a folder or lies below a file.
+        ConflictError where the path is a folder or lies below a file. Once a chunk could not be
+        stored, earlier puts are lost: this and `flush` raise its error until the dataset is opened
+        again.
         """
         target = self._target(path)
         packer = self._writer()
@@ -179,6 +181,7 @@ class Dataset:
                     packer.add_stream(spool, size, split(target), mode, now)  # type: ignore[arg-type]
         except Unsettled as reason:
             raise ConflictError(f"{source!r}: {reason}") from None
+        self._pending.add(target)
 
     def flush(self) -> int:
         """Make all that was put or deleted durable (DL_flush), and show it; the version."""
@@ -187,7 +190,9 @@ class Dataset:
         assert self._packer is not None
         self._packer.finish()
         self._session.finish()
-        self._made.clear()
+        if not self._pinned:  # else the view goes on without them
+            self._made.clear()
+            self._pending.clear()
         return self._view.version if self._pinned else self.refresh()
 
     def delete(self, path: PathLike, *, recursive: bool = False) -> None:
@@ -202,7 +207,10 @@ class Dataset:
             raise ConflictError(f"{path!r} is a folder with entries", advice="recursive=True")
         self._writer()
         assert self._session is not None
-        self._session.delete([self._view.path(i) for i in reversed(below)])
+        paths = [self._view.path(i) for i in reversed(below)]
+        self._session.delete(paths)
+        self._made.difference_update(paths)
+        self._pending.difference_update(paths)
         self.flush()
 
     # Metadata
@@ -274,7 +282,8 @@ class Dataset:
         self._session: WriteSession | None = None
         self._packer: Packer | None = None
         self._owner = os.getpid()
-        self._made: set[bytes] = set()
+        self._made: set[bytes] = set()  # folders and files that the view does not show yet
+        self._pending: set[bytes] = set()
 
     def _writer(self) -> Packer:
         """The packer of this process; a forked child never touches its parent's."""
@@ -289,7 +298,7 @@ class Dataset:
                 self._compress,
                 session.objects,
                 session.new_id,
-                lambda preamble, header: void(session.commit(preamble, header)),
+                lambda preamble, header, _: void(session.commit(preamble, header)),
             )
         return self._packer
 
@@ -301,7 +310,7 @@ class Dataset:
             os.close(folder)
 
     def _target(self, path: PathLike) -> bytes:
-        target = check_path(os.fsencode(path))
+        target = check_path(_encoded(path))
         if not target or target.split(b"/")[0] == RESERVED:
             raise UsageError(f"{path!r} cannot be a file of a dataset")
         index = self._view.lookup(target)
@@ -314,6 +323,8 @@ class Dataset:
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._made:
+            if folder in self._pending:
+                raise ConflictError(f"{os.fsdecode(folder)!r} is a file")
             index = self._view.lookup(folder)
             if index >= 0:
                 if self._view.stat(index).kind != Kind.FOLDER:
@@ -327,7 +338,7 @@ class Dataset:
 
     def _find(self, path: PathLike) -> int:
         """The index of a path; a miss looks once whether there is a newer version."""
-        wanted = check_path(os.fsencode(path))
+        wanted = check_path(_encoded(path))
         index = self._view.lookup(wanted)
         if index < 0 and not self._pinned:
             marker = self._repository.dataset(self.name).marker
@@ -347,11 +358,19 @@ class Dataset:
             if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self._view):
                 raise NoSuchPath(f"an index is outside 0..{len(self._view) - 1}")
             return indices
-        encoded = [os.fsencode(path) for path in paths if isinstance(path, str | bytes)]
+        encoded = [_encoded(path) for path in paths if isinstance(path, str | bytes)]
         indices = self._view.lookup_many(encoded)
         if len(missing := np.flatnonzero(indices < 0)):
             raise NoSuchPath(f"no {paths[int(missing[0])]!r} in dataset {self.name!r}")
         return indices
+
+
+def _encoded(path: PathLike) -> bytes:
+    """A path as bytes. Raises UsageError for text that stands for none."""
+    try:
+        return os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"bad path {path!r}: {error.reason}") from None
 
 
 def void(_: object) -> None:

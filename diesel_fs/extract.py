@@ -19,11 +19,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from . import snapshot_layout as layout
 from .cache.store import ContentFile, ContentReader
@@ -37,7 +37,7 @@ from .errors import (
     UsageError,
 )
 from .repository import found
-from .snapshot import Indices, Snapshot
+from .snapshot import Indices, Snapshot, same_content
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -91,9 +91,10 @@ def get(
     """Write what `path` names to `dest`: the contents of a folder into it, a file or link as it.
 
     Contents, mode, mtime and targets come back as they were put. An equal entry is left alone, a
-    different one replaced only with `force`. A folder's `dest` gets the folder's attributes if it
-    is made or empty; where a file's `dest` is a folder it is put into it. What cannot be written
-    is named in the report. Raises NoSuchPath, NoSpaceError, PermissionDenied, ObjectStoreError.
+    different one replaced only with `force`, and only with that does a folder that is there get
+    other attributes. A folder's `dest` gets the folder's if it is made or empty; where a file's
+    `dest` is a folder it is put into it. What cannot be written is named in the
+    report. Raises NoSuchPath, NoSpaceError, PermissionDenied, ObjectStoreError.
     """
     top = found(view, path)
     if view.stat(top).kind == Kind.FOLDER:
@@ -219,8 +220,10 @@ class _Writing:
         made = [top] if fresh else []
         for index in folders[1:].tolist():
             with _Naming(self, index):
-                self._make_folder(index)
-                made.append(index)
+                if self._make_folder(index):
+                    made.append(index)
+                else:
+                    self._wrote()
         self.entries(below[kinds != Kind.FOLDER])
         for index in reversed(made):
             with _Naming(self, index):
@@ -244,21 +247,23 @@ class _Writing:
 
     # Folders
 
-    def _make_folder(self, index: int) -> None:
-        """A folder that we can write into; its mode comes last."""
+    def _make_folder(self, index: int) -> bool:
+        """A folder that we can write into; whether it is to get the dataset's attributes."""
         above, name = self._place(index)
+        nearly = self.view.stat(index).mode & MODE_MASK | 0o700  # what an interrupted get leaves
         try:
-            os.mkdir(name, 0o700, dir_fd=above)
+            os.mkdir(name, nearly, dir_fd=above)
         except FileExistsError:
             mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
             if stat.S_ISDIR(mode):
-                if mode & 0o700 != 0o700:
+                if self._force and mode & 0o700 != 0o700:
                     _open_up(above, name, mode)
-                return
+                return self._force
             if not self._force:
                 raise _Refused("a file is there; --force replaces it") from None
             os.unlink(name, dir_fd=above)
-            os.mkdir(name, 0o700, dir_fd=above)
+            os.mkdir(name, nearly, dir_fd=above)
+        return True
 
     def _finish_folder(self, index: int) -> None:
         """The attributes of a folder, after everything in it; of an implicit one only the mode."""
@@ -313,9 +318,8 @@ class _Writing:
         except PermissionError:
             return True  # of a mode that forbids reading; all else is equal
         try:
-            return stat.S_ISREG(os.fstat(file).st_mode) and all(
-                xxh3_64_intdigest(os.pread(file, each.size, each.start)) == each.checksum
-                for each in self.view.extents(index)
+            return stat.S_ISREG(os.fstat(file).st_mode) and same_content(
+                self.view.extents(index), partial(os.pread, file)
             )
         finally:
             os.close(file)

@@ -36,7 +36,15 @@ def parse_url(text: str) -> RepositoryUrl:
     """The repository that a URL names. Raises ConfigError for anything but a known form."""
     if "://" not in text:
         raise ConfigError(f"bad repository URL {text!r}", advice="write it as file:///folder")
-    parts = urlsplit(text)
+    if "#" in text:  # else what stands behind it would be left out, and another folder opened
+        raise ConfigError(f"bad repository URL {text!r}", advice="write # as %23")
+    try:
+        parts = urlsplit(text)
+        path = unquote(parts.path, errors="strict")  # SQLite opens no path that is no text
+    except ValueError as error:
+        raise ConfigError(f"bad repository URL {text!r}: {error}") from error
+    if "\0" in path:
+        raise ConfigError(f"bad repository URL {text!r}: no path holds a NUL byte")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
         raise ConfigError(f"bad repository URL: unknown parameter {unknown[0]!r}")
@@ -45,7 +53,7 @@ def parse_url(text: str) -> RepositoryUrl:
             raise ConfigError(
                 f"bad repository URL {text!r}", advice="a file:// URL has three slashes: file:///x"
             )
-        return RepositoryUrl("file", Path(unquote(parts.path)), "", query.get("meta", ""))
+        return RepositoryUrl("file", Path(path), "", query.get("meta", ""))
     if parts.scheme in ("diesel", "diesel+tls", "s3"):
         return RepositoryUrl(parts.scheme, Path(), parts.netloc, query.get("meta", ""))
     raise ConfigError(f"bad repository URL: unknown scheme {parts.scheme!r}")
@@ -73,7 +81,12 @@ def load_settings(
 ) -> Settings:
     """The settings in force. Raises ConfigError for unknown keys and wrong types."""
     env = os.environ if environment is None else environment
-    settings = replace(Settings(), **_from_file(config_file()))
+    try:
+        file = config_file()
+    except ConfigError:  # nobody's home: a daemon, a container; all can be said by other means
+        settings = Settings()
+    else:
+        settings = replace(Settings(), **_from_file(file))
     settings = replace(settings, **{k: env[v] for k, v in _ENVIRONMENT.items() if env.get(v)})
     return replace(settings, **{k: v for k, v in flags.items() if v is not None})
 
@@ -84,7 +97,7 @@ def _from_file(path: Path) -> dict[str, str]:
             values = tomllib.load(file)
     except FileNotFoundError:
         return {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no TOML, no text, or too deep
         raise ConfigError(f"cannot read {path}: {error}") from error
     known = {field.name for field in fields(Settings)}
     for key, value in values.items():

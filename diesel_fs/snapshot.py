@@ -10,7 +10,7 @@ as long as it or an array that it gave out lives.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from . import snapshot_layout as layout
 from .entries import ROOT, ChunkId, Kind, Stat, shown
@@ -56,6 +56,24 @@ class Extent(NamedTuple):
     checksum: int  # xxh3-64 of the content
     start: int  # in the file
     size: int  # of the content
+
+
+_HASHED_BYTES = 1 << 20
+
+
+def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -> bool:
+    """Whether a file has the content of these extents; `read(size, start)` reads it, as pread."""
+    for extent in extents:
+        digest, position, end = xxh3_64(), extent.start, extent.start + extent.size
+        while position < end:
+            piece = read(min(end - position, _HASHED_BYTES), position)
+            if not piece:
+                return False
+            digest.update(piece)
+            position += len(piece)
+        if digest.intdigest() != extent.checksum:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

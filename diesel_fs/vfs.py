@@ -1,7 +1,7 @@
 """The file system that a mount shows: a snapshot's tree, read through a reader, plus `.diesel`.
 
 Owned here: node numbers, attributes as shown, folder listings, the hidden folder, read deadlines,
-and what becomes an errno. Not owned: FUSE (a session under `mount/` speaks it; this module knows
+and what becomes an errno. Not owned: FUSE (a session under `fuse/` speaks it; this module knows
 neither), where bytes come from and whether they are right (the reader checks them).
 
 A node is an entry's index in the snapshot + 1, so the root is 1, there is no table, and nothing of

@@ -169,6 +169,31 @@ def test_implicit_folders_keep_no_time(repository: Repository, tmp_path: Path) -
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
 
 
+def test_folders_that_are_there_stay_as_they_are(repository: Repository, tmp_path: Path) -> None:
+    """A home folder's `.ssh` is not opened to everybody because a dataset has one."""
+    source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
+    (source / ".ssh").chmod(0o777)
+    put_tree(repository, "pets", source)
+    session = repository.begin("pets")
+    session.delete([b"implicit"])
+    session.finish()
+    view = repository.view("pets")
+    home = write(tmp_path / "home", {"mine": b""})
+    for name in (".ssh", "implicit"):
+        (home / name).mkdir()
+        (home / name).chmod(0o700)
+        (home / name / "own").touch()  # so that nothing but a get would change the time
+        os.utime(home / name, ns=(0, 7))
+    assert got(repository, view, home).failed == []
+    assert (home / ".ssh/x").read_bytes() == b"1"
+    assert [(home / name).stat().st_mode & 0o777 for name in (".ssh", "implicit")] == [0o700] * 2
+    assert (home / ".ssh").stat().st_mtime_ns != (source / ".ssh").stat().st_mtime_ns
+    assert (home / "new").stat().st_mtime_ns == (source / "new").stat().st_mtime_ns
+    got(repository, view, home, force=True)
+    assert (home / ".ssh").stat().st_mode & 0o777 == 0o777
+    assert (home / ".ssh").stat().st_mtime_ns == (source / ".ssh").stat().st_mtime_ns
+
+
 def test_a_tar_that_cannot_be_written_is_an_error(repository: Repository, tmp_path: Path) -> None:
     put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1" * (2 << 20)}))
     view = repository.view("pets")

@@ -9,7 +9,7 @@ from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
 from diesel_fs.errors import ObjectMissing
 from diesel_fs.repository import Repository
-from diesel_fs.settings import data_folder, parse_url
+from diesel_fs.settings import parse_url
 from diesel_fs.snapshot import Snapshot
 
 from .options import dataset, flags
@@ -43,14 +43,15 @@ def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repositor
 
     With `create` a new one is made where there is none, with `rebuild` a new metadata store.
     """
-    url = flags().settings().repository_url
+    settings = flags().settings()
+    url = settings.repository_url
     try:
         if rebuild:
             Repository.open(url).close()  # never make a store of what is only not mounted
         repository = Repository.open(url, create=create or rebuild)
     except ObjectMissing as error:
         where = parse_url(url)
-        if where.path == data_folder() or not where.path.exists():
+        if not settings.url or not where.path.exists():
             error.message = f"there is no repository at {where}"
             error.advice = "`dlcmd put` makes one, --url or DIESEL_URL names another"
         raise

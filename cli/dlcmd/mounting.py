@@ -64,7 +64,6 @@ def mount(
     settings = flags().settings()
     request = MountRequest(
         url=settings.repository_url,
-        user=settings.user,
         dataset=name,
         mountpoint=os.path.abspath(folder),
         snapshot_file=os.path.abspath(snapshot) if snapshot else "",

@@ -83,7 +83,8 @@ class _Lines:
         self._next_s = now_s + REPORT_S
         passed_s = now_s - self._start_s
         rate = progress.done / passed_s
-        left = (progress.total - progress.done) / rate if progress.total and rate else None
+        to_do = max(progress.total - progress.done, 0)  # what failed is never done
+        left = to_do / rate if progress.total and rate else None
         with suppress(OSError):  # a put goes on where its reader has gone
             say_json(
                 {

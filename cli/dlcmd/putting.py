@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import click
@@ -15,12 +16,14 @@ from diesel_fs.entries import Kind, check_path, join
 from diesel_fs.errors import (
     NoSuchDataset,
     NotFoundError,
+    ObjectMissing,
     PermissionDenied,
     UsageError,
 )
 from diesel_fs.repository import Repository
+from diesel_fs.settings import parse_url
 from diesel_fs.writer import PutOptions, PutReport, put_file, put_tar, put_tree
-from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX, Filter
+from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX
 from diesel_fs.writer.options import Progress as Report
 
 from .addresses import Address, address, opened
@@ -31,12 +34,11 @@ from .progress import Progress, shown_progress
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where files come from: a folder or file, of which perhaps only some; or a tar."""
+    """Where files come from: a folder or file, or of a folder only `paths`; or a tar, opened."""
 
     name: str
-    tar: bool
-    names_from: str = ""
-    nul: bool = False
+    tar: BinaryIO | None = None
+    paths: list[bytes] | None = None
 
 
 @verb("put")
@@ -46,7 +48,7 @@ class Source:
 @click.option("-n", "--dry-run", is_flag=True, help="Change nothing; say how much there is to do.")
 @click.option("--allow-empty", is_flag=True, help="Let --delete go by an empty SRC, too.")
 @click.option("--checksum", is_flag=True, help="Compare contents, not only size and mtime.")
-@click.option("--jobs", type=click.IntRange(1, JOBS_MAX), help="Packing processes.  [a core each]")
+@click.option("--jobs", type=click.IntRange(1, JOBS_MAX), help="Packing processes.  [cores + 1]")
 @click.option("--chunk-size", type=size, help="64K to 1G.  [default: 4M]")
 @click.option("--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True)
 @click.option("--include", multiple=True, metavar="GLOB", help="Put only files that match one.")
@@ -72,7 +74,8 @@ def put(
 
     What is already there unchanged is skipped, so the same command again finishes what was
     interrupted. A file takes the name of the address, unless that is a folder or ends in a slash.
-    A glob with a slash is matched against the path below SRC, another against the name.
+    A glob with a slash is matched against the path below SRC, another against the name; one that
+    ends in a slash matches folders only.
 
     \b
     Examples:
@@ -82,7 +85,7 @@ def put(
       dlcmd put --exclude '*.tmp' --chunk-size 16M ~/images pets
       tar cz images | dlcmd put --tar - pets
     """
-    source, target = _source(words, tar, files_from, nul)
+    name, target = _words(words, tar, files_from, nul)
     options = PutOptions(
         chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
         compress=compress,
@@ -94,31 +97,68 @@ def put(
         include=include,
         exclude=exclude,
     )
-    with opened(create=not dry_run) as repository, shown_progress(f"put {target}") as show:
+    with (
+        _source(name, tar is not None, files_from, nul) as source,
+        _repository(dry_run=dry_run) as repository,
+        shown_progress(f"put {target}") as show,
+    ):
 
         def progress(report: PutReport) -> None:
-            total = report.seen if report.walked else 0
+            total = max(report.seen, report.entries) if report.walked else 0
             show(Progress(report.entries, total, report.content_bytes))
 
         report = _put(repository, source, target, options, progress)
     _tell(report, source, target, dry_run=dry_run)
 
 
-def _source(
+def _words(
     words: tuple[str, ...], tar: str | None, files_from: str, nul: bool
-) -> tuple[Source, Address]:
+) -> tuple[str, Address]:
     """What is to be put, and where. Raises UsageError."""
-    wanted = "DATASET[/path]" if tar else "SRC and DATASET[/path]"
-    if len(words) != (1 if tar else 2):
+    wanted = "DATASET[/path]" if tar is not None else "SRC and DATASET[/path]"
+    if len(words) != (2 if tar is None else 1):
         raise UsageError(f"put takes {wanted}, not {len(words)} words", advice="see --help")
     if nul and not files_from:
         raise UsageError("-0 says how --files-from is written, which is not given")
-    if tar and files_from:
+    if tar is not None and files_from:
         raise UsageError("--files-from goes with a folder, not with --tar")
-    name = tar or words[0]
+    name = words[0] if tar is None else tar
     if name.startswith("s3://"):
         raise UsageError(f"{name}: putting from s3:// comes with a later version")
-    return Source(name, bool(tar), files_from, nul), address(words[-1])
+    return name, address(words[-1])
+
+
+@contextmanager
+def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Source]:
+    """The source, looked at before anything is made of the target. Raises NotFoundError."""
+    if is_tar:
+        with _opened_file(name) as stream:
+            yield Source(name, stream)
+        return
+    path = Path(name)
+    if not path.exists():
+        raise NotFoundError(f"there is no file {name}")
+    if not (path.is_dir() or path.is_file()):
+        raise UsageError(f"{name} is neither a file nor a folder")
+    if names_from and not path.is_dir():
+        raise UsageError(f"--files-from goes with a folder, and {name} is none")
+    yield Source(name, paths=_listed(names_from, nul) if names_from else None)
+
+
+@contextmanager
+def _repository(*, dry_run: bool) -> Iterator[Repository]:
+    """The repository, made if it is new; for a dry run an empty one then stands for it."""
+    with ExitStack() as stack:
+        try:
+            repository = stack.enter_context(opened(create=not dry_run))
+        except ObjectMissing:
+            path = parse_url(flags().settings().repository_url).path
+            if not dry_run or (path.exists() and any(path.iterdir())):
+                raise
+            folder = stack.enter_context(TemporaryDirectory())
+            url = Path(folder).as_uri()
+            repository = stack.enter_context(Repository.open(url, create=True))
+        yield repository
 
 
 def _put(
@@ -129,15 +169,11 @@ def _put(
     progress: Report,
 ) -> PutReport:
     name, path = target.dataset, target.path
-    if source.tar:
-        with _opened_file(source.name) as stream:
-            return put_tar(repository, name, stream, path, options, progress)
+    if source.tar is not None:
+        return put_tar(repository, name, source.tar, path, options, progress)
     folder = Path(source.name)
     if folder.is_dir():
-        paths = _listed(source, options) if source.names_from else None
-        return put_tree(repository, name, folder, path, options, progress, paths)
-    if source.names_from:
-        raise UsageError(f"--files-from goes with a folder, and {folder} is none")
+        return put_tree(repository, name, folder, path, options, progress, source.paths)
     if target.into or _is_folder(repository, target):
         path = join(path, os.fsencode(folder.name))
     return put_file(repository, name, folder, path, options, progress)
@@ -171,16 +207,16 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _listed(source: Source, options: PutOptions) -> list[bytes]:
-    """The paths that --files-from names, each once. Raises UsageError."""
-    with _opened_file(source.names_from) as file:
-        lines = file.read().split(b"\0" if source.nul else b"\n")
+def _listed(names_from: str, nul: bool) -> list[bytes]:
+    """The paths that --files-from names, each once; `.` is the source. Raises UsageError."""
+    with _opened_file(names_from) as file:
+        lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}
-    chosen = Filter(options)
     for line in filter(None, lines):
-        path = line.removeprefix(b"./").rstrip(b"/")
-        if chosen.empty or chosen.takes(path):
-            paths[check_path(path)] = None
+        path = line if line.startswith(b"/") else line.rstrip(b"/")
+        while path.startswith(b"./"):  # as `find .` writes them
+            path = path[2:]
+        paths[b"" if path == b"." else check_path(path)] = None
     return list(paths)
 
 

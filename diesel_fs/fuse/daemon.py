@@ -24,6 +24,7 @@ from ..errors import DieselError
 from ..vfs import HiddenFile, Owner, Vfs
 from . import kernel
 from .holders import make_mark
+from .log_limit import LogLimit
 from .mountpoint import mounted_at, unmount
 from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
@@ -49,19 +50,27 @@ def main(arguments: Sequence[str], opener: Opener = open_source) -> int:
     """Runs a daemon: `[--foreground] MOUNTPOINT`, the request on stdin. The exit code.
 
     In the background it reports on stdout, one JSON object a line: first its process number, then
-    that it is ready or what went wrong. The mount point is an argument only to be seen in `ps`.
+    what it warns of, and that it is ready or what went wrong. The mount point is an argument only
+    to be seen in `ps`.
     """
+    lines = logging.StreamHandler(sys.stderr)
+    lines.addFilter(LogLimit())
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+        handlers=[lines], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     foreground = FOREGROUND in arguments
     report = _no_report if foreground else _report_on_stdout
     report({"pid": os.getpid()})
     try:
         request = MountRequest.from_json(sys.stdin.buffer.read())
-        _Daemon(request, opener(request), foreground, report).run()
+        source = opener(request)
+        if source.warning:
+            log.warning("%s", source.warning)
+            report({"warning": source.warning})
+        _Daemon(request, source, foreground, report).run()
     except DieselError as error:
-        log.error("%s", error)
+        if foreground:  # else it is told to whoever started us, with the end of the log
+            log.error("%s", error)
         report(_described(error))
         return error.exit_code
     except KeyboardInterrupt:

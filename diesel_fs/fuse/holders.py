@@ -39,7 +39,7 @@ def daemon_of(device: str) -> int | None:
 
 def holders_of(device: str) -> list[int]:
     """The processes with a file or folder of the mount open, mapped, or as where they stand."""
-    processes = [pid for pid in _processes() if pid != os.getpid()]
+    processes = _processes()
     mount_ids = _mount_ids(processes, device)
     mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))
     return [pid for pid in processes if _holds(pid, mount_ids, mapped)]

@@ -5,6 +5,7 @@ Owned here: starting the daemon and hearing whether it came up, ending it. Not o
 """
 
 import json
+import logging
 import os
 import select
 import shutil
@@ -27,6 +28,8 @@ from .holders import daemon_of, ended, holders_of
 from .mountpoint import is_alive, our_mount, prepare, read_through, real_path, unmount
 from .request import MountRequest
 
+told = logging.getLogger("diesel.mount")
+
 START_DEADLINE_S = 60.0
 """How long a mount may take to come up: it may fetch a snapshot first."""
 
@@ -48,7 +51,8 @@ _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], s
 def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
     """Mounts in the background and returns when reads work.
 
-    Raises DieselError with the reason; where the daemon started, the end of its log is in it.
+    Raises DieselError with the reason, and with the end of the log where the daemon wrote any.
+    What it warns of is a warning of the logger `diesel.mount` here too.
     """
     request = _checked(request)
     with _log_file(request) as log:
@@ -179,6 +183,8 @@ def _hear(report: FileIO, request: MountRequest) -> None:
             pid = line.get("pid", pid)
             if "error" in line:
                 raise _error(**line)
+            if "warning" in line:
+                told.warning("%s", line["warning"])
             if "ready" in line:
                 return
     if pid:

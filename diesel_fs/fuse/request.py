@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ..errors import UsageError
@@ -20,7 +20,6 @@ class MountRequest:
     url: str
     dataset: str
     mountpoint: str
-    version: int = 0  # the current one
     snapshot_file: str = ""
     stale: str = "warn"  # refuse, warn, allow
     offline: bool = False
@@ -32,8 +31,6 @@ class MountRequest:
     umask: int = 0
     log_file: str = ""
     read_deadline_s: float = READ_DEADLINE_S
-    user: str = ""
-    key: str = field(default="", repr=False)
 
     def to_json(self) -> bytes:
         """The request as it travels. Raises UsageError where it is too long."""

@@ -18,8 +18,9 @@ class PutOptions:
     """How to put. Raises UsageError for numbers and words without meaning.
 
     `include` and `exclude` are globs; one with a slash is matched against the path below the
-    source, another against the last component. A file is taken if no `exclude` matches and, where
-    there are any, an `include` does; a folder that an `exclude` matches is not entered.
+    source, another against the last component; one that ends in a slash matches folders only. A
+    file is taken if no `exclude` matches it or a folder that it is in and, where there are any, an
+    `include` matches it.
     """
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
@@ -78,31 +79,55 @@ Progress = Callable[[PutReport], None]
 
 
 class Filter:
-    """`include` and `exclude` of a put (see `PutOptions`)."""
+    """`include` and `exclude` of a put (see `PutOptions`). Paths are those below the source."""
 
     def __init__(self, options: PutOptions) -> None:
-        self._include = [_glob(pattern) for pattern in options.include]
-        self._exclude = [_glob(pattern) for pattern in options.exclude]
+        self._include = [_Glob.of(pattern) for pattern in options.include]
+        self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
         self.empty = not (self._include or self._exclude)
+        if any(glob.folders_only for glob in self._include):
+            raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
-    def excluded(self, path: bytes) -> bool:
-        """Whether an `exclude` matches a path below the source."""
-        return any(_matches(glob, path) for glob in self._exclude)
+    def enters(self, path: bytes) -> bool:
+        """Whether the folder at a path is to be put, if those above it are."""
+        return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
     def takes(self, path: bytes) -> bool:
-        """Whether the file or link at a path below the source is to be put."""
-        if self.excluded(path):
+        """Whether the file or link at a path is to be put, if the folders above it are."""
+        if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
-        return not self._include or any(_matches(glob, path) for glob in self._include)
+        return not self._include or any(
+            glob.matches(path, is_folder=False) for glob in self._include
+        )
+
+    def leaves_out(self, path: bytes, *, is_folder: bool) -> bool:
+        """Whether an entry is not to be put, for its own sake or for a folder that it is in."""
+        if self.empty or not path:
+            return False
+        end = path.find(b"/")
+        while end >= 0:
+            if not self.enters(path[:end]):
+                return True
+            end = path.find(b"/", end + 1)
+        return not (self.enters(path) if is_folder else self.takes(path))
 
 
-def _glob(pattern: str) -> tuple[bool, re.Pattern[bytes]]:
-    if not pattern:
-        raise UsageError("an empty pattern matches nothing")
-    translated = fnmatch.translate(pattern.lstrip("/"))  # linear time: no nested repetition
-    return "/" in pattern, re.compile(os.fsencode(translated))
+@dataclass(frozen=True, slots=True)
+class _Glob:
+    whole: bool  # matched against the path, not its last component
+    folders_only: bool
+    expression: re.Pattern[bytes]
 
+    @classmethod
+    def of(cls, pattern: str) -> "_Glob":
+        bare = pattern.rstrip("/")
+        if not bare:
+            raise UsageError(f"the pattern {pattern!r} matches nothing")
+        translated = fnmatch.translate(bare.lstrip("/"))  # linear time: no nested repetition
+        return cls("/" in bare, bare != pattern, re.compile(os.fsencode(translated)))
 
-def _matches(glob: tuple[bool, re.Pattern[bytes]], path: bytes) -> bool:
-    whole, expression = glob
-    return expression.match(path if whole else path.rpartition(b"/")[2]) is not None
+    def matches(self, path: bytes, *, is_folder: bool) -> bool:
+        if self.folders_only and not is_folder:
+            return False
+        subject = path if self.whole else path.rpartition(b"/")[2]
+        return self.expression.match(subject) is not None

@@ -1,7 +1,8 @@
 """Packing: reading files whole and unmixed into chunks, and shipping the chunks that are full.
 
 A `Packer` belongs to one thread. Finished chunks are sealed and stored by one thread of its own,
-while the next is being filled; so at most two chunks are in memory, however slow the store is.
+while the next is being filled; so at most `_BUILDERS` chunks are in memory (of large ones a single
+one), however slow the store is.
 """
 
 import os
@@ -25,12 +26,14 @@ NewId = Callable[[ChunkId | None], ChunkId]
 """The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
 writer part of the file's first (FORMAT.md, section 3)."""
 
-Stored = Callable[[bytes, bytes], None]
-"""Called when a chunk is durable, with its preamble and its stored header, in order of sealing."""
+Stored = Callable[[bytes, bytes, int], None]
+"""Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
+how many entries end in it (a file of several extents does in the last of its chunks)."""
 
 READ_TRIES = 3
 _UPLOAD_TRIES = 8
-_DOUBLE_BUFFER_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
+_BUILDERS = 4  # one is filled, one is stored, two wait for the store
+_BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
 _SETTLE_S = 0.02  # between two tries to read a file that is being written
 
 Path = tuple[bytes, bytes]
@@ -43,7 +46,8 @@ class Unsettled(Exception):
 class Packer:
     """Fills chunks with entries and ships them. `finish()` ships the last; then all is durable.
 
-    Every method raises the error of an earlier chunk that could not be stored, once.
+    Once a chunk could not be stored every method but `close` raises its error: what was added
+    before is lost, so nothing may look as if it went well. Start again with a new packer.
     """
 
     def __init__(
@@ -60,11 +64,12 @@ class Packer:
         self._objects = objects
         self._new_id = new_id
         self._stored = stored
-        spares = 4 if chunk_bytes <= _DOUBLE_BUFFER_BYTES_MAX else 1
-        self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(spares)]
+        builders = _BUILDERS if chunk_bytes <= _BUILDERS_CHUNK_BYTES_MAX else 1
+        self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(builders)]
         self._builder = self._free.pop()
         self._thread = ThreadPoolExecutor(1, "store")
         self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
+        self._broken: DieselError | None = None
 
     def __len__(self) -> int:
         """Entries that have not been shipped yet."""
@@ -76,6 +81,7 @@ class Packer:
         Raises OSError, or Unsettled where it is no regular file or does not hold still; then
         nothing of it is in any version of the dataset.
         """
+        self._check()
         for attempt in range(READ_TRIES):
             if attempt:
                 time.sleep(_SETTLE_S)
@@ -93,6 +99,7 @@ class Packer:
 
     def add_link(self, folder: int, name: bytes, path: Path) -> None:
         """Read the link `name` in the descriptor `folder`. Raises OSError."""
+        self._check()
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         self._builder.add_link(path, found.st_mtime_ns, target)
@@ -100,21 +107,25 @@ class Packer:
 
     def add_folder(self, path: Path, mode: int, mtime_ns: int) -> None:
         """Add a folder."""
+        self._check()
         self._builder.add_folder(path, mode, mtime_ns)
         self._ship_if_full()
 
     def add_tombstone(self, path: Path) -> None:
         """Add the deletion of a path."""
+        self._check()
         self._builder.add_tombstone(path)
         self._ship_if_full()
 
     def add_link_to(self, path: Path, mtime_ns: int, target: bytes) -> None:
         """Add a link whose target is known."""
+        self._check()
         self._builder.add_link(path, mtime_ns, target)
         self._ship_if_full()
 
     def add_stream(self, file: BinaryIO, size: int, path: Path, mode: int, mtime_ns: int) -> None:
         """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
+        self._check()
         first: Stamp | None = None
         for part in _parts(size, self._extent_bytes):
             length = size if part is None else part.size
@@ -130,10 +141,12 @@ class Packer:
 
     def finish(self) -> None:
         """Ship what is left and wait until all is stored. The packer can be used again."""
+        self._check()
         if len(self._builder):
             self._ship()
         while self._shipped:
             self._collect()
+        self._check()
 
     def close(self) -> None:
         """Give up what has not been shipped."""
@@ -198,31 +211,62 @@ class Packer:
             self._ship_if_full()
             return first
         place = len(self._builder) - 1
-        shipped = self._ship()
+        shipped = self._ship(ends=False)
         return first or stamp(shipped.result(), place)
 
     def _ship_if_full(self) -> None:
         if self._builder.full:
             self._ship()
 
-    def _ship(self) -> Future[ChunkId]:
+    def _ship(self, *, ends: bool = True) -> Future[ChunkId]:
+        """Have the chunk stored; `ends`: its last entry goes on in no other one."""
         builder = self._builder
-        future = self._thread.submit(self._store, builder)
-        self._shipped.append((future, builder))
-        if not self._free:
-            self._collect()
-        self._builder = self._free.pop()
+        try:
+            future = self._thread.submit(self._stored_or_broken, builder, len(builder) - (not ends))
+            self._shipped.append((future, builder))
+            if not self._free:
+                self._collect()
+            self._builder = self._free.pop()
+        except BaseException as error:  # a Ctrl-C, too, leaves a builder that is being stored
+            self._break(error)
+            raise
         return future
 
     def _collect(self) -> None:
-        future, builder = self._shipped.pop(0)
-        try:
-            future.result()
-        finally:
-            builder.clear()
-            self._free.append(builder)
+        """Wait for the oldest chunk; only if it is stored, its builder is filled again."""
+        future, builder = self._shipped[0]
+        future.result()
+        del self._shipped[0]
+        builder.clear()
+        self._free.append(builder)
 
-    def _store(self, builder: ChunkBuilder) -> ChunkId:
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _break(self, error: BaseException) -> DieselError:
+        """Let nothing more be added: a chunk is lost. The error comes back as one of ours, which
+        nobody takes for that of a file that was being read."""
+        if self._broken is None:
+            self._broken = (
+                error
+                if isinstance(error, DieselError)
+                else DieselError(f"a chunk could not be stored: {error!r}", advice="put again")
+            )
+        return self._broken
+
+    def _stored_or_broken(self, builder: ChunkBuilder, entries: int) -> ChunkId:
+        """`_store`, unless an earlier chunk could not be stored (in the storing thread)."""
+        self._check()
+        try:
+            return self._store(builder, entries)
+        except BaseException as error:
+            broken = self._break(error)
+            if broken is error:
+                raise
+            raise broken from error
+
+    def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
         """Seal a chunk and make it durable (in the storing thread)."""
         for attempt in range(_UPLOAD_TRIES):
             chunk = self._new_id(builder.continues)
@@ -233,7 +277,7 @@ class Packer:
                 if attempt == _UPLOAD_TRIES - 1:
                     raise
                 continue
-            self._stored(bytes(parts[0]), bytes(parts[1]))
+            self._stored(bytes(parts[0]), bytes(parts[1]), entries)
             return chunk
         raise DieselError("unreachable")
 

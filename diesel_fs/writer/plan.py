@@ -8,14 +8,14 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from xxhash import xxh3_64_intdigest
+from functools import partial
 
 from ..entries import Kind, join, path_fault
 from ..errors import ConflictError, UsageError
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, same_content
 from .options import Filter, PutOptions
 from .source import Failed, FolderListing, open_file, open_folder, why
+from .standing import gone, keeps_place
 
 RESERVED = b".diesel"
 """The name of a mount's own folder, at a dataset's root."""
@@ -86,13 +86,7 @@ class Plan:
         """
         if not self._any_seen and not self._options.allow_empty:
             return []
-        top = self._view.lookup(self._prefix)
-        if top < 0:
-            return []
-        unseen = [i for i in self._view.walk(top).tolist() if i != top and not self._seen[i]]
-        paths = [self._view.path(i) for i in reversed(unseen)]
-        start = len(self._prefix) + 1 if self._prefix else 0
-        return [path for path in paths if self._chosen.empty or self._chosen.takes(path[start:])]
+        return gone(self._view, self._prefix, self._seen, self._chosen)
 
     def _compare(self, listing: FolderListing, target: bytes) -> Changes:
         at = self._view.lookup(target)
@@ -122,18 +116,20 @@ class Plan:
         """The files and links of a folder that are new or different, and how many are not."""
         changed: set[bytes] = set()
         unchanged = 0
+        names = (*listing.files, *listing.links)
+        for name in names:  # the source has them, whether or not they can be looked at
+            self._mark(there.get(name, -1))
         try:
             folder = open_folder(self._root, listing.path)
         except OSError as error:
             self._failed(listing.path, why(error))
             return changed, 0
         try:
-            for name in (*listing.files, *listing.links):
+            for name in names:
                 index = there.get(name, -1)
                 if index < 0:
                     changed.add(name)
                     continue
-                self._mark(index)
                 if self._conflicts(index):
                     self._failed(join(listing.path, name), "refused: it is a folder of the dataset")
                 elif self._unchanged(folder, name, index):
@@ -146,8 +142,9 @@ class Plan:
 
     def _conflicts(self, index: int) -> bool:
         """Whether a folder with entries stands where a file is to be put, and stays."""
-        is_folder = self._view.stat(index).kind == Kind.FOLDER
-        return is_folder and not self._options.delete and len(self._view.children(index)) > 0
+        return self._view.stat(index).kind == Kind.FOLDER and keeps_place(
+            self._view, index, self._prefix, self._chosen, self._options.delete
+        )
 
     def _unchanged(self, folder: int, name: bytes, index: int) -> bool:
         there = self._view.stat(index)
@@ -171,11 +168,7 @@ class Plan:
     def _same_content(self, folder: int, name: bytes, index: int) -> bool:
         file = open_file(folder, name)
         try:
-            for extent in self._view.extents(index):
-                content = os.pread(file, extent.size, extent.start)
-                if len(content) != extent.size or xxh3_64_intdigest(content) != extent.checksum:
-                    return False
-            return True
+            return same_content(self._view.extents(index), partial(os.pread, file))
         finally:
             os.close(file)
 

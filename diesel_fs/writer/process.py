@@ -6,7 +6,7 @@ A message is a msgpack list: a word and its values, over a pipe between a proces
                         ["id", chunk ID]     the answer to "id"
                         ["finish"]
     from the process    ["id", first chunk or nil]
-                        ["stored", preamble, stored header]     the chunk is durable
+                        ["stored", preamble, stored header, entries]    the chunk is durable
                         ["packed", [[path, reason], ...]]       one "pack" is done; what failed
                         ["finished"]                            all is stored
                         ["error", class, message, advice]       the put cannot go on
@@ -32,6 +32,9 @@ from ..errors import DieselError
 from ..storage.objects import ObjectStore
 from .pack import Packer, Unsettled
 from .source import open_folder, why
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that mean something else here than in the coordinator."""
 
 FolderFiles = tuple[bytes, list[bytes], list[bytes]]
 """A folder below the source, and the names of files and of links in it to pack."""
@@ -66,7 +69,7 @@ class _PackProcess:
             task.compress,
             task.objects,
             self._new_id,
-            lambda preamble, header: self.send("stored", preamble, header),
+            lambda *chunk: self.send("stored", *chunk),
         )
 
     def send(self, *message: object) -> None:
@@ -152,7 +155,7 @@ def pack_process(
     coordinators: "Sequence[Connection[bytes, bytes]]",
     task: PackTask,
 ) -> NoReturn:
-    """The life of a packing process. A Ctrl-C is the coordinator's business.
+    """The life of a packing process, begun with `HANDLED` blocked. A Ctrl-C is the coordinator's.
 
     `coordinators` are the other ends of this pipe and of those before, which the fork copied: as
     long as they are open here, the death of the coordinator ends no pipe.
@@ -160,7 +163,10 @@ def pack_process(
     for end in coordinators:
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     process = _PackProcess(pipe, task)
     try:
         process.run()

@@ -6,8 +6,10 @@ store has one writer for a put. The coordinator is one thread; it forks before i
 """
 
 import os
+import signal
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -20,7 +22,7 @@ from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError
 from ..repository import Repository, StaleChunk, WriteSession
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
-from .process import FolderFiles, MadeFolder, PackTask, pack_process
+from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process
 from .source import listed, walk
 from .standing import view_unchanged
 
@@ -49,14 +51,31 @@ class _Worker:
         self.pipe: Connection[bytes, bytes] = pipe
         ours = [pipe, *(other.pipe for other in others)]
         self.process = context.Process(target=pack_process, args=(theirs, ours, task), daemon=True)
-        self.process.start()
+        # A signal between the fork and the process's own handlers would run the coordinator's there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.outstanding = 0
         self.finishing = False
         self.finished = False
 
     def send(self, *message: object) -> None:
-        self.pipe.send_bytes(msgpack.packb(message))
+        try:
+            self.pipe.send_bytes(msgpack.packb(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.last_words() from None
+
+    def last_words(self) -> DieselError:
+        """Why the process has ended, where it had time to say it."""
+        with suppress(EOFError, OSError):
+            while True:
+                kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
+                if kind == "error":
+                    return _revived(*values)
+        return DieselError("a packing process died", advice="put again to go on")
 
 
 class _Put:
@@ -118,8 +137,8 @@ class _Put:
     def _answer(self, worker: _Worker) -> None:
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
-        except EOFError:
-            raise DieselError("a packing process died", advice="put again to go on") from None
+        except (EOFError, ConnectionResetError):
+            raise worker.last_words() from None
         match kind:
             case "id":
                 worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
@@ -133,7 +152,7 @@ class _Put:
             case "error":
                 raise _revived(*values)
 
-    def _commit(self, preamble: bytes, header: bytes) -> None:
+    def _commit(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
             done = self._session.commit(preamble, header)
         except StaleChunk as stale:
@@ -143,7 +162,7 @@ class _Put:
         self._report.chunks += 1
         self._report.files += done.files
         self._report.content_bytes += done.content_bytes
-        self._report.entries += done.entries
+        self._report.entries += entries
 
 
 def put_tree(
@@ -174,7 +193,7 @@ def put_tree(
         plan = Plan(view, prefix, options, chosen, report.fail, root)
         listings = walk(root, chosen, report.fail)
         if paths is not None:
-            listings = listed(root, paths, report.fail)
+            listings = listed(root, paths, chosen, report.fail)
         batches = _batches(plan.changes(listings), report)
         if session is None:
             report.seen = sum(batch.count for batch in batches)
@@ -199,7 +218,8 @@ def put_tree(
             if again == _STALE_TRIES - 1:
                 report.failed += [(path, "its chunk came too late, again") for path in put.stale]
             report.walked = False
-            batches = _batches(plan.changes(listed(root, put.stale, report.fail)), report)
+            late = listed(root, put.stale, chosen, report.fail)
+            batches = _batches(plan.changes(late), report)
         if options.delete:
             report.deleted = session.delete(plan.gone())
         report.version = session.finish()
@@ -225,6 +245,9 @@ def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
         if change.entry is not None:
             batch.made.append((change.path, *change.entry))
             batch.count += 1
+            if batch.count >= _BATCH_ENTRIES:
+                yield batch
+                batch = _Batch()
         names = change.files + change.links
         for start in range(0, len(names), _BATCH_ENTRIES):
             end, cut = start + _BATCH_ENTRIES, len(change.files)

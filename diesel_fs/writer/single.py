@@ -5,14 +5,13 @@
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
-
-from xxhash import xxh3_64_intdigest
 
 from ..entries import MODE_MASK, Kind, Stat, check_path, split
 from ..errors import ConflictError, NotFoundError, PermissionDenied, UsageError
 from ..repository import Repository, WriteSession
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, same_content
 from .options import Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Stored, Unsettled, why
 from .plan import RESERVED
@@ -42,7 +41,7 @@ def put_file(
         report = PutReport(seen=1, walked=True)
         session = None if options.dry_run else repository.begin(dataset)
         view = session.view if session else view_unchanged(repository, dataset)
-        standing = Standing(view, delete=False)
+        standing = Standing(view, b"", options)
         index = standing.find(target)
         if reason := standing.obstacle(target, index, Kind.FILE):
             raise ConflictError(f"cannot put {source}: {reason}")
@@ -50,8 +49,11 @@ def put_file(
         if standing.unchanged(index, entry) and (
             not options.checksum or _same_content(folder, name, view, index)
         ):
-            report.seen, report.unchanged, report.version = 0, 1, view.version
-        if session is None or report.unchanged:
+            report.seen, report.unchanged = 0, 1
+        if session is None:
+            return report
+        if report.unchanged:  # an earlier put may have ended before it was acknowledged
+            report.version = session.finish()
             return report
         packer = new_packer(session, options, report)
         try:
@@ -82,12 +84,12 @@ def check_target(target: bytes) -> None:
 def new_packer(session: WriteSession, options: PutOptions, report: PutReport) -> Packer:
     """A packer in this process; its chunks are committed and counted when they are stored."""
 
-    def stored(preamble: bytes, header: bytes) -> None:
+    def stored(preamble: bytes, header: bytes, entries: int) -> None:
         done = session.commit(preamble, header)
         report.chunks += 1
         report.files += done.files
         report.content_bytes += done.content_bytes
-        report.entries += done.entries
+        report.entries += entries
 
     committed: Stored = stored
     return Packer(
@@ -119,9 +121,6 @@ def _open_source(source: Path) -> tuple[int, bytes, os.stat_result]:
 def _same_content(folder: int, name: bytes, view: Snapshot, index: int) -> bool:
     file = open_file(folder, name)
     try:
-        return all(
-            xxh3_64_intdigest(os.pread(file, extent.size, extent.start)) == extent.checksum
-            for extent in view.extents(index)
-        )
+        return same_content(view.extents(index), partial(os.pread, file))
     finally:
         os.close(file)

@@ -97,7 +97,7 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -
                     if filter.empty or filter.takes(prefix + name):
                         listing.files.append(name)
                 elif entry.is_dir(follow_symlinks=False):
-                    if filter.empty or not filter.excluded(prefix + name):
+                    if filter.empty or filter.enters(prefix + name):
                         listing.folders.append(name)
                 elif not filter.empty and not filter.takes(prefix + name):
                     continue
@@ -112,10 +112,15 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -
         names.sort()
 
 
-def listed(root: int, paths: list[bytes], failed: Failed) -> Iterator[FolderListing]:
+def listed(
+    root: int,
+    paths: list[bytes],
+    filter: Filter,  # noqa: A002
+    failed: Failed,
+) -> Iterator[FolderListing]:
     """As `walk`, but only of `paths` (files, links or single folders below the source)."""
     by_folder: dict[bytes, FolderListing] = {}
-    for path in paths:
+    for path in dict.fromkeys(paths):
         folder_path, _, name = path.rpartition(b"/")
         try:
             folder = open_folder(root, folder_path)
@@ -126,6 +131,8 @@ def listed(root: int, paths: list[bytes], failed: Failed) -> Iterator[FolderList
                 os.close(folder)
         except OSError as error:
             failed(path, why(error))
+            continue
+        if filter.leaves_out(path, is_folder=stat.S_ISDIR(found.st_mode)):
             continue
         listing = by_folder.setdefault(
             folder_path, FolderListing(folder_path, stat.S_IMODE(own.st_mode), own.st_mtime_ns)

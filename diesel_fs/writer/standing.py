@@ -1,8 +1,8 @@
 """What stands where an entry is to go: for sources whose entries come one by one.
 
 `plan.py` compares whole folders of a source that can be listed; a tar and a single file are
-compared here. Owned here: what is in an entry's way, and when it counts as unchanged. Reads the
-view of the dataset alone, and changes nothing. One thread.
+compared here. Owned here: what is in an entry's way, when it counts as unchanged, and (for both)
+what `--delete` removes. Reads the view of the dataset alone, and changes nothing. One thread.
 """
 
 from uuid import uuid4
@@ -11,6 +11,7 @@ from ..entries import Kind, Stat, shown, split
 from ..errors import NoSuchDataset
 from ..repository import Repository
 from ..snapshot import ROOT_INDEX, Snapshot
+from .options import Filter, PutOptions
 
 
 def view_unchanged(repository: Repository, dataset: str) -> Snapshot:
@@ -21,12 +22,48 @@ def view_unchanged(repository: Repository, dataset: str) -> Snapshot:
         return repository.snapshots.empty(uuid4(), dataset)
 
 
+def gone(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list[bytes]:
+    """The paths below `prefix` that the source has not (by index in `seen`), deepest first.
+
+    What the filters leave out is left alone, and so is a folder in which something is.
+    """
+    top = view.lookup(prefix)
+    start = len(prefix) + 1 if prefix else 0
+    paths: list[bytes] = []
+    kept: set[int] = set()
+    for index in reversed(view.walk(top).tolist() if top >= 0 else []):
+        if seen[index] or index == top:
+            continue
+        path = view.path(index)
+        is_folder = view.stat(index).kind == Kind.FOLDER
+        if index in kept or chosen.leaves_out(path[start:], is_folder=is_folder):
+            kept.add(view.parent(index))
+        else:
+            paths.append(path)
+    return paths
+
+
+def keeps_place(view: Snapshot, index: int, prefix: bytes, chosen: Filter, delete: bool) -> bool:
+    """Whether at `index` stands a folder with something in it that a put will not remove."""
+    if index < 0 or not len(view.children(index)):
+        return False
+    if not delete:
+        return True
+    start = len(prefix) + 1 if prefix else 0
+    return any(
+        chosen.leaves_out(view.path(i)[start:], is_folder=view.stat(i).kind == Kind.FOLDER)
+        for i in view.walk(index)[1:].tolist()
+    )
+
+
 class Standing:
     """A view of the dataset, and what has been put over it since."""
 
-    def __init__(self, view: Snapshot, *, delete: bool) -> None:
+    def __init__(self, view: Snapshot, prefix: bytes, options: PutOptions) -> None:
         self.view = view
-        self._delete = delete
+        self._prefix = prefix
+        self._delete = options.delete
+        self._chosen = Filter(options)
         self._entered: dict[bytes, str] = {b"": ""}  # folders, and why nothing can go into them
         self._changed: set[int] = set()
         self._seen = bytearray(view.entry_count)
@@ -40,11 +77,8 @@ class Standing:
 
     def obstacle(self, target: bytes, index: int, kind: Kind) -> str:
         """Why an entry cannot be put at a path where `index` stands, or the empty string."""
-        if (
-            index >= 0
-            and kind != Kind.FOLDER
-            and not self._delete
-            and len(self.view.children(index))
+        if kind != Kind.FOLDER and keeps_place(
+            self.view, index, self._prefix, self._chosen, self._delete
         ):
             return "refused: it is a folder of the dataset, with entries"
         folder = split(target)[0]
@@ -69,11 +103,9 @@ class Standing:
             if kind == Kind.FOLDER and self.view.stat(index).kind != Kind.FOLDER:
                 self._entered = {b"": ""}
 
-    def gone(self, prefix: bytes) -> list[bytes]:
-        """The paths below `prefix` that were never asked for, deepest first."""
-        top = self.view.lookup(prefix)
-        below = self.view.walk(top).tolist() if top >= 0 else []
-        return [self.view.path(i) for i in reversed(below) if i != top and not self._seen[i]]
+    def gone(self) -> list[bytes]:
+        """The paths that were never asked for, deepest first."""
+        return gone(self.view, self._prefix, self._seen, self._chosen)
 
     def _enter(self, folder: bytes) -> str:
         index = ROOT_INDEX

@@ -13,21 +13,21 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import shutil
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
 from decimal import ROUND_FLOOR, Decimal
+from functools import partial
 from typing import IO, BinaryIO, Self, cast
-
-from xxhash import xxh3_64_intdigest
 
 from ..cache.store import ContentFile, ContentReader
 from ..entries import MODE_MASK, Kind, Stat, join, path_fault, shown, split
 from ..errors import UsageError
 from ..repository import Repository, WriteSession
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, same_content
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Unsettled
 from .plan import RESERVED
@@ -43,6 +43,9 @@ _TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of 
 _SPOOL_BYTES = 64 << 20  # longer contents that are to be compared wait on disk
 _LINK_MEMORY_BYTES = 256 << 20  # chunks kept while hard links are copied
 _PROGRESS_ENTRIES = 256
+_HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
+_HEADERS_IN_A_ROW_MAX = 16  # tarfile reads each from within the one before
+_DIGITS_MAX = 1 << 10  # tarfile's time grows with the square of their number
 _SECOND_NS = 1_000_000_000
 _TIME_NS_END = 1 << 63
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, Unsettled)
@@ -110,15 +113,77 @@ class _Tar(tarfile.TarFile):
 class _Member(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        """The next entry. Its headers are of any length and depth, and tarfile reads them whole."""
+        assert isinstance(tarfile, _Tar)
+        stream = cast("IO[bytes] | _Headers", tarfile.fileobj)
+        depth = stream.depth + 1 if isinstance(stream, _Headers) else 1
+        tarfile.fileobj = cast("IO[bytes]", _Headers(stream, depth))
         try:
-            return super().fromtarfile(tarfile)
+            found = super().fromtarfile(tarfile)
+            standing = sum(len(key) + len(value) for key, value in tarfile.pax_headers.items())
+            if standing > _HEADER_BYTES_MAX:
+                raise HeaderError("its global headers are too long")
         except HeaderError as error:
-            assert isinstance(tarfile, _Tar)
             tarfile.ending = error
             raise
+        except (ValueError, OverflowError) as error:
+            tarfile.ending = HeaderError(str(error))
+            raise tarfile.ending from error
+        finally:
+            tarfile.fileobj = cast("IO[bytes]", stream)
+        return found
 
 
 HeaderError = tarfile.HeaderError
+
+
+class _Headers:
+    """The stream of a tar while the headers of one entry are read: bounds what they may take.
+
+    The body of an extended header is checked before tarfile sees it, which takes records that
+    overlap: of a short header it makes gigabytes.
+    """
+
+    def __init__(self, stream: "IO[bytes] | _Headers", depth: int) -> None:
+        if depth > _HEADERS_IN_A_ROW_MAX:
+            raise HeaderError(f"more than {_HEADERS_IN_A_ROW_MAX} headers in a row")
+        self.depth = depth
+        self._stream = stream
+        self._left = _HEADER_BYTES_MAX
+        self._reads = 0  # the header, its body, then those of the entry that it is about
+        self._kind = b""
+
+    def read(self, size: int) -> bytes:
+        self._left -= size
+        if size < 0 or self._left < 0:
+            raise HeaderError(f"an entry's headers are longer than {_HEADER_BYTES_MAX} bytes")
+        data = self._stream.read(size)
+        self._reads += 1
+        if self._reads == 1:
+            self._kind = data[_TYPE_AT : _TYPE_AT + 1]
+        elif self._reads == 2 and self._kind in _EXTENDED:
+            _check_records(data)
+        return data
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+
+_TYPE_AT = 156
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+
+
+def _check_records(body: bytes) -> None:
+    """Raise HeaderError unless the records ("LENGTH KEY=VALUE", newline) follow each other."""
+    start = 0
+    while start < len(body) and body[start]:
+        length = body[start : start + 8].partition(b" ")[0]
+        end = start + int(length) if length.isdigit() else 0
+        if not start < end <= len(body) or body[end - 1] != 10 or b"=" not in body[start:end]:
+            raise HeaderError("an extended header is malformed")
+        start = end
+    if max(map(len, re.findall(rb"\d+", body)), default=0) > _DIGITS_MAX:
+        raise HeaderError("a number in an extended header is too long")
 
 
 def _open(stream: BinaryIO) -> _Tar:
@@ -167,7 +232,7 @@ class _TarPut:
     ) -> None:
         self.report = PutReport()
         self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
-        self._standing = Standing(view, delete=options.delete)
+        self._standing = Standing(view, prefix, options)
         self._packer: Packer | None = None
         if session is not None:
             self._packer = new_packer(session, options, self.report)
@@ -206,9 +271,7 @@ class _TarPut:
         """What --delete removes."""
         if not self._options.delete or not (self._any or self._options.allow_empty):
             return []
-        paths = self._standing.gone(self._prefix)
-        start = len(self._prefix) + 1 if self._prefix else 0
-        return [path for path in paths if not self._left_out(path[start:])]
+        return self._standing.gone()
 
     def finish(self) -> None:
         """Make all that was taken durable."""
@@ -219,12 +282,10 @@ class _TarPut:
         """Put the hard links as files, with the bytes that their targets have in a snapshot."""
         assert self._packer is not None
         failed = {path for path, _ in self.report.failed}
-        for path, (origin, mode, mtime_ns) in self.hard_links.items():
-            for _ in range(len(self.hard_links)):
-                if origin not in self.hard_links:
-                    break
-                origin = self.hard_links[origin][0]
-            view = reader.snapshot
+        view = reader.snapshot
+        origins = _ends({path: origin for path, (origin, _, _) in self.hard_links.items()})
+        for path, (_, mode, mtime_ns) in self.hard_links.items():
+            origin = origins[path]
             source, index = view.lookup(origin), view.lookup(path)
             below = self._below(origin)
             if source < 0 or view.stat(source).kind != Kind.FILE or below in failed:
@@ -261,7 +322,7 @@ class _TarPut:
         if mtime_ns is None:
             self.report.fail(path, "refused: its time is none that can be stored")
             return
-        if not self._chosen.empty and path and self._left_out(path, is_folder=member.isdir()):
+        if self._chosen.leaves_out(path, is_folder=member.isdir()):
             return
         self._any = True
         index = self._standing.find(target)
@@ -298,7 +359,10 @@ class _TarPut:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
                 shutil.copyfileobj(content, spool, _READ_BYTES)
                 spool.seek(0)
-                if not _same_content(self._standing.view, index, cast("BinaryIO", spool)):
+                extents = self._standing.view.extents(index)
+                same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
+                spool.seek(0)
+                if not same:
                     self._pack(target, index, entry, cast("BinaryIO", spool), link)
                     return
         if same:
@@ -330,15 +394,6 @@ class _TarPut:
             return
         self.report.seen += 1
         self.hard_links[target] = join(self._prefix, origin), entry.mode, entry.mtime_ns
-
-    def _left_out(self, path: bytes, *, is_folder: bool = False) -> bool:
-        """Whether the filters leave out an entry, or a folder that it is in."""
-        end = path.find(b"/")
-        while end >= 0:
-            if self._chosen.excluded(path[:end]):
-                return True
-            end = path.find(b"/", end + 1)
-        return self._chosen.excluded(path) if is_folder else not self._chosen.takes(path)
 
     def _below(self, path: bytes) -> bytes:
         return path[len(self._prefix) + 1 :] if self._prefix else path
@@ -388,14 +443,21 @@ def _mtime_ns(member: tarfile.TarInfo) -> int | None:
         return None
 
 
-def _same_content(view: Snapshot, index: int, content: BinaryIO) -> bool:
-    """Whether a content is that of an entry; it is left at its start."""
-    same = all(
-        xxh3_64_intdigest(content.read(extent.size)) == extent.checksum
-        for extent in view.extents(index)
-    )
-    content.seek(0)
-    return same
+def _read_at(content: BinaryIO, size: int, start: int) -> bytes:
+    content.seek(start)
+    return content.read(size)
+
+
+def _ends(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Where each link comes to by way of others; of those in a ring, any one of it."""
+    ends: dict[bytes, bytes] = {}
+    for path in links:
+        way: dict[bytes, None] = {}
+        while path in links and path not in ends and path not in way:
+            way[path] = None
+            path = links[path]
+        ends |= dict.fromkeys(way, ends.get(path, path))
+    return ends
 
 
 def _checksums(view: Snapshot, index: int) -> list[tuple[int, int]]:

@@ -305,6 +305,18 @@ def test_Z12_foreign_stamps_are_refused() -> None:
             header.check_stamps(3600)
 
 
+def test_a_file_that_takes_longer_than_the_put_window_is_told_so() -> None:
+    """It is no foreign stamp, and nothing that sending it again would change."""
+    header = read(build())
+    age_s = int.from_bytes(ID[:4], "big") - int.from_bytes(EARLIER[:4], "big")
+    header.check_stamps(age_s)
+    with pytest.raises(
+        CorruptError, match=r"a/large has been on its way for 1 s.* within 0 s"
+    ) as no:
+        header.check_stamps(age_s - 1)
+    assert "split the file" in no.value.advice
+
+
 NAMES = st.binary(min_size=1, max_size=20).filter(
     lambda name: b"/" not in name and b"\0" not in name and name not in (b".", b"..")
 )

@@ -1,6 +1,7 @@
 """The program as a whole: options, help, errors, start-up."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,34 @@ def test_it_runs_where_stdout_is_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
         done = subprocess.run(["sh", "-c", command, sys.executable, source], check=False)
         assert done.returncode == 0
     assert dlcmd("ls", "pets").out == b"a\n"
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"]
+)
+def test_a_url_that_means_something_else_is_refused(dlcmd: Dlcmd, url: str) -> None:
+    said = dlcmd("--url", url, "ls", code=2)
+    assert "bad repository URL" in said.err
+    assert "bug" not in said.err
+
+
+def test_a_url_names_any_folder(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    url = f"{tmp_path.as_uri()}/%23%c3%a9%3f"
+    dlcmd("--url", url, "put", write(tmp_path / "src", {"a": b""}), "pets")
+    assert os.path.isdir(os.fsencode(tmp_path) + b"/#\xc3\xa9?/datasets")
+    assert dlcmd("--url", url, "ls").out == b"pets\n"
+
+
+def test_a_user_without_a_home_needs_none(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container: no HOME, and a user ID that is in no list."""
+    source = write(tmp_path / "src", {"a": b"1"})
+    for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    dlcmd("ls", code=13)
+    dlcmd("put", source, "pets")
+    assert dlcmd("cat", "pets/a").out == b"1"
+    monkeypatch.delenv("DIESEL_URL")
+    assert "set XDG_DATA_HOME" in dlcmd("ls", code=2).err

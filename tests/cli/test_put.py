@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import os
 import signal
 import struct
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dlcmd.progress import Progress, _Lines
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -111,13 +113,61 @@ def test_delete_removes_what_the_source_has_no_more(dlcmd: Dlcmd, tmp_path: Path
 
 def test_a_dry_run_makes_nothing(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
-    dlcmd("put", "-n", source, "pets", code=13)
+    assert b"would put 2 entries" in dlcmd("put", "-n", source, "pets").out
+    assert not dlcmd.store.exists()
+    strange = write(tmp_path / "strange", {"x": b""}).as_uri()
+    dlcmd("--url", strange, "put", "-n", source, "pets", code=13)
     dlcmd("put", source, "other")
     before = sorted(dlcmd.store.rglob("*"))
     assert b"would put 2 entries" in dlcmd("put", "-n", source, "pets").out
     assert b"would put 1 entry" in dlcmd("put", "-n", source / "a", "pets/b").out
     assert sorted(dlcmd.store.rglob("*")) == before
     dlcmd("ls", "pets", code=10)
+
+
+def test_a_source_that_is_not_there_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    folder = write(tmp_path / "src", {"a": b"1"})
+    for words, code in (
+        (["/nonexistent", "pets"], 10),
+        (["/dev/null", "pets"], 2),
+        (["--tar", "/nonexistent", "pets"], 10),
+        (["--files-from", "/nonexistent", folder, "pets"], 10),
+        (["--files-from", folder / "a", folder / "a", "pets"], 2),
+    ):
+        dlcmd("put", *words, code=code)
+        assert not dlcmd.store.exists()
+
+
+def test_files_from_goes_through_the_filters(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "src", {"a.txt": b"", "b.jpg": b"", "cache/x.jpg": b"", "d/c.jpg": b""}
+    )
+    names = tmp_path / "names"
+    names.write_bytes(b".\n./a.txt\n./b.jpg\n./cache\n./cache/x.jpg\n./d\n./d/c.jpg\n")
+    filters = ("--exclude", "cache", "--include", "*.jpg")
+    dlcmd("put", "--files-from", names, *filters, source, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"b.jpg\nd\nd/c.jpg\n"
+
+
+def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """Not its extents: 17 of 2 are done in less than no time."""
+    source = write(tmp_path / "src", {"big": os.urandom(1 << 20)})
+    said = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets")
+    assert said.objects[-1]["entries"] == 2
+    assert said.objects[-1]["chunks"] == 16
+    with (tmp_path / "one.tar").open("wb") as file:
+        file.write(tar_of({"big": bytes(1 << 20)}))
+    said = dlcmd("--json", "put", "--chunk-size=64K", "--tar", tmp_path / "one.tar", "tarred")
+    assert said.objects[-1]["entries"] == 1
+
+
+def test_progress_is_never_more_than_whole(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    _Lines(next(clock)).report(Progress(17, 2, 0))
+    assert json.loads(capfdbinary.readouterr().out)["seconds_left"] == 0
 
 
 def test_files_from_names_what_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -128,6 +178,13 @@ def test_files_from_names_what_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert dlcmd("ls", "-R", "pets").out == b"a\nsub\nsub/c\n"
     dlcmd.program("put", "--files-from", "-", "-0", source, "nul", stdin=b"new\nline\0b\0")
     assert dlcmd("ls", "nul").out == b"b\nnew\nline\n"
+    names.write_bytes(b".\n./sub\n./sub/c\n././b\n")  # as `find .` writes them
+    dlcmd("put", "--files-from", names, source, "found")
+    assert dlcmd("ls", "-R", "found").out == b"b\nsub\nsub/c\n"
+    os.utime(source, ns=(0, 5))
+    dlcmd("put", "--files-from", names, source, "found")
+    dlcmd("get", "found", tmp_path / "back")
+    assert (tmp_path / "back").stat().st_mtime_ns == 5
     names.write_bytes(b"../a\n")
     assert "'..'" in dlcmd("put", "--files-from", names, source, "pets", code=2).err
     names.write_bytes(b"gone\n")

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from diesel_fs.errors import (
     ConflictError,
     CorruptError,
     ForeignError,
+    NoSpaceError,
     NoSuchDataset,
     NoSuchPath,
     ObjectStoreError,
     UsageError,
 )
+from diesel_fs.storage.folder import FolderStore
 
 from ..trees import write
 
@@ -259,3 +262,66 @@ def test_mount_from_python(filled: str, tmp_path: Path) -> None:
     with diesel_fs.mount("ds", point, url=filled):
         assert len(list((point / "d0").iterdir())) == 29
     assert list(point.iterdir()) == []
+
+
+def test_nothing_goes_below_a_file_that_was_put_before(url: str, filled: str) -> None:
+    with connect("pending", url, create=True) as dataset:
+        dataset.put(b"data", "a")
+        for _ in range(2):  # before the flush, and after it
+            with pytest.raises(ConflictError):
+                dataset.put(b"x", "a/b")
+            with pytest.raises(ConflictError):
+                dataset.put(b"x", "a/b/c")
+            dataset.flush()
+        assert dataset.get("a") == b"data"
+        dataset.delete("a")
+        dataset.put(b"x", "a/b")
+        dataset.flush()
+        assert dataset.ls("a") == ["b"]
+
+
+def test_nor_below_one_that_a_pinned_view_does_not_show(url: str, tmp_path: Path) -> None:
+    with connect("ds", url, create=True) as dataset:
+        dataset.save_meta(tmp_path / "empty")
+        dataset.load_meta(tmp_path / "empty")
+        dataset.put(b"data", "a")
+        dataset.flush()
+        with pytest.raises(ConflictError):
+            dataset.put(b"x", "a/b")
+
+
+def test_O15_a_chunk_that_was_lost_fails_every_flush(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full once. A caller who tries again must not be told that all is there."""
+    real, full = FolderStore.put, [True]
+
+    def put(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        if "/chunks/" in name and full:
+            full.pop()
+            raise NoSpaceError("the disk is full")
+        real(self, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", put)
+    dataset = connect("ds", url, create=True)
+    errors = 0
+    for number in range(12):
+        for _ in range(3):
+            try:
+                dataset.put(os.urandom(3 << 20), f"f{number}")
+                break
+            except NoSpaceError:
+                errors += 1
+    assert errors > 3
+    assert not full
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            dataset.flush()
+    with pytest.raises(NoSpaceError):
+        dataset.put(b"", "more")
+    with pytest.raises(NoSpaceError):
+        dataset.close()
+    with connect("ds", url) as dataset:
+        dataset.put(b"again", "f0")
+        dataset.flush()
+        assert dataset.get("f0") == b"again"

@@ -1,9 +1,12 @@
 """`put_tree`: what is packed, skipped, named and deleted; what is never read."""
 
+import errno
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from uuid import UUID
@@ -13,11 +16,15 @@ import pytest
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.entries import Kind
-from diesel_fs.errors import ConflictError, NotFoundError, UsageError
+from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
 from diesel_fs.repository import PUT_WINDOW_S, Committed, Repository
 from diesel_fs.snapshot import Snapshot
+from diesel_fs.storage.folder import FolderStore
 from diesel_fs.writer import PutOptions, put_tree
 from diesel_fs.writer.options import PutReport
+from diesel_fs.writer.put import _Worker
+from diesel_fs.writer.single import new_packer
+from diesel_fs.writer.source import open_folder
 
 from ..trees import facts, odd_tree, write
 
@@ -132,6 +139,146 @@ def test_delete_spares_what_a_filter_leaves_out(repository: Repository, tmp_path
     (source / "c.jpg").write_bytes(b"3")
     put(repository, source, delete=True, include=("*.jpg",))
     assert files(repository.view("ds")) == [b"b.txt", b"c.jpg"]
+
+
+@pytest.mark.parametrize("pattern", ["cache", "cache/", "/cache", "sub/cach?"])
+def test_delete_spares_all_below_a_folder_that_is_left_out(
+    repository: Repository, tmp_path: Path, pattern: str
+) -> None:
+    top = "sub/cache" if "sub" in pattern else "cache"
+    source = write(tmp_path / "source", {f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
+    put(repository, source)
+    (source / "a").unlink()
+    (source / "b").write_bytes(b"3")
+    assert put(repository, source, delete=True, exclude=(pattern,)).deleted == 1
+    assert files(repository.view("ds")) == sorted(
+        [b"b", *(f"{top}/{e}".encode() for e in ("x", "in/y"))]
+    )
+
+
+def test_delete_spares_the_folder_of_what_is_left_out(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """And no file takes its place: what is left out would be lost under it."""
+    source = write(tmp_path / "source", {"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
+    (source / "d").chmod(0o750)
+    put(repository, source)
+    for name in ("d/x.tmp", "d/y", "e/z"):
+        (source / name).unlink()
+    (source / "d").rmdir()
+    (source / "e").rmdir()
+    (source / "e").write_bytes(b"a file")
+    assert put(repository, source, delete=True, exclude=("*.tmp",)).deleted == 2
+    view = repository.view("ds")
+    assert files(view) == [b"d/x.tmp", b"e"]
+    assert view.stat(view.lookup(b"d")).mode == 0o750
+    (source / "d").write_bytes(b"a file")
+    report = put(repository, source, delete=True, exclude=("*.tmp",))
+    assert [path for path, _ in report.failed] == [b"d"]
+    assert files(repository.view("ds")) == [b"d/x.tmp", b"e"]
+
+
+def test_a_glob_with_a_slash_at_its_end_matches_folders(
+    repository: Repository, tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "source", {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
+    )
+    put(repository, source, exclude=("cache/",))
+    assert files(repository.view("ds")) == [b"d/cache"]
+    for bad in ("", "/"):
+        with pytest.raises(UsageError):
+            put(repository, source, exclude=(bad,))
+    with pytest.raises(UsageError, match="include"):
+        put(repository, source, include=("cache/",))
+
+
+def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed, and then NFS says ESTALE: what is in it is not gone."""
+    source = write(tmp_path / "source", {"d/a": b"1", "d/b": b"2", "gone": b"3"})
+    put(repository, source)
+    (source / "gone").unlink()
+
+    def stale(root: int, path: bytes) -> int:
+        if path == b"d":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return open_folder(root, path)
+
+    monkeypatch.setattr("diesel_fs.writer.plan.open_folder", stale)
+    report = put(repository, source, delete=True)
+    assert [path for path, _ in report.failed] == [b"d"]
+    assert report.deleted == 1
+    assert files(repository.view("ds")) == [b"d/a", b"d/b"]
+
+
+def test_empty_folders_go_in_many_messages(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    for number in range(600):
+        (source / f"{number}").mkdir(parents=True)
+    counts = []
+    real = _Worker.send
+
+    def send(self: _Worker, *message: object) -> None:
+        if message[0] == "pack":
+            assert isinstance(message[2], list)
+            counts.append(len(message[2]))
+        real(self, *message)
+
+    monkeypatch.setattr(_Worker, "send", send)
+    put(repository, source)
+    assert sum(counts) == 601
+    assert max(counts) <= 256
+
+
+def test_an_error_of_the_store_is_no_error_of_a_file(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One OSError behind the files that are being read would else be taken for one of theirs."""
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+
+    real = FolderStore.put
+
+    def broken(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        if "/chunks/" in name:
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", broken)
+    with pytest.raises(DieselError, match="a chunk could not be stored"):
+        put_tree(repository, "ds", source, options=SMALL)
+
+
+def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {"a": os.urandom(60_000)})
+    session = repository.begin("ds")
+    packer = new_packer(session, PutOptions(chunk_bytes=CHUNK_BYTES_MIN), PutReport())
+    real, once = Future.result, [True]
+
+    def result(self: "Future[object]", timeout: float | None = None) -> object:
+        if once:
+            once.pop()
+            raise KeyboardInterrupt
+        return real(self, timeout)
+
+    folder = os.open(source, os.O_RDONLY)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "result", result)
+            with suppress(KeyboardInterrupt):
+                for number in range(100):
+                    packer.add_file(folder, b"a", (b"", b"%d" % number))
+        assert not once
+        with pytest.raises(DieselError, match="a chunk could not be stored"):
+            packer.finish()
+    finally:
+        os.close(folder)
+        packer.close()
 
 
 def test_an_empty_source_never_deletes(repository: Repository, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import lzma
 import os
 import subprocess
 import tarfile
+import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from diesel_fs.recovery import verify
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, PutReport, put_tar, put_tree
+from diesel_fs.writer.tar import _ends
 from tests.trees import odd_tree
 
 Entry = tuple[str, bytes | tarfile.TarInfo]
@@ -297,3 +300,77 @@ def test_the_stream_stays_open_for_its_owner(repository: Repository) -> None:
 def test_an_empty_tar_makes_an_empty_dataset(repository: Repository) -> None:
     assert put(repository, tar_of()).failed == []
     assert contents(repository) == {}
+
+
+def bomb(kind: bytes, body: bytes, repeat: int = 1) -> bytes:
+    """A tar that begins with an extended header of this body, and then holds a file `x`."""
+    info = tarfile.TarInfo("h")
+    info.type, info.size = kind, len(body) * repeat
+    out = io.BytesIO()
+    with gzip.open(out, "wb", 1) as file:
+        file.write(info.tobuf(tarfile.USTAR_FORMAT))
+        for _ in range(repeat):
+            file.write(body)
+        file.write(
+            bytes(-len(body) * repeat % 512) + tar_of(("x", b"1"), format=tarfile.GNU_FORMAT)
+        )
+    return out.getvalue()
+
+
+LONG = {
+    "pax": (tarfile.XHDTYPE, b"%d k=%s\n" % (1 << 20, b"x" * ((1 << 20) - 11)), 64),
+    "global": (tarfile.XGLTYPE, b"%d k=%s\n" % (1 << 20, b"x" * ((1 << 20) - 11)), 64),
+    "long name": (tarfile.GNUTYPE_LONGNAME, bytes(1 << 20), 64),
+    "long link": (tarfile.GNUTYPE_LONGLINK, bytes(1 << 20), 64),
+    "records that overlap": (tarfile.XHDTYPE, b"2 " * 20_000 + b"=\n", 1),
+    "digits": (tarfile.XHDTYPE, b"30005 k=%s\n" % (b"1" * 29_996), 1),
+    "no number": (tarfile.XHDTYPE, b"x k=1\n", 1),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_M10_a_header_is_not_read_into_memory_whole(repository: Repository, name: str) -> None:
+    kind, body, repeat = LONG[name]
+    data = bomb(kind, body, repeat)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="the input is no tar"):
+            put(repository, data, chunk_bytes=1 << 16)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_M10_headers_in_a_row_are_counted(repository: Repository) -> None:
+    one = tarfile.TarInfo("h")
+    one.type, one.size = tarfile.XHDTYPE, 6
+    header = one.tobuf(tarfile.USTAR_FORMAT) + b"6 k=1\n".ljust(512, b"\0")
+    good = tar_of(("x", b"1"), format=tarfile.GNU_FORMAT)
+    assert put(repository, header * 10 + good).files == 1
+    with pytest.raises(UsageError, match="headers in a row"):
+        put(repository, header * 400 + good)
+    report = put(repository, good[:1024] + header * 400 + good)
+    assert "headers in a row" in reasons(report)[b""]
+
+
+def test_M10_hard_links_in_a_row_take_no_square_of_their_number(repository: Repository) -> None:
+    count = 20_000
+    links = {b"%d" % i: b"%d" % (i + 1) for i in range(count)}
+    start_s = time.process_time()
+    assert set(_ends(links).values()) == {b"%d" % count}
+    ring = {b"%d" % i: b"%d" % ((i + 1) % count) for i in range(count)}
+    assert len(set(_ends(ring).values())) == 1
+    assert time.process_time() - start_s < 5  # it would be minutes
+    chain = [(f"l{i}", of_type(tarfile.LNKTYPE, f"l{i + 1}" if i < 9 else "x")) for i in range(10)]
+    put(repository, tar_of(*chain, ("x", b"all")))
+    assert set(contents(repository).values()) == {b"all"}
+
+
+def test_delete_spares_a_folder_that_is_left_out(repository: Repository) -> None:
+    put(repository, tar_of(("cache/x", b"1"), ("cache/in/y", b"1"), ("a", b"2")))
+    put(repository, tar_of(("b", b"3")), delete=True, exclude=("cache/",))
+    assert contents(repository).keys() >= {b"b", b"cache/x", b"cache/in/y"}
+    assert b"a" not in contents(repository)
+    report = put(repository, tar_of(("cache", b"3")), delete=True, exclude=("x",))
+    assert "with entries" in reasons(report)[b"cache"]

@@ -1,0 +1,52 @@
+"""How much a daemon logs: a store that fails for a night must not fill the disk with one sentence.
+
+Any thread.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LINES_AT_ONCE = 20
+"""So many lines of a kind may come together: a few bad files are all named."""
+
+LINES_PER_S = 1.0
+"""After that, so many lines of a kind a second."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Lines from one place in the code: how many may still come, and how many have been dropped."""
+
+    seen_s: float
+    allowance: float = LINES_AT_ONCE
+    left_out: int = 0
+
+
+class LogLimit(logging.Filter):
+    """Drops lines of which there are too many; the next one of the kind tells how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[str, int], _Kind] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        with self._lock:
+            now = self._clock()
+            kind = self._kinds.setdefault((record.pathname, record.lineno), _Kind(now))
+            gained = (now - kind.seen_s) * LINES_PER_S
+            kind.allowance = min(LINES_AT_ONCE, kind.allowance + gained)
+            kind.seen_s = now
+            if kind.allowance < 1:
+                kind.left_out += 1
+                return False
+            kind.allowance -= 1
+            if kind.left_out:
+                record.msg = f"{record.msg} ({kind.left_out} more like this left out)"
+                kind.left_out = 0
+            return True

@@ -1,0 +1,116 @@
+"""N4: names that are no text, on the command line, in what it prints and in what it reads."""
+
+import json
+import os
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from .conftest import Dlcmd
+
+NAMES = [
+    b"\xff",
+    b"\xed\xa0\x80 high",
+    b"\xed\xb3\xbf low",
+    b"\xc3",
+    b"\xc0\xae\xc0\xae",
+    b"\xe2\x80\xae",
+]
+"""No UTF-8: a stray byte, surrogates, a cut character, an overlong `..`; and text run backwards."""
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    """A folder of files and links of such names; each file holds its own name."""
+    source = tmp_path / os.fsdecode(b"src \xff")
+    source.mkdir()
+    for name in NAMES:
+        (source / os.fsdecode(name)).write_bytes(name)
+        (source / os.fsdecode(b"l" + name)).symlink_to(os.fsdecode(name))
+    return source
+
+
+def text(name: bytes) -> str:
+    """A name as Python's arguments have it."""
+    return os.fsdecode(name)
+
+
+def test_N4_addresses_and_listings_are_bytes(dlcmd: Dlcmd, odd: Path) -> None:
+    dlcmd("put", odd, "ds")
+    out = dlcmd.program("ls", "ds").out
+    assert sorted(out.splitlines()) == sorted([*NAMES, *(b"l" + name for name in NAMES)])
+    for name in NAMES:
+        assert dlcmd("cat", f"ds/{text(name)}").out == name
+        dlcmd("stat", f"ds/l{text(name)}")
+    dlcmd("rm", *(f"ds/{text(name)}" for name in NAMES))
+    assert len(dlcmd("ls", "ds").out.splitlines()) == len(NAMES)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_N4_errors_and_json_are_text(
+    dlcmd: Dlcmd, odd: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Whatever the terminal's encoding: valid JSON, different names differ, nothing escapes."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    os.mkfifo(odd / text(b"\xff\x1b[31m pipe"))
+    said = dlcmd.program("put", "--json", odd, "ds", code=3)
+    (failed,) = json.loads(said.out.splitlines()[-1])["failed"]
+    assert "pipe" in failed["path"]
+    assert "pipe" in said.err
+    assert "\x1b" not in said.err
+    listed = dlcmd.program("ls", "--json", "ds").out.splitlines()
+    assert len({json.dumps(json.loads(line)) for line in listed}) == 2 * len(NAMES)
+    for verb in (("ls", "-R"), ("ls", "-l"), ("stat",), ("du",)):
+        assert dlcmd(*verb, "--json", "ds").objects
+    for name in (b"\xed\xa0\x80", b"\xfe", b"\x1b[31m"):
+        for verb in (("cat",), ("stat",), ("rm",)):
+            err = dlcmd(*verb, f"ds/gone {text(name)}", code=10).err
+            assert (len(err.splitlines()), "\x1b" in err) == (1, False)
+
+
+def test_N4_lists_and_filters_take_bytes(dlcmd: Dlcmd, odd: Path) -> None:
+    names = odd.with_name("names")
+    names.write_bytes(b"\0".join(NAMES[:3]))
+    dlcmd("put", "--files-from", names, "-0", odd, "listed")
+    assert sorted(dlcmd("ls", "listed").out.splitlines()) == sorted(NAMES[:3])
+    filters = [text(word) for word in (b"--include=\xff", b"--include=*\x80*", b"--exclude=l*")]
+    dlcmd("put", *filters, odd, "chosen")
+    chosen = sorted(name for name in NAMES if name == b"\xff" or b"\x80" in name)
+    assert sorted(dlcmd("ls", "chosen").out.splitlines()) == chosen
+    assert len(chosen) == 3
+
+
+def test_I11_a_list_that_names_a_path_twice(dlcmd: Dlcmd, odd: Path) -> None:
+    """However it says so, the path is put once."""
+    names = odd.with_name("names")
+    names.write_bytes(b"\xff\n./\xff\n\xff\n\xff/\n\xc3\n")
+    done = dlcmd("put", "--json", "--files-from", names, odd, "ds").objects[-1]
+    assert (done["files"], done["bytes"], done["failed"]) == (2, 2, [])
+
+
+def test_N4_a_dataset_has_a_name_of_letters(dlcmd: Dlcmd, odd: Path) -> None:
+    for name in (b"\xff", b"\xed\xa0\x80", "\u00e9".encode(), b"a\xff", b"a\n", b"..", b""):
+        assert len(dlcmd("put", odd, text(name), code=2).err.splitlines()) == 1
+    assert not dlcmd.store.exists()
+
+
+def test_N4_a_repository_whose_folder_is_no_text(dlcmd: Dlcmd, odd: Path, tmp_path: Path) -> None:
+    """It is refused at once, as what it is; no folder of another name is made in its place."""
+    store = tmp_path / text(b"store \xff\xed\xa0\x80")
+    before = sorted(os.listdir(os.fsencode(tmp_path)))
+    said = dlcmd("put", "--url", store.as_uri(), odd, "ds", code=2)
+    assert said.err.startswith("dlcmd: bad repository URL")
+    assert len(said.err.splitlines()) == 1
+    assert sorted(os.listdir(os.fsencode(tmp_path))) == before
+
+
+def test_N4_a_tar_of_the_dataset_has_the_same_names(dlcmd: Dlcmd, odd: Path) -> None:
+    dlcmd("put", odd, "ds")
+    out = dlcmd("get", "ds", "--tar", "-").out
+    with tarfile.open(fileobj=BytesIO(out), encoding="utf-8", errors="surrogateescape") as tar:
+        links = {os.fsencode(each.name): os.fsencode(each.linkname) for each in tar if each.issym()}
+        files = {os.fsencode(each.name) for each in tar if each.isreg()}
+    assert {name.removeprefix(b"./") for name in files} == {*NAMES}
+    assert {n.removeprefix(b"./"): t for n, t in links.items()} == {b"l" + n: n for n in NAMES}

@@ -1,0 +1,213 @@
+"""A15: a signal, or a reader that goes, while a put of a folder has packing processes.
+
+The put is stopped (SIGSTOP) in its middle, so that what ends it always comes then; a test whose put
+got through before proves nothing, and fails.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.recovery import recover
+from diesel_fs.repository import Repository
+from tests.trees import Facts, facts, write
+from tests.writer.test_put import shown
+
+from .conftest import Dlcmd
+
+DEADLINE_S = 30.0
+CHUNKS_SEEN = 20  # of 64 KiB: more than two packing processes have in work, so some are committed
+FILES = 453
+OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Some 70 chunks' worth; files of several extents among them."""
+    small = {f"d{i % 10}/{i}": os.urandom(9000) for i in range(FILES - 3)}
+    return write(tmp_path / "source", small | {f"large{i}": os.urandom(200_000) for i in range(3)})
+
+
+@dataclass(slots=True)
+class Put:
+    """A put that stands still in its middle, and its packing processes."""
+
+    process: "subprocess.Popen[bytes]"
+    packers: list[int]
+
+    def send(self, number: int, *, group: bool) -> None:
+        """A signal: to all of the terminal's processes, as for Ctrl-C, or to the put alone."""
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Go on, to the end; the exit code and what was said on stderr."""
+        self.process.send_signal(signal.SIGCONT)
+        _, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, err.decode()
+
+    def left(self) -> list[int]:
+        """The packing processes that are still there when they should have ended."""
+        deadline = time.monotonic() + DEADLINE_S / 3
+        while (alive := list(filter(_lives, self.packers))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return alive
+
+
+def _lives(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # where nobody reaps what init should, it has ended all the same
+
+
+def _children(process: int) -> list[int]:
+    return [
+        int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
+
+
+@contextmanager
+def stopped_put(
+    dlcmd: Dlcmd, source: Path, *options: str, stdout: int | None = None
+) -> Iterator[Put]:
+    """A put in a session of its own, stopped when some of its chunks are there, not all."""
+    command = [sys.executable, "-m", "dlcmd", "put", *OPTIONS, *options, str(source), "ds"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while len(list(dlcmd.store.glob("datasets/*/chunks/*/*"))) < CHUNKS_SEEN:
+                assert process.poll() is None, "A16: the put has ended: proves nothing"
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            process.send_signal(signal.SIGSTOP)
+            packers = _children(process.pid)
+            assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"
+            yield Put(process, packers)
+        finally:
+            process.kill()
+
+
+def whole(dlcmd: Dlcmd, there: Facts) -> int:
+    """Check that all that shows is whole, live and rebuilt; how many files show."""
+    dlcmd("verify", "ds")
+    with Repository.open(dlcmd.store.as_uri()) as repository:
+        showing = shown(repository)
+        for path, fact in showing.items():
+            assert there[path] == fact or there[path][0] == fact[0] == "folder"
+        recover(repository, "ds")
+        assert shown(repository).items() >= showing.items()
+    return sum(fact[0] == "file" for fact in showing.values())
+
+
+def finishes(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
+    """Put again; all is there then. How many files were put now."""
+    put = dlcmd("put", "--json", *OPTIONS, source, "ds").objects[-1]["files"]
+    dlcmd("get", "ds", tmp_path / "back")
+    assert facts(tmp_path / "back") == facts(source)
+    dlcmd("verify", "ds")
+    assert isinstance(put, int)
+    return put
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "code", "words"),
+    [
+        (signal.SIGTERM, False, 143, "ended by SIGTERM"),
+        (signal.SIGTERM, True, 143, "ended by SIGTERM"),
+        (signal.SIGHUP, False, 129, "ended by SIGHUP"),
+        (signal.SIGHUP, True, 129, "ended by SIGHUP"),
+        (signal.SIGINT, True, 130, "interrupted"),
+    ],
+)
+def test_A15_a_signal_in_the_middle_of_a_folder(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path, number: int, group: bool, code: int, words: str
+) -> None:
+    """One line, the promised exit code, no process left; the same command again finishes."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("ignored here, and so by what is started here (nohup)")
+    with stopped_put(dlcmd, source) as put:
+        put.send(number, group=group)
+        if group and number != signal.SIGINT:  # which is the coordinator's business alone
+            assert put.left() == []
+        assert put.end() == (code, f"dlcmd: {words}; run it again to finish\n")
+        assert put.left() == []
+    shows = whole(dlcmd, facts(source))
+    assert 0 < shows < FILES, "A16: nothing or all was committed: proves nothing"
+    assert 0 < finishes(dlcmd, source, tmp_path) <= FILES - shows
+
+
+def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+    """A put that was told to ignore the loss of its terminal goes on, with its processes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_put(dlcmd, source) as put:
+            put.send(signal.SIGHUP, group=True)
+            assert put.end() == (0, "")
+            assert put.left() == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert whole(dlcmd, facts(source)) == FILES
+    assert finishes(dlcmd, source, tmp_path) == 0
+
+
+def test_A15_a_packing_process_that_is_killed(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+    """By the kernel, for want of memory: the put says so, and takes the others along."""
+    with stopped_put(dlcmd, source) as put:
+        os.kill(put.packers[0], signal.SIGKILL)
+        code, err = put.end()
+        assert (code, len(err.splitlines())) == (1, 1)
+        assert "a packing process died" in err
+        assert put.left() == []
+    shows = whole(dlcmd, facts(source))
+    assert 0 < finishes(dlcmd, source, tmp_path) <= FILES - shows
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_A15_EPIPE_in_the_middle_of_a_folder(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Whoever read the progress has gone: the put goes on to its end, and all is there."""
+    receiver, sender = os.pipe()
+    try:
+        with stopped_put(dlcmd, source, *options, stdout=sender) as put:
+            os.close(receiver)
+            assert put.end() == (0, "")
+            assert put.left() == []
+    finally:
+        os.close(sender)
+    assert whole(dlcmd, facts(source)) == FILES
+    assert finishes(dlcmd, source, tmp_path) == 0
+
+
+def test_A15_EPIPE_on_both(dlcmd: Dlcmd, source: Path) -> None:
+    """Nobody hears its errors either: the exit code is all that tells."""
+    os.mkfifo(source / "pipe")  # will be named, where nobody reads it
+    receiver, sender = os.pipe()
+    try:
+        with stopped_put(dlcmd, source, "--json", stdout=sender) as put:
+            os.close(receiver)
+            assert put.process.stderr is not None
+            put.process.stderr.close()
+            put.process.send_signal(signal.SIGCONT)
+            assert put.process.wait(DEADLINE_S) == 3
+            assert put.left() == []
+    finally:
+        os.close(sender)
+    listed = dlcmd("ls", "--json", "-R", "ds").objects
+    assert sum(entry["kind"] == "file" for entry in listed) == FILES

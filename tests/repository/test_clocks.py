@@ -1,0 +1,159 @@
+"""K2: writers on hosts whose clocks differ. The state is the same live and rebuilt, always."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.chunk_id import id_seconds
+from diesel_fs.errors import CorruptError
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import CLOCK_ALLOWANCE_S, Repository
+
+from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
+
+REAL = time.time
+TOLERATED_S = CLOCK_ALLOWANCE_S - 60
+TEN_MINUTES_S = 600
+
+
+@dataclass
+class Host:
+    """A machine with a clock of its own, and a writer on it."""
+
+    url: str
+    skew_s: float
+    fill: bytes
+    sealed: list[Sealed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        with self.clock():
+            self.repository = Repository.open(self.url)
+            self.writer = Writer(self.repository)
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """This host's time, while it is its turn."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", self.now)
+            yield
+
+    def now(self) -> float:
+        return REAL() + self.skew_s
+
+    def seal(self) -> None:
+        with self.clock():
+            self.writer.add(b"x", self.fill)
+            self.writer.add(self.fill, b"its own")
+            self.sealed.append(self.writer.seal())
+
+    def commit(self) -> None:
+        with self.clock():
+            self.sealed[-1].commit()
+
+    def delete(self) -> None:
+        with self.clock():
+            self.writer.session.delete([b"x"])
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = (tmp_path / "store").as_uri()
+    with Repository.open(url, create=True) as repository:
+        repository.begin("ds")
+    return url
+
+
+def orders() -> list[tuple[int, ...]]:
+    """All ways in which two hosts can each seal, then commit."""
+    return sorted(set(permutations((0, 0, 1, 1))))
+
+
+@pytest.mark.parametrize("skews", [(TOLERATED_S, 0.0), (0.0, -TOLERATED_S), (-120.0, 120.0)])
+@pytest.mark.parametrize("order", orders())
+def test_K2_two_writers_with_skewed_clocks(
+    url: str, order: tuple[int, ...], skews: tuple[float, float]
+) -> None:
+    """The greatest stamp wins; who begins after another's commit wins, whatever the clocks say."""
+    hosts = [Host(url, skews[0], b"A"), Host(url, skews[1], b"B")]
+    steps: list[tuple[int, str]] = []
+    for turn in order:
+        step = "commit" if hosts[turn].sealed else "seal"
+        getattr(hosts[turn], step)()
+        steps.append((turn, step))
+    with Repository.open(url) as repository:
+        live = content(repository, b"x")
+        assert live == max(hosts, key=lambda host: host.sealed[0].id).fill
+        for first, second in ((0, 1), (1, 0)):
+            if steps.index((first, "commit")) < steps.index((second, "seal")):
+                assert live == hosts[second].fill
+        assert content(repository, b"A") == content(repository, b"B") == b"its own"
+        rebuilt_equals_live(repository)
+
+
+@pytest.mark.parametrize("skew", [TOLERATED_S, -TOLERATED_S])
+def test_K2_a_delete_by_a_host_with_another_clock(url: str, skew: float) -> None:
+    skewed, right = Host(url, skew, b"A"), Host(url, 0, b"B")
+    for first, second in ((skewed, right), (right, skewed)):
+        first.seal()
+        first.commit()
+        second.delete()
+        with Repository.open(url) as repository:
+            assert content(repository, b"x") is None
+            rebuilt_equals_live(repository)
+        first.seal()
+        first.commit()
+        with Repository.open(url) as repository:
+            assert content(repository, b"x") == first.fill
+            rebuilt_equals_live(repository)
+
+
+def test_K2_a_clock_that_is_ten_minutes_behind_is_told_so(url: str) -> None:
+    """Its next ID has to follow one that is from its future: it is refused, not lost, not mixed."""
+    ahead, behind = Host(url, TEN_MINUTES_S, b"A"), Host(url, 0, b"B")
+    ahead.seal()
+    ahead.commit()
+    behind.seal()
+    assert id_seconds(behind.sealed[0].id) > behind.now() + CLOCK_ALLOWANCE_S
+    with pytest.raises(CorruptError, match="clock"):
+        behind.commit()
+    with Repository.open(url) as repository:
+        assert content(repository, b"x") == b"A"
+        assert content(repository, b"B") is None
+        assert list(repository.chunk_names(behind.writer.session.identity)) == [ahead.sealed[0].id]
+        rebuilt_equals_live(repository)
+    behind.skew_s = TEN_MINUTES_S  # set right, or ten minutes later
+    behind.seal()
+    behind.commit()
+    with Repository.open(url) as repository:
+        assert content(repository, b"x") == b"B"
+        rebuilt_equals_live(repository)
+
+
+def test_K2_a_clock_that_is_ten_minutes_ahead_loses_to_nobody_it_has_seen(url: str) -> None:
+    """The host that is ahead goes last: its put follows the other's, and `recover` agrees."""
+    right, ahead = Host(url, 0, b"A"), Host(url, TEN_MINUTES_S, b"B")
+    right.seal()
+    right.commit()
+    ahead.seal()
+    ahead.commit()
+    with Repository.open(url) as repository:
+        assert content(repository, b"x") == b"B"
+        rebuilt_equals_live(repository)
+
+
+def test_K2_a_recovery_since_a_time_by_a_host_that_is_ahead(url: str) -> None:
+    """It looks back further than clocks may differ, so that nothing is missed."""
+    right, ahead = Host(url, 0, b"A"), Host(url, TOLERATED_S, b"B")
+    right.seal()
+    right.commit()
+    right.seal()
+    with ahead.clock(), Repository.open(url) as repository:
+        recover(repository, "ds", since_s=ahead.now())
+        assert right.sealed[-1].id in repository.view("ds").chunk_ids
+        assert verify(repository, "ds").problems == []
+        rebuilt_equals_live(repository)

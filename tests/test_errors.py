@@ -1,0 +1,99 @@
+"""The error tree against its drawing, and against the exit codes that were promised."""
+
+import errno
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+import pytest
+
+from diesel_fs import errors
+from diesel_fs.errors import DieselError
+
+from .test_layers import modules
+
+EXIT_CODES = {1, 2, 3, 10, 11, 12, 13, 14, 15, 16}
+"""Those of a failure that is no signal. Other people's scripts depend on them."""
+
+LINE = re.compile(r"(?P<lead>[ │├└─]*)(?P<name>\w+) +(?P<exit>\d+|exit) +(?P<errno>\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One line of the drawing."""
+
+    name: str
+    above: str
+    exit_code: int
+    errno: str
+
+
+def drawing(text: str) -> list[Drawn]:
+    """The lines of the drawing below its head, which names the columns, not figures."""
+    found: list[Drawn] = []
+    above: list[str] = []
+    for line in text.splitlines():
+        match = LINE.fullmatch(line)
+        if match is None:
+            continue
+        depth = len(match["lead"]) // 4 - 1
+        if depth:
+            found.append(Drawn(match["name"], above[depth - 1], int(match["exit"]), match["errno"]))
+        above[depth:] = [match["name"]]
+    return found
+
+
+def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
+    """The same, from the classes of the module, in the order in which they are defined."""
+    for kind in top.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            code = errno.errorcode[kind.errno]
+            yield Drawn(kind.__name__, top.__name__, kind.exit_code, code)
+            yield from tree(kind)
+
+
+def all_kinds(top: type[DieselError] = DieselError) -> Iterator[type[DieselError]]:
+    """Every class below `top`, wherever it is defined."""
+    for kind in top.__subclasses__():
+        yield kind
+        yield from all_kinds(kind)
+
+
+def test_the_drawing_is_the_tree() -> None:
+    assert drawing(str(errors.__doc__)) == list(tree())
+    assert len(drawing(str(errors.__doc__))) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("PartialError                       3", "PartialError                       4"),
+        ("11  EBUSY", "11  EAGAIN"),
+        ("│   └── ConfigError", "├── ConfigErro"),
+        ("    ├── BusyError                         11  EBUSY\n", ""),
+    ],
+)
+def test_a_wrong_drawing_is_found(text: str, other: str) -> None:
+    right = str(errors.__doc__)
+    assert text in right
+    assert drawing(right.replace(text, other)) != list(tree())
+
+
+def test_every_error_has_a_promised_exit_code_and_an_errno() -> None:
+    for name in modules():
+        if name.startswith("diesel_fs.") and not name.endswith("__main__"):
+            import_module(name)
+    kinds = [kind for kind in all_kinds() if kind.__module__.startswith("diesel_fs.")]
+    assert "StaleChunk" in {kind.__name__ for kind in kinds}  # one that a caller defines
+    assert {
+        kind.__name__: kind.exit_code for kind in kinds if kind.exit_code not in EXIT_CODES
+    } == {}
+    assert {kind.exit_code for kind in kinds} == EXIT_CODES - {DieselError.exit_code}
+    assert [kind for kind in kinds if kind.errno not in errno.errorcode] == []
+
+
+def test_every_error_says_what_it_is() -> None:
+    here = [kind for kind in all_kinds() if kind.__module__ == errors.__name__]
+    assert [kind for kind in here if not kind.__doc__] == []
+    assert str(DieselError("what failed", advice="what to do")) == "what failed; what to do"

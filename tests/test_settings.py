@@ -1,0 +1,125 @@
+"""N9: a configuration file is data: unknown keys and wrong types are errors, no expansion."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import ConfigError
+from diesel_fs.settings import Settings, load_settings
+
+from .cli.conftest import Dlcmd as Dlcmd
+from .cli.conftest import dlcmd as dlcmd
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's configuration file is looked for; its folder is there, it is not."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config/diesel").mkdir(parents=True)
+    return tmp_path / "config/diesel/config.toml"
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(config: Path) -> None:
+    assert load_settings({}, {}) == Settings()
+    config.write_text('url = "file:///file"\nuser = "file"\nkey_file = "/file"\n')
+    assert load_settings({}, {}) == Settings("file:///file", "file", "/file")
+    environment = {"DIESEL_URL": "file:///environment", "DIESEL_USER": ""}
+    assert load_settings({"url": None}, environment) == Settings(
+        "file:///environment", "file", "/file"
+    )
+    flags = {"url": "file:///flag", "user": None, "key_file": "/flag"}
+    assert load_settings(flags, environment) == Settings("file:///flag", "file", "/flag")
+
+
+@pytest.mark.parametrize(
+    "key", ["Url", "urls", "key", "repository-url", '""', '"url "', "__class__"]
+)
+def test_N9_unknown_keys_are_errors(config: Path, key: str) -> None:
+    """Named, with those that are known; a value may be a secret in the wrong place."""
+    config.write_text(f'url = "file:///x"\n{key} = "hush-hush"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_settings({}, {})
+    assert "unknown key" in str(refused.value)
+    assert "key_file" in refused.value.advice
+    assert str(config) in str(refused.value)
+    assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("table", ["[diesel]\nurl = 'x'", "[[url]]\na = 1", "url.a = 'x'"])
+def test_N9_tables_are_errors(config: Path, table: str) -> None:
+    config.write_text(f"{table}\n")
+    with pytest.raises(ConfigError):
+        load_settings({}, {})
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "1.5", "true", "nan", "2026-01-01", "['file:///x']", "{ a = 'x' }", "[]"]
+)
+@pytest.mark.parametrize("key", ["url", "user", "key_file"])
+def test_N9_wrong_types_are_errors(config: Path, key: str, value: str) -> None:
+    config.write_text(f"{key} = {value}\n")
+    with pytest.raises(ConfigError, match=f"{key} must be a string"):
+        load_settings({}, {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"url",
+        b"url = ",
+        b"url = file:///x",
+        b'url = "a"\nurl = "b"\n',
+        b'{"url": "file:///x"}',
+        b"url = 'a\0'",
+        b"\x7fELF\0",
+        b"url = '\xff'",
+        b"\xff\xfeu\0r\0l\0",
+        b"url = " + b"[" * 100_000,
+    ],
+    ids=lambda data: repr(data[:20]),
+)
+def test_N9_what_is_no_toml_is_an_error(config: Path, data: bytes) -> None:
+    config.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings({}, {})
+
+
+def test_N9_nothing_is_expanded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variables, no `~`, no commands, no includes, no template."""
+    monkeypatch.setenv("SECRET", "hush")
+    for text in ("$SECRET", "${SECRET}", "~/x", "`id`", "$(id)", "{SECRET}", "%(SECRET)s", "!id"):
+        config.write_text(f"url = '{text}'\nuser = '{text}'\nkey_file = '{text}'\n")
+        assert load_settings({}, {}) == Settings(text, text, text)
+
+
+def test_N9_a_file_that_cannot_be_read_is_an_error(config: Path) -> None:
+    config.mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_settings({}, {})
+    config.rmdir()
+    config.symlink_to(config)
+    with pytest.raises(ConfigError, match="symbolic links"):
+        load_settings({}, {})
+    config.unlink()
+    config.symlink_to(config.with_name("gone"))
+    assert load_settings({}, {}) == Settings()
+
+
+def test_N9_a_relative_folder_for_configuration_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise whoever owns the folder that one stands in would choose the repository."""
+    (tmp_path / "here/diesel").mkdir(parents=True)
+    (tmp_path / "here/diesel/config.toml").write_text('url = "file:///evil"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "here")
+    assert load_settings({}, {}) == Settings()
+
+
+def test_N9_every_verb_says_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_path: Path) -> None:
+    config.write_text("url = 1\n")
+    for words in (["ls"], ["put", tmp_path, "ds"], ["verify", "ds"], ["mount", "ds", tmp_path]):
+        said = dlcmd(*words, code=2)
+        assert said.err == f"dlcmd: {config}: url must be a string\n"
+    assert not os.path.lexists(dlcmd.store)
