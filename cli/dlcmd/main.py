@@ -94,7 +94,8 @@ def program() -> None:
     \b
     Exit codes: 0 done, 1 unexpected, 2 usage, 3 some files failed, 10 no such
     dataset or path, 11 busy, 12 not allowed, 13 object store, 14 metadata store,
-    15 corruption found, 16 no space, 130 interrupted.
+    15 corruption found, 16 no space, 130 interrupted, 143 terminated, 129 hung up,
+    141 nobody reads.
     """
 
 

@@ -74,7 +74,10 @@ class _PackProcess:
 
     def send(self, *message: object) -> None:
         with self._sending:
-            self._pipe.send_bytes(msgpack.packb(message))
+            try:
+                self._pipe.send_bytes(msgpack.packb(message))
+            except OSError:  # the coordinator is gone, and nothing else matters
+                os._exit(0)
 
     def run(self) -> None:
         threading.Thread(target=self._receive, daemon=True).start()
