@@ -7,9 +7,11 @@ set -eu
 cd "$(dirname "$0")/.."
 
 missing="" # Debian packages
+wished=""  # those that not every distribution and processor has; tests that want them are skipped
 say() { printf '%s\n' "$*" >&2; }
 have() { PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null 2>&1; }
 need() { have "$1" || missing="$missing $2"; }
+wish() { have "$1" || wished="$wished $2"; }
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
@@ -52,11 +54,15 @@ look_for_python() {
 # pyfuse3 is compiled when it is installed, against libfuse 3; afterwards none of this is needed.
 pyfuse3_there() { set -- .venv/lib/python3*/site-packages/pyfuse3; [ -d "$1" ]; }
 
-look_for_compiler() {
-    pyfuse3_there && return 0
+look_for_c() {
     if ! have gcc || ! echo '#include <stdio.h>' | gcc -E - >/dev/null 2>&1; then
         missing="$missing gcc libc6-dev"
     fi
+}
+
+look_for_compiler() {
+    pyfuse3_there && return 0
+    look_for_c
     need pkg-config pkg-config
     have pkg-config && pkg-config --exists fuse3 || missing="$missing libfuse3-dev"
 }
@@ -72,9 +78,13 @@ look_for() {
         need strace strace
         need fuser psmisc
         need bindfs bindfs
+        need mkfs.ext4 e2fsprogs
+        need debugfs e2fsprogs
+        look_for_c
+        wish linux.uml user-mode-linux
         ;;
     bench)
-        need squashfuse squashfuse
+        need squashfuse_ll squashfuse
         need mksquashfs squashfs-tools
         ;;
     *)
@@ -84,23 +94,25 @@ look_for() {
     esac
 }
 
+find_root() {
+    as_root=""
+    [ "$(id -u)" -eq 0 ] || as_root="sudo"
+    get="$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install"
+    [ -z "$as_root" ] || have sudo
+}
+
 install_missing() {
     if ! have apt-get; then
         say "please install what Debian calls:$missing (no apt-get here), then run make again"
         exit 1
     fi
-    as_root=""
-    if [ "$(id -u)" -ne 0 ]; then
-        if ! have sudo; then
-            say "not root, and there is no sudo. As root, run: apt-get install$missing"
-            exit 1
-        fi
-        as_root="sudo"
+    if ! find_root; then
+        say "not root, and there is no sudo. As root, run: apt-get install$missing"
+        exit 1
     fi
     say "installing system packages:$missing"
     log="$(mktemp)"
     # The lists of a fresh machine may be empty or old, so they are fetched when the first try fails.
-    get="$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install"
     # shellcheck disable=SC2086 # words are meant
     if ! $get $missing >"$log" 2>&1; then
         $as_root apt-get -qq update >"$log" 2>&1 || true
@@ -112,6 +124,15 @@ install_missing() {
         fi
     fi
     rm -f "$log"
+}
+
+# Only what the package lists know; where it fails, all but some tests is as good without.
+install_wished() {
+    for package in $wished; do
+        have apt-cache && apt-cache show "$package" >/dev/null 2>&1 && find_root || continue
+        say "installing $package"
+        $get "$package" >/dev/null 2>&1 || say "$package could not be installed; going on without"
+    done
 }
 
 make_venv() {
@@ -128,6 +149,7 @@ make_venv() {
 
 for group in "$@"; do look_for "$group"; done
 [ -z "$missing" ] || install_missing
+install_wished
 if ! venv_works && ! find_python; then # what came was too old: one more try
     missing=""
     look_for_python

@@ -45,6 +45,7 @@ class ChunkBuilder:
         self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
+        self._futile = 0  # kept by clear(): the next chunk's files are mostly like this one's
         self.clear()
 
     def clear(self) -> None:
@@ -52,8 +53,8 @@ class ChunkBuilder:
         self.body_bytes = 0
         self.full = False  # whether the chunk should be sealed now
         self._path_bytes = 0
-        self._futile = 0
-        self._here: tuple[bytes, int] = (b"", -1)  # the last entry's folder and its number
+        self._here: bytes | None = None  # the last entry's folder ...
+        self._number = 0  # ... and its number
         self._entries = Entries()
 
     def __len__(self) -> int:
@@ -82,15 +83,16 @@ class ChunkBuilder:
         part: Part | None = None,
     ) -> None:
         """Add the file (folder, name) whose `size` bytes (or whose part's) stand in `room()`."""
+        entries = self._entries
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
         checksum = xxh3_64_intdigest(content)
         stored, codec = length, _RAW
-        tries = self._tries_all or (
-            self._tries_some and (self._futile < _GIVE_UP or not len(self._entries.names) % _RETRY)
-        )
-        if length and tries:
+        if length and (
+            self._tries_all
+            or (self._tries_some and (self._futile < _GIVE_UP or not len(entries.names) % _RETRY))
+        ):
             packed = self._packed(content)
             if packed is None:
                 self._futile += 1
@@ -99,7 +101,7 @@ class ChunkBuilder:
                 stored, codec = len(packed), _LZ4
                 self._view[start : start + stored] = packed
         if part is not None:
-            self._entries.parts[len(self)] = part
+            entries.parts[len(self)] = part
         self.body_bytes = start + stored
         offset = start if length else 0
         self._add(path, (_FILE, mode & MODE_MASK, size, mtime_ns, offset, stored, codec, checksum))
@@ -143,19 +145,17 @@ class ChunkBuilder:
         """Every file of every put comes through here: no call that can be spared."""
         entries = self._entries
         folder, name = path
-        here, number = self._here
-        if folder is not here or number < 0:
-            number = entries.folders.setdefault(folder, len(entries.folders))
-            self._here = (folder, number)
+        if folder is not self._here:
+            self._number = entries.folders.setdefault(folder, len(entries.folders))
+            self._here = folder
             self._path_bytes += len(folder) + 1
+        names = entries.names
         self._path_bytes += len(name) + 1
-        entries.folder.append(number)
-        entries.names.append(name)
+        entries.folder.append(self._number)
+        names.append(name)
         entries.fixed.append(fixed)
-        self.full = (
-            self.body_bytes + self._path_bytes >= self.body_bytes_max
-            or len(entries.names) >= ENTRIES_MAX
-        )
+        if self.body_bytes + self._path_bytes >= self.body_bytes_max or len(names) >= ENTRIES_MAX:
+            self.full = True
 
     def _packed(self, content: memoryview) -> bytes | None:
         """The lz4 form where it pays; "auto" looks at the middle of a larger content first."""

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 from uuid import UUID
@@ -25,10 +24,17 @@ import numpy as np
 from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
-from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds, stamp_fields
-from .entries import ChunkId, ChunkInfo, Kind, Rows, Stat, check_dataset_name, check_path, split
+from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds
+from .commits import (
+    CLOCK_ALLOWANCE_S,
+    PUT_WINDOW_S,
+    Admitted,
+    StaleChunk,
+    admit,
+    batch_of,
+)
+from .entries import ChunkId, Kind, Rows, Stat, check_dataset_name, check_path, split
 from .errors import (
-    BusyError,
     ConfigError,
     ConflictError,
     CorruptError,
@@ -38,7 +44,6 @@ from .errors import (
     MetadataError,
     NoSuchDataset,
     NoSuchPath,
-    NotFoundError,
     ObjectExists,
     ObjectMissing,
     PermissionDenied,
@@ -55,7 +60,7 @@ from .settings import RepositoryUrl, parse_url
 from .snapshot import Snapshot
 from .snapshots import SnapshotShelf
 from .storage.folder import FolderStore
-from .storage.metadata import HOLD_S_MAX, Batch, Marker, MetadataStore, chunk_digest
+from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
 from .storage.objects import ObjectStore
 from .storage.sqlite import SqliteMetadata
 
@@ -64,31 +69,7 @@ log = logging.getLogger("diesel.repository")
 METADATA_FILE = "meta.sqlite"
 """The embedded metadata store, beside the objects."""
 
-PUT_WINDOW_S = 3600
-"""How long a chunk may take from its sealing to its commit; how far back recovery must look."""
-
-CLOCK_ALLOWANCE_S = 300
-"""How far an ID may be ahead of the committer's clock: all later IDs have to follow it."""
-
 _TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
-
-
-class StaleChunk(BusyError):
-    """A chunk was older than the put window at its commit; it has been deleted again."""
-
-    def __init__(self, message: str, paths: Sequence[bytes]) -> None:
-        super().__init__(message, advice="put these files again")
-        self.paths = paths
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a commit brought: regular files (the last extent counts), their bytes, all entries."""
-
-    version: int
-    files: int
-    content_bytes: int
-    entries: int
 
 
 class Repository:
@@ -378,50 +359,22 @@ class Repository:
         batch = batch_of(self.read_header(identity, chunk), stored=True)
         self.meta.commit(identity, batch)
 
-    def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Committed:
-        """Commit a chunk that is durable, from its preamble and stored header.
+    def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
+        """A durable chunk, checked (`commits.admit`), for `commit_all`."""
+        return admit(self.objects, self.meta, identity, preamble, header)
 
-        Idempotent. Raises CorruptError for an ID from the future or stamps that a client may not
-        choose, StaleChunk for an ID older than the put window (the chunk is deleted).
+    def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
+        """Commit chunks together: all of them or none. Idempotent; the version comes back."""
+        return self.meta.commit(identity, *(chunk.batch for chunk in chunks))
+
+    def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
+        """Commit a chunk that is durable, from its preamble and stored header. Idempotent.
+
+        Raises CorruptError and StaleChunk as `commits.admit`.
         """
-        front = parse_preamble(preamble, identity=identity)
-        parsed = parse_header(front, header)
-        age_s = time.time() - id_seconds(front.id)
-        if age_s > PUT_WINDOW_S:
-            self._refuse_stale(identity, parsed)
-        try:
-            if age_s < -CLOCK_ALLOWANCE_S:
-                raise CorruptError(
-                    f"chunk {chunk_id_text(front.id)} is from the future by {-age_s:.0f} s",
-                    advice="set the clocks of the writers right",
-                )
-            parsed.check_stamps(PUT_WINDOW_S)
-        except CorruptError:  # nor may a later recovery take it for an orphan
-            self.objects.delete(chunk_object(identity, front.id))
-            raise
-        version = self.meta.commit(identity, batch_of(parsed))
-        files = parsed.records["kind"] == Kind.FILE
-        for part in parsed.parts.items():
-            files[part[0]] = part[1].number == part[1].total - 1
-        return Committed(
-            version,
-            int(files.sum()),
-            int(parsed.records["size"][files].sum()),
-            len(parsed),
-        )
-
-    def _refuse_stale(self, identity: UUID, header: Header) -> None:
-        """Delete a chunk that came after the put window, unless somebody has folded it in."""
-        chunk = header.preamble.id
-        with self.meta.hold(identity, HOLD_S_MAX):  # nobody folds it in between the two
-            try:
-                self.meta.holes(identity, chunk)
-            except NotFoundError:
-                self.objects.delete(chunk_object(identity, chunk))
-            else:
-                return
-        paths = [header.path(place) for place in range(len(header))]
-        raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
+        chunk = self.admit(identity, preamble, header)
+        self.commit_all(identity, [chunk])
+        return chunk
 
     def publish(self, name: str, *, full: bool = False) -> int:
         """Leave the snapshot of the current version beside the chunks; the version comes back.
@@ -495,7 +448,15 @@ class WriteSession:
         marker = self._marker()
         return self._repository.ids.next(marker.newest, writer_of)
 
-    def commit(self, preamble: bytes, header: bytes) -> Committed:
+    def admit(self, preamble: bytes, header: bytes) -> Admitted:
+        """`Repository.admit`, for the dataset that this session began on."""
+        return self._repository.admit(self.identity, preamble, header)
+
+    def commit_all(self, chunks: Iterable[Admitted]) -> int:
+        """`Repository.commit_all`, into the dataset that this session began on."""
+        return self._repository.commit_all(self.identity, chunks)
+
+    def commit(self, preamble: bytes, header: bytes) -> Admitted:
         """`Repository.commit`, into the dataset that this session began on."""
         return self._repository.commit(self.identity, preamble, header)
 
@@ -552,26 +513,6 @@ def _stat_of(record: np.void) -> Stat:
     )
 
 
-def batch_of(header: Header, *, stored: bool = False) -> Batch:
-    """What a metadata store commits of a chunk.
-
-    `stored`: of one that was found in the object store, where purge may have written it; its
-    stamps may be foreign, but are never greater than its ID (FORMAT.md, Z6 and Z12). Raises
-    CorruptError.
-    """
-    own = header.preamble.id
-    if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):
-        raise CorruptError(f"chunk {chunk_id_text(own)} has a stamp greater than its ID")
-    rows, stamps = header.rows()
-    preamble = header.preamble
-    return Batch(
-        chunk=ChunkInfo(preamble.id, preamble.object_bytes),
-        uploaded_ns=time.time_ns(),
-        rows=rows,
-        stamps=stamps,
-    )
-
-
 def found(view: Snapshot, path: bytes) -> int:
     """The index of a path in a view. Raises NoSuchPath."""
     index = view.lookup(check_path(path))
@@ -583,7 +524,7 @@ def found(view: Snapshot, path: bytes) -> int:
 __all__ = [
     "CLOCK_ALLOWANCE_S",
     "PUT_WINDOW_S",
-    "Committed",
+    "Admitted",
     "DatasetInfo",
     "PermissionDenied",
     "Repository",

@@ -9,8 +9,10 @@ A **source** is an array that says for each item of a result which item of (prev
 ones) it is; each column is one take by a source.
 """
 
+import operator
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import compress, count
 from typing import NamedTuple, NoReturn, TypeVar
 from uuid import UUID
 
@@ -204,9 +206,8 @@ class _Assembly:
         if bad.any():
             name = order.new_names[int(bad.argmax())]
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
-        near = np.flatnonzero(np.diff(order.new_folder) == 0).tolist()
-        for i in near:
-            if order.new_names[i] == order.new_names[i + 1]:
+        for i in compress(count(), map(operator.eq, order.new_names, order.new_names[1:])):
+            if order.new_folder[i] == order.new_folder[i + 1]:
                 raise UsageError(f"a path stands twice: its last part is {order.new_names[i]!r}")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:

@@ -1,12 +1,14 @@
 """The object store on a POSIX folder: one file an object, durable when `put` returns.
 
 Owns: the write order (temporary, fsync, link, fsync of the folder), temporaries' names, what an
-OSError means. Does not own: names of objects and the marker's content (`objects`), and
-`meta.sqlite`, which lies beside the objects and is passed over.
+OSError means. Does not own: names of objects and the marker's content (`objects`), how large
+objects go past the page cache (`direct_writes`), and `meta.sqlite`, which lies beside the objects
+and is passed over.
 
 Concurrency: any thread, any process, any host that shares the folder. The file system decides
-races (link and rename are atomic); the one shared field is a set of folders known to be durable,
-which only saves work. Nothing is held open between calls, so a fork or an umount finds nothing.
+races (link and rename are atomic); the shared fields are a set of folders known to be durable and
+what is known of their file systems, which only save work. Nothing is open between calls, so a fork
+or an umount finds nothing; a thread that has written a large object keeps a buffer.
 """
 
 import contextlib
@@ -33,6 +35,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.layout import FOLDER_NAME, MARKER, OBJECT_NAME
 
+from .cached_reads import read_cached
+from .direct_writes import takes_direct, write_direct
 from .objects import (
     MARKER_BYTES_MAX,
     Bytes,
@@ -82,6 +86,7 @@ class FolderStore(ObjectStore):
         self.root = root
         self.store_id = store_id
         self._durable = {""}
+        self._direct: dict[str, bool] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
@@ -144,6 +149,7 @@ class FolderStore(ObjectStore):
             raise ObjectExists(f"{name}: exists already") from error
         except OSError as error:
             self._durable = {""}  # folders may have been removed, or all be unmounted
+            self._direct = {}
             if error.errno not in _WRITE_AGAIN:
                 raise _store_error(error, "write", name) from error
         try:
@@ -157,7 +163,7 @@ class FolderStore(ObjectStore):
         temporary = os.path.join(self.root, folder, _temporary_name())
         final = os.path.join(self.root, name)
         try:
-            _write_file(temporary, parts)
+            _write_file(temporary, parts, direct=self._takes_direct(folder))
             publish(temporary, final)
         except BaseException:
             _unlink_quietly(temporary)
@@ -169,6 +175,12 @@ class FolderStore(ObjectStore):
             if publish is _link:
                 _unlink_quietly(final)
             raise
+
+    def _takes_direct(self, folder: str) -> bool:
+        """Whether large objects in a folder, which may be a link, go past the page cache."""
+        if folder not in self._direct:
+            self._direct[folder] = takes_direct(os.path.join(self.root, folder))
+        return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
         """Make a folder and those above it, durably: each one's parent is synced."""
@@ -236,6 +248,13 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
         finally:
             os.close(fd)
+
+    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+        check_range(name, start, None)
+        try:
+            return read_cached(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
+        except OSError:
+            return False
 
     def stat(self, name: str) -> ObjectInfo:
         check_name(name)
@@ -417,11 +436,12 @@ def _temporary_name() -> str:
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _write_file(path: str, parts: Sequence[Bytes]) -> None:
+def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
     """Write a new file and sync it. An error of close counts: NFS reports there."""
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
-        _write_parts(fd, parts)
+        left = write_direct(fd, parts) if direct else parts
+        _write_parts(fd, [memoryview(part).cast("B") for part in left if len(part)])
         os.fsync(fd)
     except BaseException:
         os.close(fd)
@@ -429,9 +449,8 @@ def _write_file(path: str, parts: Sequence[Bytes]) -> None:
     os.close(fd)
 
 
-def _write_parts(fd: int, parts: Sequence[Bytes]) -> None:
+def _write_parts(fd: int, views: list[memoryview]) -> None:
     """writev all of it, however little each call takes."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
     first = 0
     while first < len(views):
         taken = os.writev(fd, views[first : first + _WRITEV_PARTS_MAX])

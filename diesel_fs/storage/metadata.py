@@ -10,7 +10,7 @@ synchronous, block no longer than the store's deadline, and work in a forked chi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_intdigest
 
+from diesel_fs.chunk_id import stamp
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
 from diesel_fs.errors import UsageError
 
@@ -48,24 +49,31 @@ class Batch:
     """One chunk's entries, to be committed together.
 
     `rows.chunks` is this chunk alone. An entry that is one of several extents of its file has
-    `record.extents` > 1 and one `EXTENT` as its tail. `moved`: purge wrote this chunk.
+    `record.extents` > 1 and one `EXTENT` as its tail. `stamps` has, by row, those that are not the
+    entry's own place (this chunk and `record.place`). `moved`: purge wrote this chunk.
     """
 
     chunk: ChunkInfo
     uploaded_ns: int
     rows: Rows
-    stamps: Sequence[Stamp]
+    stamps: Mapping[int, Stamp]
     moved: bool = False
+
+    def stamp(self, i: int) -> Stamp:
+        """The stamp of row i."""
+        return self.stamps.get(i) or stamp(self.chunk.id, int(self.rows.records["place"][i]))
 
     def check(self) -> Self:
         """The batch itself. Raises UsageError where it contradicts itself."""
         rows = self.rows
         count = len(rows)
-        columns = (rows.records, rows.folder, rows.chunk, self.stamps)
+        columns = (rows.records, rows.folder, rows.chunk)
         if rows.records.dtype != RECORD or any(len(column) != count for column in columns):
             raise UsageError("a batch whose columns do not fit together")
         if count and (rows.chunks[0] != self.chunk.id or rows.chunk.any()):
             raise UsageError("a batch of more than one chunk")
+        if not all(0 <= i < count for i in self.stamps):
+            raise UsageError("a batch with the stamp of a row that it does not have")
         for i in np.flatnonzero(rows.records["extents"] > 1).tolist():
             self._check_extent(i)
         return self
@@ -175,8 +183,8 @@ class MetadataStore(ABC):
         """Forget a dataset with everything in it. Atomic, idempotent."""
 
     @abstractmethod
-    def commit(self, identity: UUID, batch: Batch) -> int:
-        """Fold a chunk in; the new version comes back. Atomic: whole or not at all.
+    def commit(self, identity: UUID, *batches: Batch) -> int:
+        """Fold chunks in; the new version comes back. Atomic: all of them whole, or nothing.
 
         Per path the greatest stamp wins, among equal ones the greatest ID of the holding chunk; the
         loser's place becomes a hole of its chunk. A batch that `moved` only replaces places of
@@ -185,9 +193,9 @@ class MetadataStore(ABC):
         the greatest that one does, are holes from the start: the chunk itself replaced them.
 
         So the state depends on which chunks have been committed, not on their order. A chunk that
-        is known already changes nothing, and the current version comes back. The version moves
-        with everything else: nobody sees the one without the other. What has been committed
-        survives a crash of this process on return, a power cut after `durable`.
+        is known already changes nothing; where that goes for all, the current version comes back.
+        The version moves once, with everything else: nobody sees the one without the other. What
+        has been committed survives a crash of this process on return, a power cut after `durable`.
         """
 
     @abstractmethod

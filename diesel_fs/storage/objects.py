@@ -141,6 +141,14 @@ class ObjectStore(ABC):
         """Fill `buffer` from `start` on: `get` without a copy and with the caller's memory.
         After an error the buffer's content is undefined."""
 
+    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+        """`read_into` where nothing has to be waited for, not even a disk; else False, at once.
+
+        After False the buffer's content is undefined. An error is no more than a False here: who
+        comes back with `read_into` is told.
+        """
+        return False
+
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """The objects whose names begin with `prefix` and are greater than `after`, in byte order.
@@ -195,6 +203,9 @@ class StoreWrapper(ObjectStore):
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
+
+    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+        return self.inner.read_now(name, start, buffer)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after)

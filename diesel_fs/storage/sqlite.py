@@ -12,7 +12,7 @@ of a repository take turns, readers (in WAL mode) wait for nobody.
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -137,7 +137,7 @@ class SqliteMetadata(MetadataStore):
             for batch in batches:
                 if batch.check().chunk.id not in known:
                     known.add(batch.chunk.id)
-                    marker = self._fold(db, number, marker, batch)
+                    marker = self._fold(db, number, marker, [batch])
             self._write(db, number, marker)
         return marker.version
 
@@ -177,42 +177,53 @@ class SqliteMetadata(MetadataStore):
 
     # Commits
 
-    def commit(self, identity: UUID, batch: Batch) -> int:
-        batch.check()
+    def commit(self, identity: UUID, *batches: Batch) -> int:
+        by_chunk = {batch.check().chunk.id: batch for batch in batches}
         deadline = time.monotonic() + self._file.deadline_s
-        while (version := self._try_commit(identity, batch)) is None:
+        while (version := self._try_commit(identity, by_chunk)) is None:
             if time.monotonic() > deadline:
                 raise BusyError(f"an export holds commits to dataset {identity} back")
             time.sleep(_HOLD_POLL_S)
         return version
 
-    def _try_commit(self, identity: UUID, batch: Batch) -> int | None:
+    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
         """The version after the commit; None while somebody holds commits back."""
-        chunk = batch.chunk
         with self._file.writing() as db:
             number, marker = self._find(db, identity)
             known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
-            if db.execute(known, (number, chunk.id)).fetchone():
+            new = [
+                batch
+                for chunk, batch in batches.items()
+                if db.execute(known, (number, chunk)).fetchone() is None
+            ]
+            if not new:
                 return marker.version
             if self._is_held(db, number):
                 return None
-            folded = self._fold(db, number, marker, batch)
+            folded = self._fold(db, number, marker, new)
             self._write(db, number, folded)
         return folded.version
 
-    def _fold(self, db: sqlite3.Connection, number: int, marker: Marker, batch: Batch) -> Marker:
-        """The marker after a chunk has been folded in."""
+    def _fold(
+        self, db: sqlite3.Connection, number: int, marker: Marker, batches: Sequence[Batch]
+    ) -> Marker:
+        """The marker after chunks have been folded in, all at its one new version."""
         version = next_version(marker.version, self._clock_ns())
-        fold = Fold(db, number, batch, version)
-        fold.run()
+        folders = Folders(db, number)
+        files, total = marker.files, marker.bytes
+        for batch in batches:
+            fold = Fold(db, number, folders, batch, version)
+            fold.run()
+            files, total = files + fold.files, total + fold.bytes
+        chunks = [batch.chunk.id for batch in batches]
         return replace(
             marker,
             version=version,
-            files=marker.files + fold.files,
-            bytes=marker.bytes + fold.bytes,
-            chunks=marker.chunks + 1,
-            digest=chunks_digest([batch.chunk.id], marker.digest),
-            newest=max(marker.newest, batch.chunk.id),
+            files=files,
+            bytes=total,
+            chunks=marker.chunks + len(chunks),
+            digest=chunks_digest(chunks, marker.digest),
+            newest=max(marker.newest, *chunks),
         )
 
     def _write(self, db: sqlite3.Connection, number: int, marker: Marker) -> None:

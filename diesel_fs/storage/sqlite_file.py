@@ -304,7 +304,9 @@ class SqliteFile:
             self._keep_lease()
             self._set_journal(connection, "delete")
         connection.execute("PRAGMA locking_mode=NORMAL")
-        connection.execute("PRAGMA synchronous=FULL")
+        # A commit ends with the journal's unlink: EXTRA syncs its folder, too, or the journal would
+        # come back after a power cut and take the commit with it.
+        connection.execute("PRAGMA synchronous=EXTRA")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # lets go of the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:

@@ -61,13 +61,19 @@ class _Row(NamedTuple):
 
 
 class Fold:
-    """One chunk's way into the tables; `files` and `bytes` are by how much the counts change."""
+    """One chunk's way into the tables; `files` and `bytes` are by how much the counts change.
 
-    def __init__(self, db: sqlite3.Connection, dataset: int, batch: Batch, version: int) -> None:
+    `folders` are those of the transaction, which several chunks share.
+    """
+
+    def __init__(
+        self, db: sqlite3.Connection, dataset: int, folders: Folders, batch: Batch, version: int
+    ) -> None:
         self.files = 0
         self.bytes = 0
         self._db = db
         self._dataset = dataset
+        self._folders = folders
         self._batch = batch
         self._numbers: dict[bytes, int] = {}
         self._ids: dict[int, ChunkId] = {}
@@ -76,8 +82,7 @@ class Fold:
     def run(self) -> None:
         """Place every row of the batch."""
         rows = self._batch.rows
-        folders = Folders(self._db, self._dataset)
-        folder_numbers = [folders.make(folder) for folder in rows.folders]
+        folder_numbers = [self._folders.make(folder) for folder in rows.folders]
         self._add_own_holes()
         single = self._insert_runs(folder_numbers)
         names_in: dict[int, list[bytes]] = {}
@@ -87,7 +92,7 @@ class Fold:
         for i in single:
             folder, name = folder_numbers[rows.folder[i]], rows.names[i]
             names_in.setdefault(folder, []).append(name)
-            key = (folder, name, self._batch.stamps[i], rows.records[i].tobytes())
+            key = (folder, name, self._batch.stamp(i), rows.records[i].tobytes())
             if rows.records["extents"][i] > 1:
                 parts.append(self._row(key, rows.tails[i]))
             elif i in rows.tails:
@@ -95,6 +100,7 @@ class Fold:
             else:
                 plain.append(key)
         for folder, names in names_in.items():
+            self._folders.empty.discard(folder)
             make_way(self._db, folder, names)
         self._add_whole(plain, tailed)
         for part in parts:
@@ -105,8 +111,10 @@ class Fold:
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
-            if insert(self._db, self._chunk, self._batch, segment):
+            is_empty = segment.folder in self._folders.empty
+            if insert(self._db, self._chunk, self._batch, segment, into_empty=is_empty):
                 single[segment.start : segment.end] = False
+                self._folders.empty.discard(segment.folder)
         sizes = rows.records["size"][~single]
         self.files += len(sizes)
         self.bytes += int(sizes.sum())

@@ -54,6 +54,8 @@ class Folders:
         # By parent and name rather than by path: a path can be as long as 1,000 others together.
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
+        self.empty: set[int] = set()
+        """Folders that `make` has made and nothing is in yet; whoever inserts takes them out."""
 
     def number(self, path: bytes) -> int | None:
         """The number of a folder; None where nothing was ever below it."""
@@ -75,6 +77,7 @@ class Folders:
                 child = self._db.execute(insert, (self._dataset, number, name)).lastrowid
                 assert child is not None
                 self._numbers[number, name] = child
+                self.empty.add(child)
             number = child
         return number
 

@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from diesel_fs.chunk_id import stamp
 from diesel_fs.entries import RECORD, ChunkId, Kind
@@ -61,7 +60,8 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
     if batch.moved or len(rows) < ENTRIES_MIN:
         return
     records = rows.records
-    fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1) & _own_stamps(batch)
+    fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1)
+    fit[list(batch.stamps)] = False
     # A segment ends where the folder changes and beside each entry that does not fit
     change = np.flatnonzero((rows.folder[1:] != rows.folder[:-1]) | ~fit[1:] | ~fit[:-1])
     bounds = [0, *(change + 1).tolist(), len(rows)]
@@ -72,30 +72,15 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
             yield Segment(folders[rows.folder[start]], start, end)
 
 
-def _own_stamps(batch: Batch) -> npt.NDArray[np.bool_]:
-    stamps = np.frombuffer(b"".join(batch.stamps), np.uint8).reshape(-1, _STAMP_BYTES)
-    own = np.frombuffer(batch.chunk.id, np.uint8)
-    places = stamps[:, 16:].copy().view(">u4")[:, 0]
-    same: npt.NDArray[np.bool_] = (stamps[:, :16] == own).all(axis=1)
-    same &= places == batch.rows.records["place"]
-    return same
+def insert(
+    db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
+) -> bool:
+    """Insert a segment as runs; False, and nothing done, where something is in its way.
 
-
-def insert(db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment) -> bool:
-    """Insert a segment as runs; False, and nothing done, where something is in its way."""
+    `into_empty`: nothing is, nor anything else in the folder.
+    """
     names = batch.rows.names[segment.start : segment.end]
-    reach = (segment.folder, names[0], names[-1])
-    for table in ("entry", "part"):
-        there = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
-        if db.execute(there, reach).fetchone():
-            return False
-    cuts = [0]
-    for first, last in _ranges(db, *reach):
-        before, behind = bisect_left(names, first), bisect_right(names, last)
-        if before != behind:
-            return False
-        cuts.append(before)  # the other run lies between two of our names
-    cuts.append(len(names))
+    cuts = [0, len(names)] if into_empty else _cuts(db, segment.folder, names)
     for start, end in pairwise(cuts):
         if start < end:
             at = segment.start + start
@@ -106,7 +91,23 @@ def insert(db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment) -
                 " VALUES (?, ?, ?, ?, ?, ?)",
                 (segment.folder, piece[0], piece[-1], chunk, b"\0".join(piece), records),
             )
-    return True
+    return bool(cuts)
+
+
+def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
+    """Where names have to be cut into runs that overlap no other; empty where none can be made."""
+    reach = (folder, names[0], names[-1])
+    for table in ("entry", "part"):
+        there = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
+        if db.execute(there, reach).fetchone():
+            return []
+    cuts = [0]
+    for first, last in _ranges(db, *reach):
+        before, behind = bisect_left(names, first), bisect_right(names, last)
+        if before != behind:
+            return []
+        cuts.append(before)  # the other run lies between two of our names
+    return [*cuts, len(names)]
 
 
 def make_way(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:

@@ -81,7 +81,8 @@ class Packer:
         Raises OSError, or Unsettled where it is no regular file or does not hold still; then
         nothing of it is in any version of the dataset.
         """
-        self._check()
+        if self._broken is not None:  # `_check`, of which each file would be a call
+            raise self._broken
         for attempt in range(READ_TRIES):
             if attempt:
                 time.sleep(_SETTLE_S)
@@ -156,14 +157,15 @@ class Packer:
         """One try to read a file that one body holds; False where it changed meanwhile."""
         size, builder = before.st_size, self._builder
         room = builder.room(size + 1)  # one more than there should be tells a file that grows
-        count = os.readv(file, [room])
-        while 0 < count < size:  # a signal, or a file system that reads less at once
-            more = os.readv(file, [room[count:]])
-            if not more:
-                break
-            count += more
-        if count and not size:
-            raise Unsettled("it says that it is empty but has bytes")
+        count = os.readv(file, (room,))
+        if count != size:
+            while 0 < count < size:  # a signal, or a file system that reads less at once
+                more = os.readv(file, [room[count:]])
+                if not more:
+                    break
+                count += more
+            if count and not size:
+                raise Unsettled("it says that it is empty but has bytes")
         if count != size or not _same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)

@@ -15,6 +15,7 @@ Three threads: one receives, one packs, one stores (in the `Packer`). A process 
 coordinator, whatever happens to that.
 """
 
+import gc
 import os
 import signal
 import threading
@@ -170,6 +171,7 @@ def pack_process(
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    gc.freeze()  # what was made before the fork stays, and its pages stay shared
     process = _PackProcess(pipe, task)
     try:
         process.run()

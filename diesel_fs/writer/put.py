@@ -7,6 +7,7 @@ store has one writer for a put. The coordinator is one thread; it forks before i
 
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import msgpack
 
+from ..chunk import ENTRIES_MAX
 from ..entries import ChunkId
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError
-from ..repository import Repository, StaleChunk, WriteSession
+from ..repository import Admitted, Repository, StaleChunk, WriteSession
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
 from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process
@@ -29,6 +31,7 @@ from .standing import view_unchanged
 _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
 _BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 25 MB of names
+_COMMIT_EVERY_S = 0.1  # the first chunk after such a pause goes in at once, others together
 _GOODBYE_S = 10.0
 _STALE_TRIES = 2
 
@@ -89,12 +92,19 @@ class _Put:
         self._batches = batches
         self._backlog: deque[_Batch] = deque()
         self._report = report
+        self._stored: list[tuple[Admitted, int]] = []  # durable but not committed, and entries
+        self._stored_entries = 0
+        self._committed_s = float("-inf")  # when the last were; monotonic
         self.stale: list[bytes] = []  # what came too late and is to be put again
 
     def run(self, workers: list[_Worker], progress: Progress) -> None:
         """Feed the processes until all batches are packed, stored and committed; end them."""
         try:
             self._run(workers, progress)
+        except BaseException:  # a Ctrl-C, too: what is durable stays, as far as that can be had
+            with suppress(DieselError):
+                self._commit()
+            raise
         finally:
             _stop(workers)
 
@@ -103,10 +113,14 @@ class _Put:
             self._feed(workers)
             more = self._walk_ahead()
             by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
-            for pipe in wait(by_pipe, timeout=0 if more else None):
+            for pipe in wait(by_pipe, timeout=0 if more else self._due_s()):
                 assert isinstance(pipe, Connection)
                 self._answer(by_pipe[pipe])
+            if self._stored_entries >= ENTRIES_MAX or self._due_s() == 0:
+                self._commit()
             progress(self._report)
+        self._commit()
+        progress(self._report)
 
     def _feed(self, workers: list[_Worker]) -> None:
         for worker in workers:
@@ -143,7 +157,7 @@ class _Put:
             case "id":
                 worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
             case "stored":
-                self._commit(*values)
+                self._admit(*values)
             case "packed":
                 worker.outstanding -= 1
                 self._report.failed += [(path, reason) for path, reason in values[0]]
@@ -152,17 +166,34 @@ class _Put:
             case "error":
                 raise _revived(*values)
 
-    def _commit(self, preamble: bytes, header: bytes, entries: int) -> None:
+    def _admit(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
-            done = self._session.commit(preamble, header)
+            chunk = self._session.admit(preamble, header)
         except StaleChunk as stale:
             start = len(self._prefix) + 1 if self._prefix else 0
             self.stale += [path[start:] for path in stale.paths]
             return
-        self._report.chunks += 1
-        self._report.files += done.files
-        self._report.content_bytes += done.content_bytes
-        self._report.entries += entries
+        self._stored.append((chunk, entries))
+        self._stored_entries += len(chunk.batch.rows)
+
+    def _due_s(self) -> float | None:
+        """For how long the next commit waits for more chunks; None where there is none yet."""
+        if not self._stored:
+            return None
+        return max(0.0, self._committed_s + _COMMIT_EVERY_S - time.monotonic())
+
+    def _commit(self) -> None:
+        """Commit together what is durable, and count it."""
+        stored, self._stored, self._stored_entries = self._stored, [], 0
+        if not stored:
+            return
+        self._session.commit_all([chunk for chunk, _ in stored])
+        self._committed_s = time.monotonic()
+        self._report.chunks += len(stored)
+        for chunk, entries in stored:
+            self._report.files += chunk.files
+            self._report.content_bytes += chunk.content_bytes
+            self._report.entries += entries
 
 
 def put_tree(

@@ -48,6 +48,10 @@ class Chunk:
         number, at = (entry.first if entry else None) or (self.number, place)
         return Stamp(chunk_id(number) + at.to_bytes(4, "big"))
 
+    def has_foreign_stamp(self, place: int) -> bool:
+        """Whether an entry's stamp is not its own place."""
+        return self.stamp(place) != self.id + place.to_bytes(4, "big")
+
     def record(self, place: int) -> bytes:
         """The record of the entry at a place: every field depends on chunk and place."""
         entry = self.entries[place]
@@ -90,7 +94,7 @@ class Chunk:
             chunks=[self.id],
             tails=tails,
         )
-        stamps = [self.stamp(place) for place in places]
+        stamps = {i: self.stamp(at) for i, at in enumerate(places) if self.has_foreign_stamp(at)}
         info = ChunkInfo(self.id, 1000 + self.number)
         return Batch(info, uploaded_ns=self.number, rows=rows, stamps=stamps, moved=self.moved)
 

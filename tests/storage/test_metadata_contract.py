@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_intdigest
 
+from diesel_fs.chunk_id import stamp as chunk_stamp
 from diesel_fs.entries import EXTENT, RECORD, Kind
 from diesel_fs.errors import (
     BusyError,
@@ -226,6 +228,47 @@ def test_K1_versions_rise_whatever_the_clock_does(meta: MetadataStore, clock: Cl
     assert meta.marker(NAME).version == versions[-1]
 
 
+def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore) -> None:
+    """Of which some are known, and one comes twice."""
+    first = [files(1, b"d/a", b"d/b"), files(2, b"d/b", b"e/c")]
+    before = commit(meta, *first)
+    big_parts = big(5, b"d/big", 2)
+    together = [
+        files(8, b"new/z", b"new/y", b"d/b"),
+        first[1],
+        *big_parts,
+        files(3, b"d/a", b"new/a", b"new/z"),
+        tombstones(7, b"e/c"),
+        files(9, b"new/x", size=3),
+        files(3, b"d/a", b"new/a", b"new/z"),
+    ]
+    after = meta.commit(IDENTITY, *(chunk.batch() for chunk in together))
+    assert after == meta.marker(NAME).version == before + 1  # the clock stands
+    check(meta, NAME, [*first, *together])
+    paths = set(seen(meta.changes(IDENTITY, before).rows))
+    assert paths == {b"d/a", b"d/b", b"d/big", b"e/c", b"new/a", b"new/x", b"new/y", b"new/z"}
+    assert len(meta.changes(IDENTITY, after).rows) == 0
+    assert meta.commit(IDENTITY, *(chunk.batch() for chunk in reversed(together))) == after
+    assert meta.commit(IDENTITY) == after
+
+
+def test_of_chunks_that_are_committed_together_all_go_in_or_none(
+    meta: MetadataStore,
+) -> None:
+    """A6: an error at the last one undoes the others."""
+    commit(meta, files(1, b"a"))
+    before = meta.marker(NAME)
+    spoilt = files(4, b"late").batch()
+    rows = replace(spoilt.rows, folder=np.array([7], np.uint32))  # a folder that it has not
+    broken = replace(spoilt, rows=rows)
+    with pytest.raises(IndexError):
+        meta.commit(IDENTITY, files(2, b"a", b"b").batch(), files(3, b"c").batch(), broken)
+    assert meta.marker(NAME) == before
+    check(meta, NAME, [files(1, b"a")])
+    commit(meta, files(3, b"c"))
+    check(meta, NAME, [files(1, b"a"), files(3, b"c")])
+
+
 def test_L3_counts_are_exact_under_overwrites_and_deletions(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a", b"b", b"c", size=100), files(2, b"a", size=1))
     assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (3, 201)
@@ -262,8 +305,9 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
         )
         with pytest.raises(UsageError):
             meta.commit(IDENTITY, type(part)(part.chunk, 0, bad, part.stamps))
+    stamps = {1: chunk_stamp(chunk_id(1), 1)}  # of a row that is not there
     with pytest.raises(UsageError):
-        meta.commit(IDENTITY, type(part)(part.chunk, 0, rows, []))
+        meta.commit(IDENTITY, files(2, b"a").batch(), type(part)(part.chunk, 0, rows, stamps))
     assert meta.marker(NAME).version == 0
 
 

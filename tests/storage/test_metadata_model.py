@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.entries import Kind
+from diesel_fs.storage.metadata import MetadataStore
 from tests.storage.batches import (
     Chunk,
     Entry,
@@ -20,7 +21,7 @@ from tests.storage.batches import (
     moved,
     seen,
 )
-from tests.storage.test_metadata_contract import IDENTITY, NAME, STORES, Clock, commit
+from tests.storage.test_metadata_contract import IDENTITY, NAME, STORES, Clock
 
 PATHS = [b"f", b"a/f", b"a/b/f", b"a/b"]
 
@@ -55,6 +56,17 @@ def test_L2_any_order_and_any_repetition_give_the_same_state(
         check_history(kind, history, seed)
 
 
+def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Random) -> None:
+    """Commit in this order: some by themselves, some together."""
+    start = 0
+    while start < len(order):
+        end = start + dice.choice([1, 1, 2, 3, len(order)])
+        before = meta.marker(NAME)
+        version = meta.commit(IDENTITY, *(chunk.batch() for chunk in order[start:end]))
+        assert (version > before.version) == (meta.marker(NAME).chunks > before.chunks)
+        start = end
+
+
 def check_history(kind: str, history: list[Chunk], seed: int) -> None:
     """Commit in an order of chance, and compare with the oracle half-way and at the end."""
     dice = random.Random(seed)
@@ -79,11 +91,11 @@ def check_history(kind: str, history: list[Chunk], seed: int) -> None:
         meta = STORES[kind](Path(folder), Clock())()
         meta.create(NAME, IDENTITY)
         middle = dice.randrange(len(order))
-        commit(meta, *order[: middle + 1])
+        commit_in_groups(meta, order[: middle + 1], dice)
         check(meta, NAME, order[: middle + 1])
         base = meta.changes(IDENTITY, 0)
         if order[middle + 1 :]:
-            commit(meta, *order[middle + 1 :])
+            commit_in_groups(meta, order[middle + 1 :], dice)
         check(meta, NAME, order)
         since = meta.changes(IDENTITY, base.marker.version)
         merged = seen(base.rows) | seen(since.rows)

@@ -29,18 +29,23 @@ def shared(number: int) -> Chunk:
     return Chunk(number, (extent, *small))
 
 
-def work(path: str, numbers: str) -> None:
-    """What the other processes do: commit these chunks, and say so after each."""
+def work(path: str, numbers: str, at_once: str) -> None:
+    """What the other processes do: commit these chunks, so many together, and say so then."""
+    tried = list(map(int, numbers.split(",")))
     with closing(SqliteMetadata.open(Path(path), create=True)) as meta:
         meta.create(NAME, IDENTITY)
-        for number in map(int, numbers.split(",")):
-            version = meta.commit(IDENTITY, shared(number).batch())
-            print(number, version, flush=True)
+        for begin in range(0, len(tried), int(at_once)):
+            group = tried[begin : begin + int(at_once)]
+            version = meta.commit(IDENTITY, *(shared(number).batch() for number in group))
+            print("\n".join(f"{number} {version}" for number in group), flush=True)
 
 
-def start(path: Path, numbers: list[int], *before: str) -> "subprocess.Popen[str]":
+def start(
+    path: Path, numbers: list[int], *before: str, at_once: int = 1
+) -> "subprocess.Popen[str]":
     code = "import sys; from tests.storage.test_sqlite_crash import work; work(*sys.argv[1:])"
-    command = [*before, sys.executable, "-c", code, str(path), ",".join(map(str, numbers))]
+    words = [str(path), ",".join(map(str, numbers)), str(at_once)]
+    command = [*before, sys.executable, "-c", code, *words]
     return subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, text=True)
 
 
@@ -50,14 +55,16 @@ def acknowledged(output: str) -> list[tuple[int, int]]:
     return [(int(line[0]), int(line[1])) for line in lines if len(line) == 2]
 
 
-def check_whole(path: Path, acked: list[int], tried: list[int]) -> None:
-    """Everything acknowledged is there, and what else is there is whole."""
+def check_whole(path: Path, acked: list[int], tried: list[int], at_once: int = 1) -> None:
+    """Everything acknowledged is there, and what else is there is whole: chunks that were
+    committed together are all there or none."""
     with closing(SqliteMetadata.open(path)) as meta:
         found = [record.id for record in meta.chunks(IDENTITY)]
         done = [number for number in tried if shared(number).id in found]
         assert len(done) == len(found)
         assert set(acked) <= set(done)
-        assert len(done) <= len(acked) + 1
+        assert len(done) <= len(acked) + at_once
+        assert len(done) % at_once == 0
         check(meta, NAME, [shared(number) for number in done])
         for number in tried:
             meta.commit(IDENTITY, shared(number).batch())
@@ -82,12 +89,13 @@ def test_L1_L2_processes_commit_at_once(tmp_path: Path) -> None:
         assert meta.marker(NAME).version == max(firsts.values())
 
 
+@pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_A6_kill_at_any_time(tmp_path: Path, seed: int) -> None:
+def test_A6_kill_at_any_time(tmp_path: Path, seed: int, at_once: int) -> None:
     path = tmp_path / "meta.sqlite"
     dice = random.Random(seed)
-    tried = list(range(1, 400))
-    with start(path, tried) as process:
+    tried = list(range(1, 401))
+    with start(path, tried, at_once=at_once) as process:
         assert process.stdout is not None
         output = "".join(process.stdout.readline() for _ in range(dice.randrange(1, 60)))
         time.sleep(dice.random() * 0.003)  # somewhere inside a commit
@@ -96,20 +104,22 @@ def test_A6_kill_at_any_time(tmp_path: Path, seed: int) -> None:
     assert process.returncode == -signal.SIGKILL, "the kill came after the end: proves nothing"
     acked = [number for number, _ in acknowledged(output)]
     assert acked, "nothing was acknowledged: proves nothing"  # A16
-    check_whole(path, acked, tried)
+    check_whole(path, acked, tried, at_once)
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("when", [1, 2, 3, 5, 8, 13, 21, 34])
-def test_A6_kill_at_a_write_of_a_commit(tmp_path: Path, when: int) -> None:
+def test_A6_kill_at_a_write_of_a_commit(tmp_path: Path, when: int, at_once: int) -> None:
     path = tmp_path / "meta.sqlite"
     with closing(SqliteMetadata.open(path, create=True)) as meta:
         meta.create(NAME, IDENTITY)
-    tried = list(range(1, 6))
+    tried = list(range(1, 7))
     trace = tmp_path / "trace"
     options = ["-f", "-o", str(trace), "-P", f"{path}-wal", "-P", str(path)]
     inject = f"inject=pwrite64:signal=KILL:when={when}"
     try:
-        process = start(path, tried, "strace", *options, "-e", "trace=pwrite64", "-e", inject)
+        words = ("strace", *options, "-e", "trace=pwrite64", "-e", inject)
+        process = start(path, tried, *words, at_once=at_once)
     except FileNotFoundError:
         pytest.skip("strace is missing")
     output, _ = process.communicate()
@@ -117,4 +127,4 @@ def test_A6_kill_at_a_write_of_a_commit(tmp_path: Path, when: int) -> None:
         pytest.skip("strace may not trace here")
     assert "killed by SIGKILL" in trace.read_text(), "the fault was not hit: proves nothing"
     acked = [number for number, _ in acknowledged(output)]
-    check_whole(path, acked, tried)
+    check_whole(path, acked, tried, at_once)

@@ -17,12 +17,12 @@ from diesel_fs.cache.store import ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
-from diesel_fs.repository import PUT_WINDOW_S, Committed, Repository
+from diesel_fs.repository import PUT_WINDOW_S, Admitted, Repository, WriteSession
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.writer import PutOptions, put_tree
 from diesel_fs.writer.options import PutReport
-from diesel_fs.writer.put import _Worker
+from diesel_fs.writer.put import _Put, _Worker
 from diesel_fs.writer.single import new_packer
 from diesel_fs.writer.source import open_folder
 
@@ -232,6 +232,88 @@ def test_empty_folders_go_in_many_messages(
     put(repository, source)
     assert sum(counts) == 601
     assert max(counts) <= 256
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many chunks each commit had. After the first they wait for an hour."""
+    sizes: list[int] = []
+    real = WriteSession.commit_all
+
+    def commit_all(self: WriteSession, chunks: Sequence[Admitted]) -> int:
+        sizes.append(len(chunks))
+        return real(self, chunks)
+
+    monkeypatch.setattr(WriteSession, "commit_all", commit_all)
+    monkeypatch.setattr("diesel_fs.writer.put._COMMIT_EVERY_S", 3600)
+    return sizes
+
+
+def test_chunks_are_committed_together_and_counted_when_they_are(
+    repository: Repository, tmp_path: Path, groups: list[int]
+) -> None:
+    """But the first at once: who stores one now and then never waits."""
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    told: list[int] = []
+
+    def progress(report: PutReport) -> None:
+        assert report.files <= repository.meta.marker("ds").files
+        told.append(report.files)
+
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
+    report = put_tree(repository, "ds", source, options=options, progress=progress)
+    assert groups == [1, report.chunks - 1]
+    assert (told[-1], report.files) == (20, 20)
+    assert shown(repository) == facts(source)
+
+
+def test_a_commit_has_no_more_entries_than_a_chunk_may_have(
+    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diesel_fs.writer.put.ENTRIES_MAX", 6)
+    source = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
+    report = put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert sum(groups) == report.chunks > 8
+    assert max(groups) <= 2
+
+
+def test_what_is_durable_is_committed_when_a_put_fails(
+    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    real, left = FolderStore.put, [5]
+
+    def put_some(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        left[0] -= "/chunks/" in name
+        if not left[0]:
+            raise DieselError("no more")
+        real(self, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", put_some)
+    with pytest.raises(DieselError, match="no more"):
+        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert groups == [1, 3]
+    stored = list(repository.chunk_names(repository.dataset("ds").identity))
+    assert len(stored) == repository.meta.marker("ds").chunks == 4
+
+
+def test_what_is_durable_is_committed_after_a_ctrl_c(
+    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(4)})
+
+    real = _Put._answer
+
+    def answer(self: _Put, worker: _Worker) -> None:
+        real(self, worker)
+        if worker.finished:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Put, "_answer", answer)
+    with pytest.raises(KeyboardInterrupt):
+        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert sum(groups) > groups[0] == 1
+    assert repository.meta.marker("ds").chunks == sum(groups)
 
 
 def test_an_error_of_the_store_is_no_error_of_a_file(
@@ -494,11 +576,11 @@ def test_links_are_never_followed(repository: Repository, tmp_path: Path) -> Non
 def test_a_chunk_that_came_too_late_is_made_again(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first commit finds its chunk older than the put window, as after a night's suspend."""
+    """The first chunk to be committed is older than the put window, as after a night's suspend."""
     source = odd_tree(tmp_path / "source")
-    real, late = Repository.commit, [True]
+    real, late = Repository.admit, [True]
 
-    def commit(self: Repository, identity: UUID, preamble: bytes, header: bytes) -> Committed:
+    def admit(self: Repository, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         if late.pop() if late else False:
             with monkeypatch.context() as clock:
                 now = time.time() + 2 * PUT_WINDOW_S
@@ -506,7 +588,7 @@ def test_a_chunk_that_came_too_late_is_made_again(
                 return real(self, identity, preamble, header)
         return real(self, identity, preamble, header)
 
-    monkeypatch.setattr(Repository, "commit", commit)
+    monkeypatch.setattr(Repository, "admit", admit)
     report = put(repository, source)
     assert not late
     assert report.failed == []

@@ -1,0 +1,1 @@
+"""A real loss of what was not synced: the project under a kernel whose power is cut."""

@@ -1,0 +1,88 @@
+"""What the guest runs below the level of `dlcmd`: `guest_driver.py WHAT FOLDER`.
+
+Prints a line "@did ..." for each thing that has been acknowledged, and after the last nothing more
+happens: a later sync might cover one that is missing.
+"""
+
+import os
+import sys
+import uuid
+from pathlib import Path
+
+from diesel_fs.repository import Repository
+from diesel_fs.storage.folder import FolderStore
+from diesel_fs.storage.sqlite import SqliteMetadata
+from diesel_fs.storage.sqlite_file import LEASE_NAME
+from tests.storage.batches import Chunk, Entry
+
+DATASET = "datasets/" + "ab" * 16
+LEASE = f"{DATASET}/leases/me"
+IDENTITY = uuid.UUID(int=7)
+DATASET_NAME = "flowers"
+COMMITS = 5
+
+
+def object_name(letter: str) -> str:
+    return f"{DATASET}/chunks/{letter * 4}/{letter * 4}{'0' * 18}"
+
+
+def content(name: str, size: int) -> bytes:
+    return (name.encode() * (size // len(name) + 1))[:size]
+
+
+SIZES = {object_name("a"): 70_000, object_name("b"): 3_000_001}
+"""One object goes through the page cache, one past it."""
+
+
+def made_chunk(number: int) -> Chunk:
+    return Chunk(number, tuple(Entry(b"a/%d" % (number * 7 % 10 + i), number) for i in range(40)))
+
+
+def tell(what: str) -> None:
+    print(f"@did {what}", flush=True)
+
+
+def objects(folder: Path, what: str) -> None:
+    store = FolderStore.create(folder)
+    for name, size in SIZES.items():
+        store.put(name, [content(name, size)])
+    if what == "delete":
+        store.delete(object_name("a"))
+    if what == "replace":
+        store.replace(LEASE, [b"old"])
+        store.replace(LEASE, [b"new"])
+    tell(what)
+
+
+def commits(folder: Path, mode: str) -> None:
+    if mode == "rollback":
+        (folder / LEASE_NAME).touch()  # a lease, even a free one, stands for a network file system
+    meta = SqliteMetadata.open(folder / "meta.sqlite", create=True)
+    meta.create(DATASET_NAME, IDENTITY)
+    for number in range(1, COMMITS + 1):
+        meta.commit(IDENTITY, made_chunk(number).batch())
+        meta.durable()
+        tell(f"{mode} {number}")
+
+
+def saves(folder: Path, what: str) -> None:
+    with Repository.open(folder.as_uri(), create=True) as repository:
+        for name in ("old", "new"):
+            view = repository.snapshots.empty(IDENTITY, name)
+            repository.snapshots.save(view, folder / "saved")
+        tell(what)
+        os._exit(0)
+
+
+DRIVERS = {
+    "put": objects,
+    "delete": objects,
+    "replace": objects,
+    "wal": commits,
+    "rollback": commits,
+    "save": saves,
+}
+
+if __name__ == "__main__":
+    DRIVERS[sys.argv[1]](Path(sys.argv[2]), sys.argv[1])
+    os._exit(0)

@@ -1,0 +1,220 @@
+"""A machine that loses its power: Debian's user-mode Linux on an ext4 image, killed by SIGKILL.
+
+Owns: how the kernel is started and told what to do, and what is on its disk after a cut. The root
+of the guest is this host's own, read-only, so what is tested is this tree in this environment. Its
+disk is a file: what the guest has sent to it stays, what only the guest's page cache held is gone.
+And the guest sends nothing by itself, neither pages nor its journal, so that only syncs do.
+
+Not owned: what the guest runs, and what must be on the disk then. Programs in the guest report by
+lines on its console that begin with "@". One thread uses a machine; every wait has a deadline.
+"""
+
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_HERE = Path(__file__).parent
+_DEADLINE_S = 120.0
+_DISK_BYTES = 48 << 20
+_MEMORY = "384M"
+_QUIET = "quiet loglevel=0 con=null con0=null,fd:1"
+
+# What ext4 would do for programs that forget a sync (noauto_da_alloc) would hide that they do.
+_PROLOGUE = """#!/bin/sh
+mount -t proc proc /proc
+mount -t tmpfs none /run
+echo 0 > /proc/sys/vm/dirty_writeback_centisecs
+mount -t tmpfs none /mnt
+for letter in %s; do
+    mkdir /mnt/$letter
+    mount -t ext4 -o commit=9000,noauto_da_alloc /dev/ubd$letter /mnt/$letter || echo @failed mount
+done
+export HOME=/run TMPDIR=/run PYTHONDONTWRITEBYTECODE=1
+run() {
+    name="$1"
+    shift
+    if "$@" >/run/said 2>&1; then echo "@did $name"; else echo "@failed $name"; cat /run/said; fi
+}
+"""
+_EPILOGUE = """
+echo @end
+while :; do sleep 1000; done
+"""
+
+
+class Unsuitable(Exception):
+    """No machine can be had here, and why."""
+
+
+class Machine:
+    """A running guest. `said` is what it has reported so far, without the "@"."""
+
+    def __init__(
+        self, tools: "Tools", folder: Path, disks: Mapping[str, Path], script: str
+    ) -> None:
+        """Start the guest to run `script`, a shell's; it has disk "a" on /mnt/a and so on."""
+        self.said: list[str] = []
+        self.noise: list[str] = []
+        self._rest = b""
+        init = folder / "init"
+        init.write_text(_PROLOGUE % " ".join(disks) + script + _EPILOGUE, encoding="utf-8")
+        init.chmod(0o755)
+        self._process = subprocess.Popen(
+            [
+                *("linux.uml", f"mem={_MEMORY}", f"uml_dir={folder}/"),
+                *(f"ubd{letter}={disk}" for letter, disk in disks.items()),
+                *("root=/dev/root", "rootfstype=hostfs", "hostfs=/", f"init={init}"),
+                *_QUIET.split(),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "LD_PRELOAD": str(tools.xstate)},
+        )
+        assert self._process.stdout is not None
+        self._console = self._process.stdout
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._console, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.cut()
+        self._selector.close()
+        self._console.close()
+
+    def reports(self) -> Iterator[str]:
+        """What the guest reports, as it comes, to "end". Raises AssertionError where something
+        failed, nothing comes for too long, or the guest has gone."""
+        while True:
+            line = self._line()
+            if not line.startswith("@"):
+                self.noise.append(line)
+                continue
+            self.said.append(line[1:])
+            assert not line.startswith("@failed"), self._told(line)
+            yield line[1:]
+            if line == "@end":
+                return
+
+    def wait_for(self, wanted: str) -> None:
+        """Until the guest reports `wanted`."""
+        for report in self.reports():
+            if report == wanted:
+                return
+        raise AssertionError(f"the guest never said {wanted!r}: {self.said}")
+
+    def cut(self) -> None:
+        """Cut the power. What was reported before still counts as said."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_DEADLINE_S)
+            os.set_blocking(self._console.fileno(), False)  # all there will ever be is there
+            rest = self._rest + (self._console.read() or b"")
+            lines = rest.decode("utf-8", "replace").split("\n")
+            self._rest = b""
+            self.said += [line.strip()[1:] for line in lines[:-1] if line.startswith("@")]
+
+    def copy_disk(self, disk: Path, copy: Path) -> Path:
+        """A disk as a cut at this moment would leave it: the guest stands still meanwhile."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            subprocess.run(["cp", "--sparse=always", disk, copy], check=True)
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+        return copy
+
+    def _line(self) -> str:
+        deadline = time.monotonic() + _DEADLINE_S
+        while b"\n" not in self._rest:
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            assert ready, self._told(f"nothing from the guest in {_DEADLINE_S:.0f} s")
+            more = os.read(self._console.fileno(), 1 << 16)
+            assert more, self._told("the guest has gone")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
+
+    def _told(self, what: str) -> str:
+        more = ""
+        if self._selector.select(0.5):  # what explains it comes after it
+            more = os.read(self._console.fileno(), 1 << 16).decode("utf-8", "replace")
+        return "\n".join([what, *self.said[-5:], *self.noise[-20:], more])
+
+
+class Tools:
+    """What is compiled for the guest, and new disks. Raises Unsuitable where nothing runs here."""
+
+    def __init__(self, folder: Path) -> None:
+        for program in ("linux.uml", "mkfs.ext4", "e2fsck", "debugfs", "cc"):
+            if shutil.which(program, path=_path()) is None:
+                raise Unsuitable(f"{program} is missing")
+        self.xstate = self._compiled("xstate", folder)
+        self.steps = self._compiled("steps", folder)
+        self._empty = folder / "empty-disk"
+        with open(self._empty, "wb") as disk:
+            disk.truncate(_DISK_BYTES)
+        _run("mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", self._empty)
+        with Machine(self, folder, {"a": self.new_disk(folder / "tried")}, "") as machine:
+            try:
+                machine.wait_for("end")
+            except AssertionError as error:
+                raise Unsuitable(f"linux.uml does not run here: {error}") from error
+
+    def new_disk(self, path: Path) -> Path:
+        """An empty file system of a disk's own."""
+        subprocess.run(["cp", "--sparse=always", self._empty, path], check=True)
+        return path
+
+    def preloaded(self, **settings: str | Path) -> str:
+        """What a guest's script puts before a program to preload `steps` with these settings."""
+        pairs = {"LD_PRELOAD": self.steps} | {
+            f"POWERCUT_{k.upper()}": settings[k] for k in settings
+        }
+        return "env " + " ".join(f"{name}={shlex.quote(str(pairs[name]))}" for name in pairs)
+
+    @staticmethod
+    def _compiled(name: str, folder: Path) -> Path:
+        library = folder / f"{name}.so"
+        source = _HERE / f"{name}.c"
+        _run("cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl")
+        return library
+
+
+@contextmanager
+def after_reboot(disk: Path, folder: Path) -> Iterator[Path]:
+    """What the next start finds on a disk: its journal replayed, its files copied into `folder`."""
+    _run("e2fsck", "-fy", disk, accepted=(0, 1))
+    _run("e2fsck", "-fn", disk)  # the file system itself is sound, so what is wrong is ours
+    folder.mkdir()
+    try:
+        _run("debugfs", "-R", f"rdump / {folder}", disk)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _run(*command: str | Path, accepted: tuple[int, ...] = (0,)) -> None:
+    environment: Mapping[str, str] = {**os.environ, "PATH": _path()}
+    done = subprocess.run(
+        command, check=False, capture_output=True, env=environment, timeout=_DEADLINE_S
+    )
+    assert done.returncode in accepted, (command, done.stdout, done.stderr)
+
+
+def _path() -> str:
+    """Where programs are: those of file systems are not on every user's PATH."""
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
