@@ -25,6 +25,7 @@ from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from .repository import Repository, WriteSession, found
 from .settings import load_settings
+from .shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from .snapshot import Snapshot, Stats
 from .snapshots import adopt
 from .writer.options import COMPRESSIONS
@@ -46,10 +47,13 @@ def connect(
     key: str | None = None,
     *,
     create: bool = False,
-    memory_bytes: int = MEMORY_BYTES_DEFAULT,
+    memory_bytes: int | None = None,
     compress: str = "auto",
 ) -> "Dataset":
     """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
+
+    `memory_bytes` is a limit for chunks in memory; if None, MEMORY_BYTES_DEFAULT, or as much as two
+    groups of a `shuffle` need.
 
     With `create`, the repository and the dataset are made where they are missing. Raises
     NoSuchDataset, ObjectStoreError, MetadataError, UsageError.
@@ -73,11 +77,12 @@ class Dataset:
     """A dataset, open for reading and writing (see the module). Made by `connect`."""
 
     def __init__(
-        self, repository: Repository, name: str, memory_bytes: int, compress: str = "auto"
+        self, repository: Repository, name: str, memory_bytes: int | None, compress: str = "auto"
     ) -> None:
         self.name = name
         self._repository = repository
-        self._memory_bytes = memory_bytes
+        self._memory_grows = memory_bytes is None
+        self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
         self._compress = compress
         self._pinned = False
         self._closed = False
@@ -105,9 +110,14 @@ class Dataset:
         """How many files there are."""
         return self._view.file_count
 
-    def get(self, path: PathLike | int) -> bytes:
+    def get(self, path: PathLike | int | np.int64) -> bytes:
         """The content of a file (DL_get), by path or index. Raises NoSuchPath, CorruptError."""
-        index = path if isinstance(path, int) else self._find(path)
+        if isinstance(path, int | np.integer):
+            index = int(path)
+            if not 0 <= index < len(self._view):
+                raise NoSuchPath(f"index {index} is outside 0..{len(self._view) - 1}")
+        else:
+            index = self._find(path)
         if self._view.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
         return bytes(self._reader.read(index))
@@ -121,6 +131,36 @@ class Dataset:
         `get` while it goes on.
         """
         return self._reader.read_many(self._indices(paths))
+
+    def shuffle(
+        self,
+        *,
+        seed: int,
+        epoch: int,
+        group_size: int = GROUP_SIZE_DEFAULT,
+        rank: int = 0,
+        world: int = 1,
+        drop_last: bool = False,
+        below: PathLike = "",
+    ) -> npt.NDArray[np.int64]:
+        """A chunk-wise order of a rank's files, as indices for `read_many`, `get` and `stat_many`.
+
+        (DL_shuffle; what the numbers mean: `diesel_fs.shuffle`.) With `below`, of the files in that
+        folder. From now on `get` (by index or path) and `read_many` in this order load each chunk
+        once, and keep two groups of `group_size` chunks in memory at most, except that a dataset
+        that fits the memory stays in it whole. A later order takes this one's place; so does
+        another version, to which the indices do not apply. Raises NoSuchPath, and UsageError for
+        numbers without meaning, and where the chunks of one group do not fit `memory_bytes`.
+        """
+        top = self._find(below)
+        if self._view.stat(top).kind != Kind.FOLDER:
+            raise UsageError(f"{below!r} is not a folder")
+        order = chunk_order(
+            self._view, seed, epoch, group_size=group_size, rank=rank, world=world,
+            drop_last=drop_last, below=top,
+        )  # fmt: skip
+        self._reader.follow(order.indices, order.ends, grow=self._memory_grows)
+        return order.indices
 
     def stat(self, path: PathLike) -> Stat:
         """Kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""

@@ -228,6 +228,11 @@ class Snapshot:
         kind = self._kind(i)
         return Stat(_KINDS[kind], self._flags[i] & 0xFFF, self._size[i], self._mtime_ns[i])
 
+    def size(self, i: int) -> int:
+        """The size of `stat`, alone."""
+        self._check(i)
+        return self._size[i]
+
     def link(self, i: int) -> bytes:
         """The target of a link. Raises ValueError for other entries."""
         if self._kind(i) != Kind.LINK:
@@ -388,15 +393,17 @@ class Snapshot:
             mtime_ns=self.columns.mtime_ns[indices],
         )
 
-    def names(self, entries: range) -> list[bytes]:
-        """The names of a contiguous range of indices."""
+    def names(self, entries: Sequence[int] | Indices) -> list[bytes]:
+        """The names of entries; of a range of step 1 in fewer steps."""
         checked = self._checked(entries)
-        if not isinstance(checked, slice):
-            return [self.name(i) for i in entries]
-        starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
-        blob = self.columns.names[starts[0] : starts[-1]].tobytes()
-        bounds = (starts - starts[0]).tolist()
-        return [blob[a:b] for a, b in pairwise(bounds)]
+        if isinstance(checked, slice):
+            starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
+            blob = self.columns.names[starts[0] : starts[-1]].tobytes()
+            bounds = (starts - starts[0]).tolist()
+            return [blob[a:b] for a, b in pairwise(bounds)]
+        column = self.columns.name_start
+        some = zip(column[checked].tolist(), column[checked + 1].tolist(), strict=True)
+        return [bytes(self._names[a:b]) for a, b in some]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
         """The paths of many indices; each folder's is made once."""

@@ -1,5 +1,7 @@
 """Chunks in this process's memory: one load per chunk in flight, the least recently used go first.
 
+Where an order is followed (`followed.py` decides), chunks go when they are done with instead.
+
 Owned here: the budget and who waits for whom. A load that somebody waits for never stands in line
 behind those that were begun ahead of need. Not owned: what lies inside a chunk, and whether an
 entry's bytes are right (`store.py` checks each entry once per time that its chunk was loaded).
@@ -13,6 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .followed import Followed
 
 FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
@@ -30,6 +37,7 @@ class LoadedChunk:
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
     charged: int = 0  # bytes counted in the budget
+    is_counted: bool = False  # it is in the cache now
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
@@ -49,12 +57,14 @@ class ChunkCache:
         self._chunks: OrderedDict[int, LoadedChunk] = OrderedDict()
         self._held_bytes = 0
         self.evictions = 0
+        self._followed: Followed | None = None
         self._begin_again()
         _CACHES.add(self)
 
     def _begin_again(self) -> None:
         self._lock = threading.Lock()
         self._flights: dict[int, Future[LoadedChunk]] = {}
+        self._unwanted: set[int] = set()  # given up while they were on their way
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -81,6 +91,7 @@ class ChunkCache:
             if chunk is not None:  # it landed since the peek
                 return chunk
             flight = self._flights.get(number)
+            self._unwanted.discard(number)
             if flight is None:
                 flight = self._flights[number] = Future()
             mine = _begun(flight)
@@ -89,12 +100,7 @@ class ChunkCache:
     def prefetch(self, number: int) -> None:
         """Begin to load a chunk in the background, unless it is here or on its way."""
         with self._lock:
-            if number in self._chunks or number in self._flights:
-                return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-            flight = self._flights[number] = Future()
-            self._threads.submit(self._fly_quietly, number, flight)
+            self._begin(number)
 
     def prefetch_what_fits(self, sizes: Mapping[int, int]) -> None:
         """`prefetch` of these chunks, in this order, while none need go for them."""
@@ -105,12 +111,37 @@ class ChunkCache:
                 return
             self.prefetch(number)
 
+    @property
+    def followed(self) -> Followed | None:
+        """The order that is followed."""
+        return self._followed
+
+    def follow(self, followed: Followed) -> None:
+        """Keep and load what this order wants from now on, and let go of all that is here."""
+        with self._lock:
+            self._followed = followed
+            for number in [*self._chunks, *self._flights]:
+                self._drop(number)
+
+    def reach(self, followed: Followed, use: int, index: int) -> None:
+        """A reader of the order is at an entry. Of no effect where another order is followed."""
+        with self._lock:
+            if followed is self._followed:
+                self._turn(*followed.reach(use, index, self.budget_bytes))
+
+    def done(self, followed: Followed, use: int, entries: npt.NDArray[np.int64]) -> None:
+        """A reader of the order has read entries, of one chunk. As `reach`."""
+        with self._lock:
+            if followed is self._followed:
+                self._turn(*followed.done(use, entries, self.budget_bytes))
+
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
         """Count what has been decoded out of a chunk with it."""
         with self._lock:
             chunk.charged += more_bytes
-            self._held_bytes += more_bytes
-            self._shrink()
+            if chunk.is_counted:  # else it has gone, and a reader still looks at it
+                self._held_bytes += more_bytes
+                self._shrink()
 
     def close(self) -> None:
         """Forget everything. Views that were handed out stay valid."""
@@ -122,19 +153,51 @@ class ChunkCache:
             self._chunks.clear()
             self._held_bytes = 0
 
+    def _begin(self, number: int) -> None:
+        if number in self._chunks:
+            return
+        if number in self._flights:
+            self._unwanted.discard(number)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        flight = self._flights[number] = Future()
+        self._threads.submit(self._fly_quietly, number, flight)
+
+    def _turn(self, given_up: list[int], begun: list[int]) -> None:
+        for number in given_up:
+            self._drop(number)
+        for number in begun:
+            self._begin(number)
+
+    def _drop(self, number: int) -> None:
+        chunk = self._chunks.pop(number, None)
+        if chunk is not None:
+            self._uncount(chunk)
+        elif (flight := self._flights.get(number)) is not None:
+            if flight.cancel():
+                del self._flights[number]
+            else:
+                self._unwanted.add(number)
+
     def _fly(self, number: int, flight: Future[LoadedChunk]) -> LoadedChunk:
         try:
             chunk = self._load(number)
         except BaseException as error:
             with self._lock:
                 del self._flights[number]
+                self._unwanted.discard(number)
             flight.set_exception(error)
             raise
         with self._lock:
             del self._flights[number]
-            self._chunks[number] = chunk
-            self._held_bytes += chunk.charged
-            self._shrink()
+            if number in self._unwanted:
+                self._unwanted.remove(number)
+            else:
+                self._chunks[number] = chunk
+                self._held_bytes += chunk.charged
+                chunk.is_counted = True
+                self._shrink()
         flight.set_result(chunk)
         return chunk
 
@@ -151,8 +214,12 @@ class ChunkCache:
         """Let go of the least recently used, but never of the newest: somebody waits for it."""
         while self._held_bytes > self.budget_bytes and len(self._chunks) > 1:
             _, chunk = self._chunks.popitem(last=False)
-            self._held_bytes -= chunk.charged
+            self._uncount(chunk)
             self.evictions += 1
+
+    def _uncount(self, chunk: LoadedChunk) -> None:
+        self._held_bytes -= chunk.charged
+        chunk.is_counted = False
 
 
 def _begun(flight: Future[LoadedChunk]) -> bool:

@@ -9,7 +9,8 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,18 +21,15 @@ from .. import snapshot_layout as layout
 from ..chunk import decode, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import Codec, Kind, shown
-from ..errors import CorruptError, ForeignError
+from ..errors import CorruptError, ForeignError, UsageError
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore
 from .chunks import ChunkCache, LoadedChunk
+from .followed import WHOLE_CHUNK_FRACTION, Followed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-
-WHOLE_CHUNK_FRACTION = 8
-"""A chunk is read whole where at least one part in this many of it is wanted at once: reading
-4 MiB in one piece costs about as much as 100 single reads (measured on a local disk)."""
 
 WINDOW_ENTRIES = 4096
 """How far `read_many` looks ahead, or less far, so that the chunks it holds fit the budget."""
@@ -51,22 +49,37 @@ class _Window:
     """Files that `read_many` returns next, and the chunks to read whole for them.
 
     `chunks` has -1 for a file that is not one uncompressed extent; `whole` is in order of first
-    use.
+    use. Where an order is followed, all are of one of its groups, the values of `whole` are uses,
+    and `closing` has by position, for the last file of a chunk, all of the chunk's.
     """
 
     wanted: _Column
     chunks: _Column
-    whole: dict[int, None]
+    whole: dict[int, int]
+    followed: Followed | None = None
+    closing: dict[int, _Column] = field(default_factory=dict)
 
 
 class ContentReader:
     """Reads entries of one snapshot from one object store, through at most `memory_bytes`."""
 
-    def __init__(self, snapshot: Snapshot, objects: ObjectStore, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        objects: ObjectStore,
+        memory_bytes: int,
+        *,
+        prefer_entries: bool = False,
+    ) -> None:
+        """`prefer_entries`: of a dataset that does not fit the memory, small entries are read
+
+        alone, if possible on the spot: somebody else keeps what lies near them.
+        """
         self.snapshot = snapshot
         self._objects = objects
         self._cache = ChunkCache(memory_bytes, self._load_chunk)
         self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
+        self._alone = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
         self._last_miss = (-1, -1)  # chunk, end of the entry: tells a sequential reader
@@ -84,11 +97,16 @@ class ContentReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
+        followed, use = self._cache.followed, -1
+        if followed is not None and (use := followed.use_of(index)) >= 0:
+            self._cache.reach(followed, use, index)
         pieces = []
         for extent in extents:
             if extent.start < end and offset < extent.start + extent.size:
                 content = self._extent(index, extent)
                 pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
+        if followed is not None and use >= 0 and end == total:
+            self._cache.done(followed, use, np.array([index]))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def cached(self, index: int, offset: int, size: int) -> memoryview | None:
@@ -97,6 +115,11 @@ class ContentReader:
         A small entry whose chunk is here is checked on the spot.
         """
         extents = self.snapshot.extents(index)
+        if len(extents) == 1:
+            content = self._in_memory(extents[0])
+            if content is None and self._alone:
+                content = self._on_the_spot(extents[0])
+            return None if content is None else content[offset : offset + size]
         end = min(offset + size, extents[-1].start + extents[-1].size) if extents else 0
         for extent in extents:
             if extent.start <= offset and end <= extent.start + extent.size:
@@ -116,10 +139,36 @@ class ContentReader:
         wanted = np.asarray(indices, np.int64)
         start, entries = 0, WINDOW_ENTRIES
         while start < len(wanted):
-            window = self._window(wanted[start : start + entries])
+            window = self._next_window(wanted[start : start + entries])
             start += len(window.wanted)
             entries = min(2 * len(window.wanted), WINDOW_ENTRIES)
             yield from self._read_window(window)
+
+    def follow(self, order: _Column, ends: _Column, *, grow: bool = False) -> None:
+        """Be told that reads will come in this order, whose groups end at the positions `ends`.
+
+        From then on whoever reads in it loads each chunk once a group, and the chunks of two groups
+        are in memory at most; other reads go on as they did. Where all chunks of the dataset fit
+        the memory, they stay in it, and nothing changes. Raises UsageError where those of one group
+        do not fit; with `grow`, the memory grows to what two groups need.
+        """
+        total_bytes = int(self.snapshot.chunk_sizes.sum())
+        if total_bytes <= self._cache.budget_bytes:
+            return
+        followed = Followed(self.snapshot, order, ends)
+        if grow:
+            needed = min(followed.two_groups_bytes_max, total_bytes)
+            self._cache.budget_bytes = max(self._cache.budget_bytes, needed)
+            self._everything_fits = total_bytes <= self._cache.budget_bytes
+        if followed.group_bytes_max > self._cache.budget_bytes:
+            raise UsageError(
+                f"a group of this order has {followed.group_bytes_max:,} bytes of chunks, and the"
+                f" memory is {self._cache.budget_bytes:,}",
+                advice="shuffle with a smaller group_size, or open the dataset with a memory_bytes"
+                f" of {followed.two_groups_bytes_max:,}, for two groups",
+            )
+        if not self._everything_fits:
+            self._cache.follow(followed)
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made, and the memory that it holds, in bytes."""
@@ -134,14 +183,41 @@ class ContentReader:
         self._cache.close()
         self._single = (-1, -1, _EMPTY)
 
-    def _window(self, wanted: _Column) -> _Window:
-        """The first of `wanted`: at least one, and no more than whose chunks fit the budget."""
+    def _next_window(self, wanted: _Column) -> _Window:
+        """The first of `wanted`: of one group of the order that is followed, or of no order."""
+        followed = self._cache.followed
+        if followed is None:
+            return self._window(wanted)
+        groups = followed.groups_of(wanted)
+        other = np.flatnonzero(groups != groups[0])
+        wanted = wanted[: int(other[0])] if len(other) else wanted
+        return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
+
+    def _followed_window(self, followed: Followed, wanted: _Column) -> _Window:
+        chunks, _ = self._plain_chunks(wanted)
+        uses = followed.uses_of(wanted)
+        chunks[uses < 0] = -1  # too little is wanted of their chunks
+        closing = {}
+        plain = np.flatnonzero(chunks >= 0)
+        by_use = plain[np.argsort(uses[plain], kind="stable")]
+        if len(by_use):
+            for places in np.split(by_use, np.flatnonzero(np.diff(uses[by_use])) + 1):
+                closing[int(places[-1])] = wanted[places]
+        whole = dict(zip(chunks[plain].tolist(), uses[plain].tolist(), strict=True))
+        return _Window(wanted, chunks, whole, followed, closing)
+
+    def _plain_chunks(self, wanted: _Column) -> tuple[_Column, _Column]:
+        """The chunk of each file that is one uncompressed extent, else -1; and its stored bytes."""
         columns = self.snapshot.columns
         flags = columns.flags[wanted]
         stored = columns.stored[wanted].astype(np.int64)
         plain = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0) & (stored > 0)
         plain &= (flags >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
-        chunks = np.where(plain, columns.chunk[wanted].astype(np.int64), -1)
+        return np.where(plain, columns.chunk[wanted].astype(np.int64), -1), stored
+
+    def _window(self, wanted: _Column) -> _Window:
+        """The first of `wanted`: at least one, and no more than whose chunks fit the budget."""
+        chunks, stored = self._plain_chunks(wanted)
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
             whole = self._whole_chunks(chunks[:entries], stored[:entries])
@@ -155,18 +231,20 @@ class ContentReader:
 
         a second, so it repeats, for an uncompressed entry that is right, what `_check` does.
         """
-        whole, columns = window.whole, self.snapshot.columns
-        ahead = iter(whole)
+        whole, columns, followed = window.whole, self.snapshot.columns, window.followed
+        ahead = iter(whole if followed is None else ())  # else the order tells what is ahead
         for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
         held: dict[int, LoadedChunk] = {}
-        for index, number, offset, end, checksum in zip(
+        closing = map(window.closing.get, range(len(window.wanted)))
+        for index, number, offset, end, checksum, closed in zip(
             window.wanted.tolist(),
             window.chunks.tolist(),
             offsets.tolist(),
             (offsets + columns.stored[window.wanted]).tolist(),
             columns.checksum[window.wanted].tolist(),
+            closing if window.closing else repeat(None, len(window.wanted)),
             strict=True,
         ):
             chunk = held.get(number)
@@ -174,6 +252,8 @@ class ContentReader:
                 if number not in whole:
                     yield self.read(index)
                     continue
+                if followed is not None:
+                    self._cache.reach(followed, whole[number], index)
                 chunk = held[number] = self._cache.get(number)
                 for following in ahead:
                     self._cache.prefetch(following)
@@ -186,12 +266,15 @@ class ContentReader:
                     size = end - offset
                     extent = Extent(number, offset, size, Codec.RAW, checksum, 0, size)
                     content = self._check(index, extent, content, chunk)
+            if closed is not None and followed is not None:
+                self._cache.done(followed, whole[number], closed)
+                del held[number]
             yield content
 
-    def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, None]:
+    def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
         """The chunks worth reading whole for a window, in order of first use."""
         if self._everything_fits:
-            whole = dict.fromkeys(chunks.tolist())
+            whole = dict.fromkeys(chunks.tolist(), -1)
             whole.pop(-1, None)
             return whole
         numbers, first, inverse = np.unique(chunks, return_index=True, return_inverse=True)
@@ -204,7 +287,7 @@ class ContentReader:
                 >= int(self.snapshot.chunk_sizes[number])
                 or self._cache.peek(number) is not None
             ):
-                whole[number] = None
+                whole[number] = -1
         return whole
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
@@ -214,7 +297,7 @@ class ContentReader:
             self._counts["hits"] += 1
             return content
         self._counts["misses"] += 1
-        if self._worth_whole(extent):
+        if self._worth_whole(index, extent):
             chunk = self._cache.get(extent.chunk)
             if self._everything_fits:
                 self._read_ahead(extent.chunk)
@@ -250,15 +333,37 @@ class ContentReader:
         self._keep(extent, content, chunk)
         return content
 
-    def _worth_whole(self, extent: Extent) -> bool:
-        """Whether a miss is to load its whole chunk: all fits, much is wanted, or it is read on."""
+    def _on_the_spot(self, extent: Extent) -> memoryview | None:
+        """A small entry alone, where the store has it at hand."""
+        if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
+            return None
+        room = _room(extent.stored)
+        if not self._objects.read_now(self._object(extent.chunk), extent.offset, room):
+            return None
+        try:
+            content = decode(room.toreadonly(), extent.codec, extent.size, extent.checksum)
+        except CorruptError:
+            return None  # to be read again, which takes its time
+        self._counts["reads_on_the_spot"] += 1
+        self._counts["fetched_bytes"] += extent.stored
+        return content
+
+    def _worth_whole(self, index: int, extent: Extent) -> bool:
+        """Whether a miss is to load its whole chunk: all fits, much is wanted, or it is read on.
+
+        For a file of the order that is followed, whether that says so.
+        """
+        followed = self._cache.followed
+        if followed is not None and followed.holds(index):
+            use = followed.use_of(index)
+            return use >= 0 and followed.chunk(use) == extent.chunk
         chunk, end = self._last_miss
         self._last_miss = (extent.chunk, extent.offset + extent.stored)
         return (
             self._everything_fits
             or self._cache.peek(extent.chunk) is not None
             or extent.stored * WHOLE_CHUNK_FRACTION >= int(self.snapshot.chunk_sizes[extent.chunk])
-            or (chunk, end) == (extent.chunk, extent.offset)
+            or (not self._alone and (chunk, end) == (extent.chunk, extent.offset))
         )
 
     def _check(
@@ -277,6 +382,8 @@ class ContentReader:
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
         """Note that an entry has been checked, and keep what was decoded."""
+        if self._cache.followed is not None and extent.codec != Codec.RAW:
+            return  # who follows an order reads it once
         if extent.codec != Codec.RAW and extent.offset not in chunk.decoded:
             chunk.decoded[extent.offset] = content
             self._cache.charge(chunk, len(content))
@@ -359,6 +466,7 @@ _COUNTS = (
     "misses",
     "chunk_fetches",
     "range_fetches",
+    "reads_on_the_spot",
     "fetched_bytes",
     "healed",
     "damaged",

@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,52 +15,10 @@ from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.storage.objects import StoreWrapper
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
-
-FILES = {
-    "empty": b"",
-    "small": b"a small file",
-    "text": b"the same words, " * 1000,
-    "large": os.urandom(5 * CHUNK_BYTES_MIN + 77),
-    "zeros": bytes(4 * CHUNK_BYTES_MIN),
-} | {f"n{i:03}": os.urandom(1000 + i) for i in range(300)}
-
-
-class Counting(StoreWrapper):
-    """Counts reads, and lets a test change what they bring."""
-
-    def __init__(self, repository: Repository) -> None:
-        super().__init__(repository.objects)
-        self.reads: list[tuple[str, int, int]] = []
-        self.change: Callable[[str, memoryview], None] = lambda name, buffer: None
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self.inner.read_into(name, start, buffer)
-        self.reads.append((name, start, len(buffer)))
-        self.change(name, memoryview(buffer))
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    folder: Path = tmp_path_factory.mktemp("cache")
-    source = write(folder / "source", FILES)
-    with Repository.open((folder / "store").as_uri(), create=True) as opened:
-        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
-        put_tree(opened, "ds", source, options=options)
-        yield opened
-
-
-@pytest.fixture
-def store(repository: Repository) -> Counting:
-    return Counting(repository)
-
-
-@pytest.fixture
-def view(repository: Repository) -> Snapshot:
-    return repository.view("ds")
+from .conftest import FILES, Counting
 
 
 @pytest.mark.parametrize("budget", [1, 200_000, 1 << 30])

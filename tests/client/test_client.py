@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import diesel_fs
+from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.client import Dataset, connect
 from diesel_fs.entries import Kind
 from diesel_fs.errors import (
@@ -22,7 +23,9 @@ from diesel_fs.errors import (
     ObjectStoreError,
     UsageError,
 )
+from diesel_fs.repository import Repository
 from diesel_fs.storage.folder import FolderStore
+from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
 
@@ -250,6 +253,97 @@ def test_a_forked_child_never_writes_its_parents_buffer(url: str) -> None:
     with connect("ds", url) as dataset:
         assert dataset.ls() == ["c", "p"]
         assert dataset.get("p") == b"parent's"
+
+
+@pytest.fixture
+def large(url: str, tmp_path: Path) -> str:
+    """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
+    files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
+    source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
+    with Repository.open(url, create=True) as repository:
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+        put_tree(repository, "large", source, options=options)
+    return url
+
+
+@pytest.mark.parametrize("way", ["read_many", "get", "get by path"])
+def test_an_epoch_in_a_chunk_wise_order(large: str, way: str) -> None:
+    """Each chunk is loaded once, and two groups of five are in memory at most."""
+    with connect("large", large, memory_bytes=12 * CHUNK_BYTES_MIN) as dataset:
+        sizes, reader = dataset.snapshot.chunk_sizes, dataset._reader
+        assert len(sizes) >= 60
+        for epoch in range(2):
+            order = dataset.shuffle(seed=1, epoch=epoch, group_size=5)
+            assert sorted(order.tolist()) == dataset.snapshot.files().tolist()
+            paths = dataset.snapshot.paths(order)
+            if way == "read_many":
+                contents = map(bytes, dataset.read_many(order))
+            else:
+                contents = map(dataset.get, order if way == "get" else paths)
+            expected = dataset.stat_many(order).size.tolist()
+            most = 0
+            for size, content in zip(expected, contents, strict=True):
+                assert len(content) == size
+                most = max(most, len(reader._cache._chunks) + len(reader._cache._flights))
+            assert 5 <= most <= 10
+            counts = reader.stats()
+            assert counts["chunk_fetches"] == len(sizes) * (epoch + 1)
+            assert counts["range_fetches"] == counts["memory_bytes"] == counts["evictions"] == 0
+
+
+def test_shuffle_of_a_part_and_a_folder(large: str) -> None:
+    with connect("large", large) as dataset:
+        whole = dataset.shuffle(seed=1, epoch=2, group_size=3)
+        parts = [
+            dataset.shuffle(seed=1, epoch=2, group_size=3, rank=rank, world=4, drop_last=True)
+            for rank in range(4)
+        ]
+        assert np.concatenate(parts).tolist() == whole[: 1029 // 4 * 4].tolist()
+        order = dataset.shuffle(seed=1, epoch=2, below="train")
+        names = {path.decode() for path in dataset.snapshot.paths(order)}
+        assert names == {f"train/{name}" for name in dataset.ls("train")}
+        assert [len(view) for view in dataset.read_many(order)].count(0) == 9
+        with pytest.raises(UsageError):
+            dataset.shuffle(seed=1, epoch=2, below="train/0000")
+        with pytest.raises(NoSuchPath):
+            dataset.shuffle(seed=1, epoch=2, below="nowhere")
+        with pytest.raises(UsageError):
+            dataset.shuffle(seed=-1, epoch=2)
+        with pytest.raises(NoSuchPath):
+            dataset.get(10**6)
+        with pytest.raises(NoSuchPath):
+            dataset.get(-1)
+
+
+def test_memory_that_was_given_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where none was given, it grows to what two groups need."""
+    with connect("large", large, memory_bytes=3 * CHUNK_BYTES_MIN) as dataset:
+        with pytest.raises(UsageError, match="smaller group_size, or open"):
+            dataset.shuffle(seed=1, epoch=2, group_size=20)
+        dataset.shuffle(seed=1, epoch=2, group_size=2)
+    monkeypatch.setattr("diesel_fs.client.MEMORY_BYTES_DEFAULT", 3 * CHUNK_BYTES_MIN)
+    with connect("large", large) as dataset:
+        order = dataset.shuffle(seed=1, epoch=2, group_size=20)
+        assert sum(len(view) for view in dataset.read_many(order)) == 1020 * 4000
+        counts = dataset._reader.stats()
+        assert counts["chunk_fetches"] == len(dataset.snapshot.chunk_sizes)
+        assert counts["range_fetches"] == 0
+        assert 30 * CHUNK_BYTES_MIN < counts["memory_budget_bytes"] < 50 * CHUNK_BYTES_MIN
+
+
+def test_Z9_a_forked_child_follows_the_order_too(large: str) -> None:
+    with connect("large", large, memory_bytes=12 * CHUNK_BYTES_MIN) as dataset:
+        order = dataset.shuffle(seed=1, epoch=2, group_size=5)
+        started = dataset.read_many(order)
+        next(started)
+
+        def read(dataset: Dataset = dataset) -> None:
+            for batch in range(1, len(order) // 16, 4):
+                indices = order[16 * batch : 16 * batch + 16]
+                assert len(list(dataset.read_many(indices))) == len(indices)
+
+        assert [in_child(read) for _ in range(2)] == [0, 0]
+        assert len(list(started)) == 1028
 
 
 @pytest.mark.fuse

@@ -1,0 +1,221 @@
+"""The stored bytes of many entries, checked, in the order in which they lie in their chunks.
+
+For whoever passes contents on and keeps none: the helper of a mount, which makes them resident.
+Owned here: which parts of a chunk are read in one piece, how many at once, and that every byte is
+checked against its checksum (a mismatch is read again once). Not owned: a memory of chunks
+(`store.py` has one). One thread at a time.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from ..chunk import decode
+from ..chunk_id import chunk_id_text
+from ..entries import Codec, Kind, shown
+from ..errors import CorruptError
+from ..layout import chunk_object
+from ..snapshot import Snapshot
+from ..snapshot_layout import CODEC_SHIFT, MANY, kinds
+from ..storage.objects import ObjectStore
+
+log = logging.getLogger("diesel.mount")
+
+GAP_BYTES_MAX = 64 << 10
+"""What lies between two wanted entries is read along where it is less: a read of its own costs as
+much as 64 KiB on a local disk, and far more on an object store."""
+
+SPAN_BYTES_MAX = 8 << 20
+"""What is read in one piece, and so held; a larger extent is a piece of its own."""
+
+SLOW_READ_S = 0.003
+"""A store that takes longer to answer is asked for several pieces at once. One that does not is
+not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
+
+READS_AVERAGED = 8
+FETCH_THREADS = 8
+AHEAD_BYTES_MAX = 32 << 20
+
+_Span: TypeAlias = tuple[int, int, int]
+
+_SomeEntries = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+
+
+class Batch(NamedTuple):
+    """Parts of files, each held by one chunk: n of each. Good until the next batch is asked for."""
+
+    entries: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    """Where in its file each part begins, in bytes."""
+    contents: Sequence[memoryview]
+
+
+_FIELDS = ("chunk", "offset", "stored", "codec", "checksum", "start", "size")
+_ROW = np.dtype([("entry", "<i8"), *((name, "<i8") for name in _FIELDS if name != "checksum"),
+                 ("checksum", "<u8")])  # fmt: skip
+_Rows = npt.NDArray[np.void]
+
+
+class ExtentReader:
+    """Reads entries of one snapshot from one object store."""
+
+    def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
+        self._snapshot = snapshot
+        self._objects = objects
+        self._counts = Counter(dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged"), 0))
+        self._room = np.empty(SPAN_BYTES_MAX, np.uint8).data  # kept: new memory costs as much
+        self._read_s = 0.0  # a moving average
+        self._flights: dict[_Span, Future[memoryview]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
+        """Everything that these files hold, sorted by chunk and place in it.
+
+        What is damaged is logged, counted and left out. Raises ObjectStoreError, ObjectMissing.
+        """
+        parts = self._parts(entries)
+        if self._is_slow and len(parts) > 1:
+            self._begin([_span_of(rows) for rows in parts])
+        for rows in parts:
+            yield self._checked(rows)
+
+    def ahead(self, units: Sequence[_SomeEntries]) -> None:
+        """Begin to read what `batches` will be asked for, unit by unit, where the store is slow.
+
+        What was begun before and is not among it is given up.
+        """
+        if not self._is_slow and not self._flights:
+            return
+        spans = [_span_of(rows) for unit in units for rows in self._parts(unit)]
+        for span in self._flights.keys() - set(spans):
+            self._flights.pop(span).cancel()
+        self._begin(spans)
+
+    @property
+    def _is_slow(self) -> bool:
+        return self._read_s > SLOW_READ_S
+
+    def _begin(self, spans: Sequence[_Span]) -> None:
+        held_bytes = sum(size for _, _, size in self._flights)
+        for span in spans:
+            held_bytes += span[2] * (span not in self._flights)
+            if held_bytes > AHEAD_BYTES_MAX:
+                return
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+            if span not in self._flights:
+                self._flights[span] = self._threads.submit(self._fetch, *span)
+
+    def _parts(self, entries: _SomeEntries) -> list[_Rows]:
+        """The extents of these files, each part to be read in one piece."""
+        rows = self._rows(np.asarray(entries, np.int64))
+        rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
+        ends = rows["offset"] + rows["stored"]
+        new = np.diff(rows["chunk"]) != 0
+        new |= rows["offset"][1:] - ends[:-1] > GAP_BYTES_MAX
+        parts = []
+        first = 0
+        for cut in [*(np.flatnonzero(new) + 1).tolist(), len(rows)]:
+            while first < cut:
+                limit = int(rows["offset"][first]) + SPAN_BYTES_MAX
+                fitting = int(np.searchsorted(ends[first:cut], limit, "right"))
+                last = first + max(fitting, 1)
+                parts.append(rows[first:last])
+                first = last
+        return parts
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the reader was made."""
+        return dict(self._counts)
+
+    def _rows(self, entries: npt.NDArray[np.int64]) -> _Rows:
+        """The extents of files, as rows; none for what has no content."""
+        columns = self._snapshot.columns
+        flags = columns.flags[entries]
+        many = (flags & MANY) != 0
+        plain = entries[~many & (columns.stored[entries] > 0) & (kinds(flags) == Kind.FILE)]
+        rows = np.zeros(len(plain), _ROW)
+        rows["entry"] = plain
+        for name in ("chunk", "offset", "stored", "checksum", "size"):
+            rows[name] = getattr(columns, name)[plain]
+        rows["codec"] = columns.flags[plain] >> CODEC_SHIFT & 0xFF
+        if not many.any():
+            return rows
+        parts = [(i, each) for i in entries[many].tolist() for each in self._snapshot.extents(i)]
+        more = np.zeros(len(parts), _ROW)
+        more["entry"] = [entry for entry, _ in parts]
+        for name in _FIELDS:
+            more[name] = [getattr(extent, name) for _, extent in parts]
+        return np.concatenate((rows, more))
+
+    def _checked(self, rows: _Rows) -> Batch:
+        """The contents of one part."""
+        chunk, begin, _ = span = _span_of(rows)
+        flight = self._flights.pop(span, None)
+        if flight is None or flight.cancel():
+            held = self._fetch(*span, self._room)
+        else:
+            held = flight.result()
+        ends = rows["offset"] + rows["stored"] - begin
+        places = zip((rows["offset"] - begin).tolist(), ends.tolist(), strict=True)
+        contents = [held[start:end] for start, end in places]
+        right = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(rows))
+        wrong = (right != rows["checksum"]) | (rows["codec"] != Codec.RAW)
+        if not wrong.any():
+            return Batch(rows["entry"], rows["start"], contents)
+        good = np.ones(len(rows), np.bool_)
+        for at in np.flatnonzero(wrong).tolist():
+            try:
+                contents[at] = self._decoded(rows[at], contents[at])
+            except CorruptError as error:
+                good[at] = False
+                self._counts["damaged"] += 1
+                log.error(
+                    "%s/%s is damaged in chunk %s: %s",
+                    self._snapshot.dataset,
+                    shown(self._snapshot.path(int(rows["entry"][at]))),
+                    chunk_id_text(self._snapshot.chunk_ids[chunk]),
+                    error.message,
+                )
+        kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
+        return Batch(rows["entry"][good], rows["start"][good], kept)
+
+    def _decoded(self, row: np.void, raw: memoryview) -> memoryview:
+        """The content; read again once where it is not right. Raises CorruptError."""
+        form = int(row["codec"]), int(row["size"]), int(row["checksum"])
+        try:
+            return decode(raw, *form)
+        except CorruptError:
+            again = self._fetch(int(row["chunk"]), int(row["offset"]), len(raw))
+            content = decode(again, *form)
+            self._counts["healed"] += 1
+            return content
+
+    def _fetch(
+        self, chunk: int, offset: int, size: int, room: memoryview | None = None
+    ) -> memoryview:
+        """Stored bytes, in `room` where they fit. May be called from any thread."""
+        if room is None or size > len(room):
+            room = np.empty(size, np.uint8).data
+        start_s = time.monotonic()
+        self._objects.read_into(self._name(chunk), offset, room[:size])
+        self._read_s += (time.monotonic() - start_s - self._read_s) / READS_AVERAGED
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += size
+        return room[:size].toreadonly()
+
+    def _name(self, chunk: int) -> str:
+        return chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
+
+
+def _span_of(rows: _Rows) -> _Span:
+    """What to read for a part: chunk, offset and size."""
+    begin = int(rows["offset"][0])
+    return int(rows["chunk"][0]), begin, int((rows["offset"] + rows["stored"]).max()) - begin

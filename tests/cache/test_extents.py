@@ -1,0 +1,194 @@
+"""`ExtentReader`: every stored byte of many entries, checked, in few reads, and nothing kept."""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache import extents as extents_module
+from diesel_fs.cache.extents import FETCH_THREADS, ExtentReader
+from diesel_fs.cache.extents import _span_of as span_of
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.storage.objects import ObjectStore, StoreWrapper
+from tests.storage.faulty_store import Fault, FaultyStore
+
+from .conftest import FILES, Counting
+
+
+def contents(
+    reader: ExtentReader, entries: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> dict[int, bytes]:
+    """The contents as the parts make them up; no byte may come twice."""
+    found: dict[int, dict[int, bytes]] = defaultdict(dict)
+    for batch in reader.batches(entries):
+        places = zip(batch.entries.tolist(), batch.starts.tolist(), batch.contents, strict=True)
+        for entry, start, part in places:
+            assert start not in found[entry]
+            found[entry][start] = bytes(part)
+    whole = {}
+    for entry, pieces in found.items():
+        at = 0
+        for start in sorted(pieces):
+            assert start == at, "pieces leave no gap"
+            at += len(pieces[start])
+        whole[entry] = b"".join(pieces[start] for start in sorted(pieces))
+    return whole
+
+
+def expected(view: Snapshot) -> dict[int, bytes]:
+    """What every file with content holds, by index."""
+    return {view.lookup(name.encode()): content for name, content in FILES.items() if content}
+
+
+@pytest.mark.parametrize("span_bytes", [1, 10_000, 8 << 20])
+@pytest.mark.parametrize("gap_bytes", [0, 64 << 10])
+def test_everything_is_there_once(
+    store: Counting,
+    view: Snapshot,
+    span_bytes: int,
+    gap_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extents_module, "SPAN_BYTES_MAX", span_bytes)
+    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", gap_bytes)
+    reader = ExtentReader(view, store)
+    every = np.arange(view.entry_count)
+    assert contents(reader, np.random.default_rng(1).permutation(every)) == expected(view)
+    assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
+
+
+def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapshot) -> None:
+    files = view.files()
+    chunk = int(np.bincount(view.chunk_of(files)).argmax())
+    inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
+    assert len(inside) > 20
+    reader = ExtentReader(view, store)
+    assert len(contents(reader, inside)) == len(inside)
+    assert len(store.reads) == 1
+    assert reader.stats()["fetches"] == 1
+
+
+def test_what_lies_far_apart_is_read_alone(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", 500)
+    files = view.files()
+    chunk = int(np.bincount(view.chunk_of(files)).argmax())
+    inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
+    places = inside[np.argsort(view.columns.offset[inside])][::4]  # three files lie between
+    assert len(contents(ExtentReader(view, store), places)) == len(places) == len(store.reads)
+
+
+def test_nothing_for_folders_links_and_empty_files(store: Counting, view: Snapshot) -> None:
+    reader = ExtentReader(view, store)
+    assert contents(reader, np.array([0, view.lookup(b"empty")])) == {}
+    assert contents(reader, np.zeros(0, np.int64)) == {}
+    assert store.reads == []
+
+
+def test_B4_damage_on_the_way_is_healed_by_one_more_read(store: Counting, view: Snapshot) -> None:
+    def flip_once(name: str, buffer: memoryview) -> None:
+        buffer[len(buffer) // 2] ^= 1
+        store.change = lambda name, buffer: None
+
+    store.change = flip_once
+    reader = ExtentReader(view, store)
+    assert contents(reader, view.files()) == expected(view)
+    assert reader.stats()["healed"] == 1
+
+
+def test_B3_what_is_damaged_is_left_out_and_named(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = view.lookup(b"n007")
+    [extent] = view.extents(damaged)
+
+    def flip(name: str, buffer: memoryview) -> None:
+        _, start, size = store.reads[-1]
+        at = extent.offset - start
+        if name.endswith(last) and 0 <= at < size:
+            buffer[at] ^= 1
+
+    last = ExtentReader(view, store)._name(extent.chunk)
+    store.change = flip
+    reader = ExtentReader(view, store)
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    assert found == {entry: each for entry, each in expected(view).items() if entry != damaged}
+    assert reader.stats()["damaged"] == 1
+    assert "ds/n007" in caplog.text
+
+
+def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None:
+    fault = Fault("read_into", error=ObjectStoreError("gone"))
+    with FaultyStore(store, fault) as faulty, pytest.raises(ObjectStoreError):
+        contents(ExtentReader(view, faulty), view.files())
+
+
+class Slow(StoreWrapper):
+    """Answers after a while, and counts how many wait at once."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.waiting = self.most = self.reads = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        with self._lock:
+            self.waiting += 1
+            self.reads += 1
+            self.most = max(self.most, self.waiting)
+        time.sleep(0.03)
+        with self._lock:
+            self.waiting -= 1
+        self.inner.read_into(name, start, buffer)
+
+
+def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view: Snapshot) -> None:
+    """As soon as it is known to be slow; the pieces come in the same order, each read once."""
+    slow = Slow(store)
+    reader = ExtentReader(view, slow)
+    files = view.files()
+    few = files[files == view.lookup(b"small")]
+    while not reader._is_slow:
+        assert contents(reader, few) == {int(few[0]): FILES["small"]}
+    before = slow.reads
+    assert slow.most == 1
+    assert contents(reader, files) == expected(view)
+    assert slow.most >= FETCH_THREADS // 2
+    assert slow.reads - before == len(reader._parts(files))
+
+
+def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
+    store: Counting, view: Snapshot
+) -> None:
+    slow = Slow(store)
+    reader = ExtentReader(view, slow)
+    reader._read_s = 1.0
+    large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
+    reader.ahead([large, text])
+    reader.ahead([text, small])  # the plan has changed
+    assert set(reader._flights) == {
+        span_of(part) for each in (text, small) for part in reader._parts(each)
+    }
+    flights = list(reader._flights.values())
+    wait(flights, timeout=10)
+    before = slow.reads
+    for entry, name in ((text, "text"), (small, "small")):
+        assert contents(reader, entry) == {int(entry[0]): FILES[name]}
+    assert slow.reads == before
+    assert not reader._flights
+
+
+def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot) -> None:
+    reader = ExtentReader(view, store)
+    reader.ahead([view.files()])
+    assert contents(reader, view.files()) == expected(view)
+    reader.ahead([view.files()])
+    assert reader._threads is None

@@ -1,0 +1,102 @@
+"""`dlcmd shuffle`: the order that the library gives, in bytes that a script can read."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.repository import Repository
+from diesel_fs.shuffle import chunk_shuffle, full_shuffle, quality
+from diesel_fs.snapshot import Snapshot
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+NUMBERS = ("--seed", "7", "--epoch", "3")
+
+
+@pytest.fixture
+def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
+    files = {f"train/c{n % 5}/{n:03}.jpg": os.urandom(2000) for n in range(300)}
+    files |= {f"val/{n:03}.jpg": b"v" for n in range(20)}
+    dlcmd("put", write(tmp_path / "src", files), "pets", "--chunk-size", "64K")
+    with Repository.open(dlcmd.store.as_uri()) as repository:
+        yield repository.view("pets")
+
+
+def test_it_prints_the_order(dlcmd: Dlcmd, view: Snapshot) -> None:
+    assert view.chunk_count > 8
+    expected = view.paths(chunk_shuffle(view, 7, 3))
+    assert dlcmd("shuffle", "pets", *NUMBERS).out == b"".join(p + b"\n" for p in expected)
+    assert dlcmd("shuffle", "pets", *NUMBERS, "-0").out == b"".join(p + b"\0" for p in expected)
+    described = dlcmd("shuffle", "pets", *NUMBERS, "--json").objects
+    assert [each["path"] for each in described] == [path.decode() for path in expected]
+    full = view.paths(full_shuffle(view, 7, 3))
+    assert dlcmd("shuffle", "pets", *NUMBERS, "--full").out.split(b"\n")[:-1] == full
+    part = chunk_shuffle(view, 7, 3, group_size=2, rank=2, world=3, drop_last=True)
+    options = ("--group-size", "2", "--rank", "2", "--world", "3", "--drop-last")
+    assert dlcmd("shuffle", "pets", *NUMBERS, *options).out.split(b"\n")[:-1] == view.paths(part)
+    assert len(part) == 320 // 3
+
+
+def test_below_a_folder(dlcmd: Dlcmd, view: Snapshot) -> None:
+    lines = dlcmd("shuffle", "pets/val/", *NUMBERS).out.splitlines()
+    assert sorted(lines) == [b"val/%03d.jpg" % n for n in range(20)]
+    expected = chunk_shuffle(view, 7, 3, below=view.lookup(b"val"))
+    assert lines == view.paths(expected)
+
+
+def test_another_process_prints_the_same(dlcmd: Dlcmd, view: Snapshot) -> None:
+    assert view.file_count == 320
+    arguments = ("shuffle", "pets", *NUMBERS, "--group-size", "3")
+    assert dlcmd.program(*arguments).out == dlcmd(*arguments).out
+
+
+def test_quality(dlcmd: Dlcmd, view: Snapshot) -> None:
+    arguments = ("shuffle", "pets", *NUMBERS, "--group-size", "2", "--quality")
+    measured = quality(view, chunk_shuffle(view, 7, 3, group_size=2))
+    (told,) = dlcmd(*arguments, "--json").objects
+    assert told["chunks_open_max"] == measured.chunks_open_max == 2
+    assert told["rank_correlation"] == pytest.approx(measured.rank_correlation)
+    assert (told["files"], told["batch_files"]) == (320, 256)
+    lines = dlcmd(*arguments).out.decode().splitlines()
+    rows = {name: rest for name, *rest in (line.split("\t") for line in lines)}
+    assert rows["chunks open at once"] == ["2", str(view.chunk_count)]
+    assert rows["folders in a batch of 256"][0] == f"{measured.folders_in_batch:.1f}"
+    assert len(rows) == 7
+
+
+def test_N4_names_with_a_newline_need_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """Nothing is printed rather than a list of which two lines are one name."""
+    source = write(tmp_path / "src", {"a/x": b"1", "b\nb/y": b"2", "a/\udcff": b"3"})
+    dlcmd("put", source, "odd")
+    said = dlcmd("shuffle", "odd", *NUMBERS, code=2)
+    assert said.out == b""
+    assert "-0" in said.err
+    assert len(said.err.splitlines()) == 1
+    names = sorted(dlcmd("shuffle", "odd", *NUMBERS, "-0").out.split(b"\0"))
+    assert names == [b"", b"a/x", b"a/\xff", b"b\nb/y"]
+    assert sorted(dlcmd("shuffle", "odd/a", *NUMBERS).out.splitlines()) == [b"a/x", b"a/\xff"]
+    lines = dlcmd("shuffle", "odd", *NUMBERS, "--json").out.splitlines()
+    assert {json.loads(line)["path"] for line in lines} >= {"a/x", "b\nb/y"}
+
+
+def test_what_cannot_be(dlcmd: Dlcmd, view: Snapshot) -> None:
+    assert view.file_count
+    for words in (
+        ("pets",),
+        ("pets", "--seed", "1"),
+        ("pets", "--seed", "-1", "--epoch", "0"),
+        ("pets", "--seed", "1", "--epoch", str(2**63)),
+        ("pets", "--seed", "x", "--epoch", "0"),
+        ("pets", *NUMBERS, "--group-size", "0"),
+        ("pets", *NUMBERS, "--rank", "2", "--world", "2"),
+        ("pets/val/001.jpg", *NUMBERS),
+    ):
+        said = dlcmd("shuffle", *words, code=2)
+        assert said.out == b""
+        assert len(said.err.splitlines()) == 1
+    dlcmd("shuffle", "pets/nowhere", *NUMBERS, code=10)
+    dlcmd("shuffle", "nothing", *NUMBERS, code=10)
