@@ -1,0 +1,82 @@
+"""What residency decides, and what it tells of itself: plain values.
+
+Not owned: how a decision comes about (`residency.py`), and carrying it out.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict
+
+from ..plans import Entries
+
+Policy: TypeAlias = Literal["on-demand", "oneshot"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push:
+    """Put a watch on `markers`, then push `entries` in this order; `chunk` is -1 for a mixed unit.
+
+    Either may be empty.
+    """
+
+    chunk: int
+    entries: Entries
+    markers: Entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop:
+    """Take the watches off `markers`, then drop the pages of `entries`. Either may be empty."""
+
+    entries: Entries
+    markers: Entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Look whether these are still resident; none of them has a watch, so opening them is free."""
+
+    entries: Entries
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to do until a fact comes, or until this time."""
+
+    until_s: float | None
+
+
+Decision: TypeAlias = Push | Drop | Sample | Idle
+
+
+class StreamStats(TypedDict):
+    """Where one stream is; positions are those of its current epoch, high and frontier may pass
+    its length by as much as they have entered the next one."""
+
+    name: str
+    epoch: int  # -1 where all known ones have been read
+    length: int
+    position: int
+    low: int
+    high: int
+    frontier: int
+    entries_per_s: float
+    tentative: bool
+
+
+class ResidencyStats(TypedDict):
+    """Counters since the start, and the state now. `reads_avoided_estimate` is an estimate: opened
+    markers x 256 - READs of planned entries."""
+
+    pushes: int
+    pushed_entries: int
+    pushed_bytes: int
+    absent_entries: int
+    drops: int
+    dropped_entries: int
+    lost_entries: int
+    resident_entries: int
+    resident_bytes: int
+    known_bytes: int
+    budget_bytes: int
+    reads_avoided_estimate: int
+    streams: list[StreamStats]

@@ -1,0 +1,590 @@
+"""Residency: which file contents to push into the kernel's page cache, and which to drop.
+
+Owned here: what is believed resident, the budget, and the next decision. Not owned: carrying it out
+(walks, NOTIFY_STORE, posix_fadvise, inotify, cachestat), the bytes, where one stream's reader is
+(`streams.py`), what a unit is (`units.py`). Pure: no I/O, and no clock but the `now_s` handed in.
+Used by one thread. Facts may come at any time; at most one decision is outstanding, and it is
+reported back (`pushed`, `dropped`, `sampled`) before the next one is asked for.
+
+Without a plan, a miss pushes the rest of its chunk while that fits into what is left of the budget;
+`oneshot` does that for all chunks from the start. Nothing is ever dropped for it: of a dataset that
+fits, everything ends up resident; of a larger one, what came first stays and the rest is served
+file by file, so random misses never thrash.
+
+With plans, units are pushed in their streams' orders, nearest next use first over all streams. Room
+is made by dropping what readers have passed, then what no stream has claimed (least value first,
+then farthest next use), then by taking back the farthest part of a stream that is more than twice
+as far ahead, or that has stood still while others went on. What is claimed twice stays until the
+last claim ends.
+
+What a READ alone brought into the cache is not counted: it is the kernel's, which frees it first.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..plans import Entries, Epoch, Order, Plan, Stream
+from .decisions import Decision, Drop, Idle, Policy, Push, ResidencyStats, Sample
+from .held import NONE, Held, Mask
+from .members import Members
+from .streams import LAG_ENTRIES, STRIDE, Follow, Watches
+from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
+
+STILL_S = 60.0
+"""A stream without a sign for so long, while others go on, gives its memory up: validation waits
+longer than that in many runs, and comes back with one miss."""
+TENTATIVE_S = 600.0
+"""So long after its list was read, a stream that nobody has begun to follow is withdrawn."""
+STILL_ROOM = 4
+"""A still stream gets room only where more than this part of the budget (1/4) stays free."""
+
+LATE_READ_S = 1.0
+"""A READ that set out before its entry was pushed may be reported so long after."""
+KNOWN_PART = 8
+"""Kernel memory for entries takes at most one part in this many of the budget. Names must be known
+before contents can be pushed: of small files they take a quarter of what the contents do, whatever
+the budget is, and the kernel frees both alike."""
+
+SAMPLE_S = 2.0
+"""Between samples: idle pages have been seen to go after some 5 s."""
+SAMPLE_ENTRIES = 32
+SAMPLE_AHEAD_ENTRIES = 8_192
+
+MARKERS_MAX = 2_048
+"""Watches of all streams together: a quarter of the least limit of a user that kernels set."""
+UNWATCH_MIN = 256
+"""Watches that are no longer needed are taken away so many at once, or when idle."""
+
+PASSES_MAX = 64
+"""Units with nothing to push that one decision passes over: it stays below some milliseconds."""
+
+
+class Residency:
+    """The decisions of one mount (see the module)."""
+
+    def __init__(
+        self,
+        chunk: npt.NDArray[np.int64],
+        size: npt.NDArray[np.int64],
+        chunk_count: int,
+        *,
+        budget_bytes: int,
+        policy: Policy = "on-demand",
+        offset: npt.NDArray[np.int64] | None = None,
+        is_file: Mask | None = None,
+        known_entry_bytes: int = KNOWN_ENTRY_BYTES,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        """Per entry: its (first) chunk, -1 for none; its size in bytes; its offset in the chunk,
+        by which mixed units are sorted; whether it is a file (else: what has a chunk).
+        """
+        count = len(chunk)
+        cost = -(-size // page_bytes) * page_bytes
+        cost[chunk < 0] = 0
+        self._columns = Columns(chunk.astype(np.int32), cost.astype(np.int64), chunk_count)
+        self._cost = self._columns.cost
+        self._chunk = self._columns.chunk
+        self._plan = Plan(chunk >= 0 if is_file is None else is_file)
+        self._budget_bytes = budget_bytes
+        self._known_entry_bytes = known_entry_bytes
+        self._known = 0
+        self._members = Members(self._columns, offset)
+        self._held = Held(self._cost)
+        self._since_s = np.zeros(count, np.float32)  # pushed then, counted from `_start_s`
+        self._lost: deque[Entries] = deque()
+        self._wanted: dict[int, None] = {}  # chunks that were missed
+        self._fill = 0 if policy == "oneshot" else chunk_count  # the next chunk of a oneshot
+        self._follows: dict[str, Follow] = {}
+        self._watches = Watches()
+        self._share_bytes = 0
+        self._outstanding: Push | Drop | Sample | None = None
+        self._start_s = math.nan
+        self._now_s = 0.0
+        self._pushes = self._pushed_entries = self._pushed_bytes = self._absent = 0
+        self._drops = self._dropped_entries = self._lost_entries = 0
+        self._opened = self._planned_reads = 0  # of streams that are gone
+
+    @property
+    def held_bytes(self) -> int:
+        """What is believed resident, in whole pages."""
+        return self._held.bytes
+
+    # Facts: the plan
+
+    def announce(self, stream: Stream, now_s: float) -> None:
+        """A stream, new or again. Raises UsageError, as the next three do: nothing has changed."""
+        self._tick(now_s)
+        self._plan.announce(stream)
+        self._end(stream.name)
+        self._follows[stream.name] = Follow(self._columns, stream, now_s)
+        self._share_bytes = 0  # to be shared out anew
+
+    def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
+        """More epochs of a stream, or more of its last one."""
+        self._follow(name).extended(self._plan.extend(name, epochs))
+        self._share_bytes = 0
+
+    def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
+        """An epoch is another, whole or from a position on."""
+        follow = self._follow(name)
+        stream = self._plan.replace(name, epoch, position)
+        released = follow.replaced(stream, epoch.number, position)
+        self._held.unclaim(released, behind=False)
+        self._watches.remove(follow.stream.name, follow.unwatched())
+        self._share_bytes = 0
+
+    def withdraw(self, name: str) -> None:
+        """The stream will not be read on."""
+        self._plan.withdraw(name)
+        self._end(name)
+
+    def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
+        """The stream's reader says that it reads this position next; of the current epoch, unless
+        another is named. This counts, whatever its markers say. Raises UsageError.
+        """
+        self._tick(now_s)
+        follow = self._follow(name)
+        if epoch is None:
+            part = next((each for each in follow.parts if follow.high < each.end), None)
+        else:
+            part = next((each for each in follow.parts if each.epoch.number == epoch), None)
+        if part is None or not 0 <= position <= len(part.epoch):
+            raise UsageError(f"stream {name} has no position {position} there")
+        if part.base + position < follow.floor:
+            self._take_back(follow, 0)  # what lies there was let go: all from there again
+        follow.progress(part.base + position, now_s)
+
+    def value(self, entries: "int | Order", importance: float) -> None:
+        """What an unclaimed entry is worth against others; 0 until said. Raises UsageError."""
+        if not math.isfinite(importance):
+            raise UsageError(f"bad importance {importance}")
+        checked = self._checked([entries] if isinstance(entries, int) else entries)
+        self._held.set_value(checked, importance)
+
+    # Facts: the kernel
+
+    def known(self, count: int) -> None:
+        """The kernel knows so many entries now: those of the folders that were walked."""
+        self._known = count
+        self._share_bytes = 0
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Another budget; where it is smaller, the next decisions drop."""
+        self._budget_bytes = budget_bytes
+        self._share_bytes = 0
+
+    def opened(self, entry: int, now_s: float) -> None:
+        """A watched entry was opened."""
+        self._tick(now_s)
+        users = tuple(self._watches.users.get(entry, ()))
+        if not users:
+            return
+        # Others may read the same file elsewhere in their orders: it was who is nearest to it.
+        nearest = min(follow.find(entry)[1] for follow in self._follows.values())
+        for name, position in users:
+            follow = self._follows[name]
+            if abs(position - follow.high) <= nearest + STRIDE:
+                follow.opened(position, now_s)
+
+    def missed(self, entry: int, now_s: float) -> None:
+        """A READ of an entry's content reached the server."""
+        self._tick(now_s)
+        if not 0 <= entry < len(self._cost) or not self._cost[entry]:
+            return
+        follow, position = self._attributed(entry, now_s)
+        if self._held.resident[entry]:
+            if now_s - self._start_s - float(self._since_s[entry]) >= LATE_READ_S:
+                self._lose(entry, follow, position)
+        elif follow is None and self._cost[entry] <= self._room():
+            chunk = int(self._chunk[entry])
+            if self._members.may_push(chunk, self._now_s):
+                self._wanted[chunk] = None
+
+    def forgotten(self, entries: Order) -> None:
+        """The kernel has forgotten these; their pages went along."""
+        self._held.remove(np.unique(self._checked(entries)))
+
+    def pushed(self, push: Push, done: Order, absent: Order, now_s: float) -> None:
+        """What came of a push. `absent`: the kernel does not know them, so they are not tried again
+        before they are missed; the others, if any, failed and are tried once more.
+        """
+        self._tick(now_s)
+        assert push is self._outstanding, "another decision is outstanding"
+        self._outstanding = None
+        resident, unknown = self._checked(done), self._checked(absent)
+        self._since_s[resident] = now_s - self._start_s
+        self._held.add(resident if done is push.entries else np.unique(resident))
+        self._pushes += 1
+        self._pushed_entries += len(resident)
+        self._pushed_bytes += int(self._cost[resident].sum())
+        self._absent += len(unknown)
+        if len(resident) + len(unknown) < len(push.entries):
+            failed = push.entries[~np.isin(push.entries, np.concatenate([resident, unknown]))]
+            again = failed[
+                [
+                    self._members.may_push(chunk, self._now_s)
+                    for chunk in self._chunk[failed].tolist()
+                ]
+            ]
+            if len(again):
+                self._lost.append(again)
+
+    def dropped(self, drop: Drop) -> None:
+        """A drop was carried out."""
+        assert drop is self._outstanding, "another decision is outstanding"
+        self._outstanding = None
+        self._held.gone(drop.entries)
+        self._drops += 1
+        self._dropped_entries += len(drop.entries)
+
+    def sampled(self, entries: Order, resident_mask: Mask) -> None:
+        """What a sample showed, or what anybody has seen of these entries."""
+        if isinstance(self._outstanding, Sample):
+            self._outstanding = None
+        gone = self._checked(entries)[~np.asarray(resident_mask, np.bool_)]
+        for entry in gone[self._held.resident[gone]].tolist():
+            if self._held.resident[entry]:  # an earlier one may have taken it along
+                follow, position = self._place_of(entry)
+                self._lose(entry, follow, position)
+
+    # Decisions
+
+    def next(self, now_s: float) -> Decision:
+        """What to do now. Every decision but Idle is reported back before the next is asked for."""
+        assert self._outstanding is None, "the last decision has not been reported"
+        self._tick(now_s)
+        self._move_on(now_s)
+        decision = (
+            self._shrink()
+            or self._unwatch_many(UNWATCH_MIN)
+            or self._push_lost()
+            or self._push_planned(now_s)
+            or self._push_chunk()
+            or self._sample(now_s)
+            or self._unwatch_many(1)
+        )
+        self._outstanding = decision
+        return decision or Idle(self._until(now_s))
+
+    def upcoming(self, count: int) -> list[Entries]:
+        """What the next pushes will probably be, the soonest first: to be fetched ahead."""
+        found = list(map(self._members.of, islice(self._wanted, count)))
+        for follow in sorted(self._follows.values(), key=self._ahead_s):
+            found += follow.units_ahead(count)
+        filling = range(self._fill, min(self._fill + count, self._columns.chunk_count))
+        return [*found, *map(self._members.of, filling)][:count]
+
+    def resident(self, entries: Order) -> Mask:
+        """Which of these a read would find without us, as far as is known. Raises UsageError."""
+        checked = self._checked(entries)
+        found: Mask = self._held.resident[checked] | (self._cost[checked] == 0)
+        return found
+
+    def stats(self) -> ResidencyStats:
+        """What has been done, and where every stream is."""
+        follows = self._follows.values()
+        opened = self._opened + sum(follow.opened_markers for follow in follows)
+        reads = self._planned_reads + sum(follow.planned_reads for follow in follows)
+        return ResidencyStats(
+            pushes=self._pushes,
+            pushed_entries=self._pushed_entries,
+            pushed_bytes=self._pushed_bytes,
+            absent_entries=self._absent,
+            drops=self._drops,
+            dropped_entries=self._dropped_entries,
+            lost_entries=self._lost_entries,
+            resident_entries=int(np.count_nonzero(self._held.resident)),
+            resident_bytes=self._held.bytes,
+            known_bytes=self._known * self._known_entry_bytes,
+            budget_bytes=self._budget_bytes,
+            reads_avoided_estimate=max(opened * STRIDE - reads, 0),
+            streams=[follow.stats() for follow in follows],
+        )
+
+    # The decisions one by one; None where there is nothing of the kind to do
+
+    def _shrink(self) -> Drop | None:
+        """Back into a budget that has become too small."""
+        over = -self._room()
+        while over > 0:
+            if (drop := self._drop(over)) is not None:
+                return drop
+            farthest = sorted(self._follows.values(), key=self._ahead_s, reverse=True)
+            if not any(self._retreat(follow) for follow in farthest):
+                return None
+        return None
+
+    def _unwatch_many(self, least: int) -> Drop | None:
+        enough = len(self._watches.unneeded) >= least
+        return Drop(NONE, self._watches.take_unneeded()) if enough else None
+
+    def _push_lost(self) -> Push | None:
+        while self._lost:
+            entries = self._lost.popleft()
+            wanted = self._held.missing(entries)
+            if self._follows:
+                wanted = wanted[self._held.claims[wanted] > 0]
+            wanted = self._members.fetch_order(np.unique(wanted))
+            wanted = wanted[np.cumsum(self._cost[wanted]) <= self._room()]
+            if len(wanted):
+                return self._push(wanted, [])
+        return None
+
+    def _push_planned(self, now_s: float) -> Push | Drop | None:
+        if not self._follows:
+            return None
+        share = self._shared()
+        ahead_max = max(MARKERS_MAX // len(self._follows), 16) * STRIDE
+        refused: set[str] = set()
+        markers: list[int] = []
+        signs = [follow.last_sign_s for follow in self._follows.values()]
+        for _ in range(PASSES_MAX):
+            near, near_s = None, math.inf
+            for name, follow in self._follows.items():
+                if name in refused:
+                    continue
+                frontier = follow.frontier(share)
+                if frontier is None or frontier - follow.low >= ahead_max:
+                    continue
+                ahead_s = self._ahead_s(follow, frontier)
+                if near is None or ahead_s < near_s:
+                    near, near_s = follow, ahead_s
+            if near is None:
+                break
+            ahead = near.ahead()
+            entries = self._held.missing(ahead.entries)
+            if not ahead.once:
+                _, first = np.unique(entries, return_index=True)
+                entries = entries[np.sort(first)]
+            need = int(self._cost[entries].sum())
+            room = self._room()
+            if need > self._whole():
+                entries, need = NONE, 0  # it will never fit: its reads are served
+            still = not near.tentative and self._is_still(near, signs, now_s)
+            if need > room - still * self._budget_bytes // STILL_ROOM:
+                if near.tentative or still:
+                    refused.add(near.stream.name)
+                    continue
+                if markers:
+                    break
+                return self._make_room(near, near_s, need - room, signs, now_s)
+            near.take(ahead)
+            self._held.claim(ahead.entries)
+            for position, entry in ahead.markers:
+                if self._watches.add(entry, near.stream.name, position):
+                    markers.append(entry)
+            if len(entries):
+                return self._push(entries, markers)
+        else:
+            return self._push(NONE, markers)  # there may be more
+        return self._push(NONE, markers) if markers else None
+
+    def _push_chunk(self) -> Push | None:
+        """What was missed, then what a oneshot still lacks; only into room that is free."""
+        while self._wanted:
+            chunk = next(iter(self._wanted))
+            del self._wanted[chunk]
+            entries = self._held.missing(self._members.of(chunk))
+            if len(entries) and int(self._cost[entries].sum()) <= self._room():
+                return self._push(entries, [])
+        while self._fill < self._columns.chunk_count:
+            entries = self._held.missing(self._members.of(self._fill))
+            if int(self._cost[entries].sum()) > self._room():
+                return None  # full; it goes on where there is room again
+            self._fill += 1
+            if len(entries):
+                return self._push(entries, [])
+        return None
+
+    def _sample(self, now_s: float) -> Sample | None:
+        """A few of what will be read next, of the stream whose turn it is."""
+        for follow in self._follows.values():
+            if now_s < follow.sampled_s + SAMPLE_S or now_s - follow.last_sign_s >= STILL_S:
+                continue
+            follow.sampled_s = now_s
+            near = follow.neighbours(follow.high, SAMPLE_AHEAD_ENTRIES)
+            near = near[:: max(1, len(near) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
+            near = np.unique(near[self._held.resident[near]])
+            free = [not self._watches.stands(entry) for entry in near.tolist()]
+            if any(free):
+                return Sample(near[free])
+        return None
+
+    def _until(self, now_s: float) -> float | None:
+        """When time alone will have changed something."""
+        times = []
+        for follow in self._follows.values():
+            if follow.tentative:
+                times.append(follow.last_sign_s + TENTATIVE_S)
+            if now_s - follow.last_sign_s < STILL_S:
+                times.append(follow.last_sign_s + STILL_S)
+                times.append(follow.sampled_s + SAMPLE_S)
+        return min((each for each in times if each > now_s), default=None)
+
+    # Room
+
+    def _room(self) -> int:
+        """What is left of the budget in bytes; below 0 where it has become too small."""
+        return self._whole() - self._held.bytes
+
+    def _whole(self) -> int:
+        """The budget less the kernel's memory for entries, or most of it: contents need room."""
+        known_bytes = self._known * self._known_entry_bytes
+        return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_PART)
+
+    def _is_still(self, follow: Follow, signs: list[float], now_s: float) -> bool:
+        return now_s - follow.last_sign_s >= STILL_S and max(signs) > follow.last_sign_s
+
+    def _ahead_s(self, follow: Follow, frontier: int | None = None) -> float:
+        """How long the reader needs to the frontier; at equal rates until they are measured."""
+        if frontier is None:
+            frontier = follow.frontier(self._shared())
+        distance = (follow.end if frontier is None else frontier) - follow.high
+        rate = follow.rate
+        if not rate:
+            rates = [each.rate for each in self._follows.values() if each.rate]
+            rate = sum(rates) / len(rates) if rates else 1.0
+        return distance / rate
+
+    def _shared(self) -> int:
+        """Each stream's share of the budget in bytes."""
+        if not self._share_bytes:
+            self._share_bytes = max(self._whole() // max(len(self._follows), 1), 1)
+            for follow in self._follows.values():
+                follow.give_share(self._share_bytes)
+        return self._share_bytes
+
+    def _make_room(
+        self, near: Follow, near_s: float, need: int, signs: list[float], now_s: float
+    ) -> Drop | None:
+        """For a unit of a stream: drop what nobody has claimed, or take from who is far ahead."""
+        if (drop := self._drop(need)) is not None:
+            return drop
+        others = [each for each in self._follows.values() if each is not near]
+        still = [each for each in others if self._is_still(each, signs, now_s)]
+        for follow in still:
+            if self._take_back(follow, follow.floor) and (drop := self._drop(need)) is not None:
+                return drop
+        far = max(others, key=self._ahead_s, default=None)
+        # Within two markers nobody knows who is nearer.
+        if far is None or self._ahead_s(far) <= 2 * near_s + 2 * STRIDE / (far.rate or 1.0):
+            return None
+        return self._drop(need) if self._retreat(far) else None
+
+    def _retreat(self, follow: Follow) -> bool:
+        """Take back the farther half of what a stream has claimed ahead of its reader."""
+        frontier = follow.frontier(self._shared())
+        frontier = follow.end if frontier is None else frontier
+        middle = follow.high + max(frontier - follow.high, 0) // 2
+        return self._take_back(follow, middle) or self._take_back(follow, follow.floor)
+
+    def _take_back(self, follow: Follow, position: int) -> bool:
+        """All that a stream has claimed from a position on, the farthest to go first."""
+        released = follow.retreat(position)
+        self._held.unclaim(released[::-1], behind=True)
+        self._watches.remove(follow.stream.name, follow.unwatched())
+        return len(released) > 0
+
+    def _drop(self, need: int) -> Drop | None:
+        """Give up what nobody has claimed, at least so many bytes where there are as many."""
+        victims = self._held.victims(need, self._next_use)
+        return Drop(victims, self._watches.take_unneeded()) if len(victims) else None
+
+    def _next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
+        uses = [follow.next_use(entries) for follow in self._follows.values()]
+        return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
+
+    # State
+
+    def _tick(self, now_s: float) -> None:
+        if math.isnan(self._start_s):
+            self._start_s = now_s
+        self._now_s = now_s
+
+    def _move_on(self, now_s: float) -> None:
+        """End the claims on what readers have passed; end streams that nobody follows."""
+        for name, follow in tuple(self._follows.items()):
+            if follow.tentative and now_s - follow.last_sign_s >= TENTATIVE_S:
+                self.withdraw(name)
+                continue
+            for released in follow.pass_floor():
+                self._held.unclaim(released, behind=True)
+            self._watches.remove(follow.stream.name, follow.unwatched())
+            if follow.finished:
+                self._plan.finish(name, follow.finished)
+                follow.finished = 0
+
+    def _follow(self, name: str) -> Follow:
+        self._plan.stream(name)
+        return self._follows[name]
+
+    def _end(self, name: str) -> None:
+        follow = self._follows.get(name)
+        if follow is not None:
+            self._held.unclaim(follow.retreat(0), behind=False)
+            self._watches.remove(follow.stream.name, follow.unwatched())
+            del self._follows[name]
+            self._opened += follow.opened_markers
+            self._planned_reads += follow.planned_reads
+            self._share_bytes = 0
+
+    def _place_of(self, entry: int) -> tuple[Follow | None, int]:
+        """The stream whose reader is nearest to an entry, and its position there."""
+        best: tuple[Follow | None, int] = None, -1
+        least = math.inf
+        for follow in self._follows.values():
+            position, distance = follow.find(entry)
+            if position >= 0 and distance < least:
+                best, least = (follow, position), distance
+        return best
+
+    def _attributed(self, entry: int, now_s: float) -> tuple[Follow | None, int]:
+        """Of which stream a READ probably is; it tells where that stream's reader is."""
+        follow, position = self._place_of(entry)
+        if follow is None:
+            return None, -1
+        if position < follow.low:
+            if follow.high - position > max(2 * follow.reach(), LAG_ENTRIES):
+                return None, -1
+            if position < follow.floor:  # let go too early, rather than never there
+                follow.widen(position)
+        if not follow.sign(position, now_s):
+            return None, -1
+        follow.planned_reads += 1
+        return follow, position
+
+    def _lose(self, entry: int, follow: Follow | None, position: int) -> None:
+        """Pages that were there have gone: those around will have, too."""
+        mates = np.array([entry], np.uint32)
+        chunk = int(self._chunk[entry])
+        if self._members.may_push(chunk, self._now_s):
+            mates = self._members.of(chunk)
+            if follow is not None:
+                mates = np.concatenate([mates, follow.neighbours(position, STRIDE)])
+            old = self._now_s - self._start_s - self._since_s[mates] >= LATE_READ_S
+            mates = np.unique(mates[self._held.resident[mates] & (old | (mates == entry))])
+            self._lost.append(mates)
+        self._lost_entries += len(mates)
+        self._held.remove(mates)
+
+    def _push(self, entries: Entries, markers: list[int]) -> Push:
+        chunk = -1
+        if len(entries):
+            chunks = self._chunk[entries]
+            if (chunks == chunks[0]).all():
+                chunk = int(chunks[0])
+            else:
+                entries = self._members.fetch_order(entries)
+        return Push(chunk, entries, np.array(markers, np.uint32))
+
+    def _checked(self, entries: Order) -> Entries:
+        found = np.asarray(entries)
+        if len(found) and (found.min() < 0 or found.max() >= len(self._cost)):
+            raise UsageError(f"no entry {found.max()} among {len(self._cost)}")
+        return found.astype(np.uint32, copy=False)

@@ -1,0 +1,535 @@
+"""Following one stream: where its reader is, what has been claimed for it, what comes next.
+
+Owned here: `Follow` (water marks, markers, claims and the frontier of one stream) and `Watches`
+(which entries have an inotify watch, and for whom). Not owned: the budget, what is resident, and
+the choice between streams (`residency.py`); the stream's orders (`plans.py`).
+
+Positions are counted over the concatenation of the stream's epochs. Used by one thread. In order:
+
+    floor  <=  low  <=  high  ...  frontier
+    dropped   read by  the last   the first position
+    below     all      opened     not yet claimed
+
+A position is **claimed** from the moment its unit is decided until the floor passes it; what is
+claimed is not dropped. The floor stays `slack` behind the low, since workers read out of order.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..plans import Entries, Epoch, Stream
+from .decisions import StreamStats
+from .units import Columns, Positions, Units, cut
+
+STRIDE = 256
+"""Entries between markers: 256 opens are one event, and no reader is slower for it (measured)."""
+
+LAG_ENTRIES = 4_096
+"""How far apart a stream's workers may read until known better: 16 workers, 4 batches of 64."""
+
+LAG_ENTRIES_MAX = 65_536
+"""A stream that seems to read further apart than this is not following its order."""
+
+BATCHES_IN_FLIGHT = 32
+"""Of a DataLoader whose batches are known: 16 workers, 2 batches prefetched by each."""
+
+SIGNS = 3
+"""Marks within one lag that make a jump beyond it believable. One may be another reader's open of
+the same file; three mean that the reader is there (it resumed, or events were lost)."""
+
+PENDING_MAX = 64
+
+RATE_PERIOD_S = 0.1
+"""The rate is measured over at least this long: single events come in bursts."""
+
+
+def marker_count(length: int) -> int:
+    """The markers of an epoch: each 256th position from 0 on, and the last."""
+    return 0 if not length else (length - 1 + STRIDE - 1) // STRIDE + 1
+
+
+@dataclass(slots=True)
+class Part:
+    """One epoch of a followed stream; positions here are the epoch's own."""
+
+    epoch: Epoch
+    base: int  # the stream's position of its first entry
+    claimed: npt.NDArray[np.bool_]
+    opened: npt.NDArray[np.bool_]  # per marker
+    done: int = 0  # so many markers from the first on are opened or given up
+    units: Units | None = None
+    share_bytes: int = 0  # that the units were cut for
+    next_unit: int = 0
+    index: tuple[Entries, npt.NDArray[np.int64]] | None = None
+    total_bytes: int = -1  # -1 until asked for
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.epoch)
+
+    def marker(self, number: int) -> int:
+        return min(number * STRIDE, len(self.epoch) - 1)
+
+    def number(self, position: int) -> int:
+        """The marker at a position that has one."""
+        return position // STRIDE if position % STRIDE == 0 else len(self.opened) - 1
+
+    def is_marker(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = positions % STRIDE == 0
+        found |= positions == len(self.epoch) - 1
+        return found
+
+    def places(self, entry: int) -> npt.NDArray[np.int64]:
+        """The positions of an entry, ascending."""
+        entries, at = self.sorted()
+        wanted = np.uint32(entry)  # of the row's own type: else numpy converts all of it
+        start, end = entries.searchsorted(wanted), entries.searchsorted(wanted, "right")
+        return at[start:end]
+
+    def sorted(self) -> tuple[Entries, npt.NDArray[np.int64]]:
+        """The entries sorted, and their positions (ascending among equals); made when needed."""
+        if self.index is None:
+            at = np.argsort(self.epoch.entries, kind="stable")
+            self.index = self.epoch.entries[at], at
+        return self.index
+
+
+def part_of(epoch: Epoch, base: int) -> Part:
+    """An epoch of which nothing has been claimed or read."""
+    length = len(epoch)
+    return Part(epoch, base, np.zeros(length, np.bool_), np.zeros(marker_count(length), np.bool_))
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What a stream wants next: entries with repeats, and the markers among them."""
+
+    part: Part
+    positions: Positions  # the part's own
+    entries: Entries
+    once: bool  # no entry stands there twice
+    markers: list[tuple[int, int]]  # position in the stream, entry
+
+
+@dataclass(slots=True)
+class Follow:
+    """One stream as it is followed (see the module). Positions are the stream's."""
+
+    columns: Columns
+    stream: Stream
+    last_sign_s: float
+    tentative: bool = False
+    parts: list[Part] = field(default_factory=list)
+    pushing: int = 0  # the part of the frontier
+    end: int = 0
+    floor: int = 0
+    low: int = 0
+    high: int = 0
+    lag: int = LAG_ENTRIES
+    slack: int = 0
+    capacity: int = 0  # entries that the stream's share of the budget holds
+    rate: float = 0.0  # positions a second; 0 until measured
+    rate_at: tuple[float, int] = (0.0, 0)
+    pending: dict[int, None] = field(default_factory=dict)
+    watched: list[tuple[int, int]] = field(default_factory=list)  # a heap of position, entry
+    retreated: int | None = None  # where claims were given up since the watches were looked at
+    sampled_s: float = 0.0
+    finished: int = 0  # epochs that were passed since somebody asked
+    opened_markers: int = 0
+    planned_reads: int = 0
+
+    def __post_init__(self) -> None:
+        self.tentative = self.stream.tentative
+        self.rate_at = self.last_sign_s, 0
+        self.sampled_s = self.last_sign_s
+        batch = max((epoch.batch_entries_max for epoch in self.stream.epochs), default=0)
+        lag = self.stream.lag_entries or batch * BATCHES_IN_FLIGHT or LAG_ENTRIES
+        self.lag = min(max(lag, 2 * STRIDE), LAG_ENTRIES_MAX)
+        self.slack = -1  # set with the first share
+        self._append(self.stream.epochs)
+
+    def _append(self, epochs: tuple[Epoch, ...]) -> None:
+        for epoch in epochs:
+            self.parts.append(part_of(epoch, self.end))
+            self.end = self.parts[-1].end
+
+    # What comes next
+
+    def give_share(self, share_bytes: int) -> None:
+        """How much memory is this stream's. Units are cut anew where that changes much."""
+        for part in self.parts[self.pushing :]:
+            if part.units is None:
+                continue
+            if not 2 * part.share_bytes <= 3 * share_bytes <= 4.5 * part.share_bytes:
+                part.units = None
+        if self.parts:
+            part = self.parts[min(self.pushing, len(self.parts) - 1)]
+            if part.total_bytes < 0:
+                part.total_bytes = int(self.columns.cost[part.epoch.entries].sum())
+            self.capacity = max(1, share_bytes * len(part.epoch) // max(part.total_bytes, 1))
+            if self.slack < 0:
+                # A quarter of a group of half the share: the next group is fetched in the rest.
+                self.slack = min(self.lag, self.capacity // 8)
+
+    def frontier(self, share_bytes: int) -> int | None:
+        """The first position not yet claimed, None at the end; what the reader is past is left."""
+        while self.pushing < len(self.parts):
+            part = self.parts[self.pushing]
+            if part.units is None:
+                start = max(self.floor - part.base, 0)
+                rest = (np.flatnonzero(~part.claimed[start:]) + start).astype(np.int32)
+                part.units = cut(part.epoch.entries, rest, self.columns, share_bytes)
+                part.share_bytes, part.next_unit = share_bytes, 0
+            units = part.units
+            while part.next_unit < len(units):
+                first = part.base + int(units.first[part.next_unit])
+                if first >= self.high:
+                    return first
+                positions = units.positions(part.next_unit)
+                if part.base + int(positions[-1]) >= self._late():
+                    return first
+                self._leave(part, positions)
+                part.next_unit += 1
+            self.pushing += 1
+        return None
+
+    def claimed_end(self) -> int:
+        """Where the frontier was when it was last looked for."""
+        if self.pushing >= len(self.parts):
+            return self.end
+        part = self.parts[self.pushing]
+        units = part.units
+        if units is None:
+            claimed = np.flatnonzero(part.claimed)
+            return part.base + (int(claimed[-1]) + 1 if len(claimed) else 0)
+        return (
+            part.base + int(units.first[part.next_unit])
+            if part.next_unit < len(units)
+            else part.end
+        )
+
+    def _late(self) -> int:
+        """What lies below is too late to push for a reader that has overtaken the frontier."""
+        return self.high + STRIDE
+
+    def _leave(self, part: Part, positions: Positions) -> None:
+        for position in positions[part.is_marker(positions)].tolist():
+            part.opened[part.number(position)] = True  # no watch will ever tell
+
+    def ahead(self) -> Ahead:
+        """The unit at the frontier, which there must be."""
+        part = self.parts[self.pushing]
+        assert part.units is not None
+        positions = part.units.positions(part.next_unit)
+        if part.base + int(positions[0]) < self.high:
+            late = positions < self._late() - part.base
+            self._leave(part, positions[late])
+            positions = positions[~late]
+        entries = part.epoch.entries[positions]
+        marks = np.flatnonzero(part.is_marker(positions))
+        places = (positions[marks] + part.base).tolist()
+        markers = list(zip(places, entries[marks].tolist(), strict=True))
+        return Ahead(part, positions, entries, part.units.once, markers)
+
+    def units_ahead(self, count: int) -> list[Entries]:
+        """The entries of the units at the frontier, as far as they are cut."""
+        part = self.parts[self.pushing] if self.pushing < len(self.parts) else None
+        if part is None or part.units is None:
+            return []
+        following = range(part.next_unit, min(part.next_unit + count, len(part.units)))
+        return [part.epoch.entries[part.units.positions(unit)] for unit in following]
+
+    def take(self, ahead: Ahead) -> None:
+        """Claim the unit at the frontier."""
+        ahead.part.claimed[ahead.positions] = True
+        ahead.part.next_unit += 1
+        for marker in ahead.markers:
+            heapq.heappush(self.watched, marker)
+
+    def neighbours(self, position: int, count: int) -> Entries:
+        """The claimed entries at the next `count` positions."""
+        found = []
+        for part in self.parts:
+            start, end = max(position - part.base, 0), position + count - part.base
+            if start < len(part.epoch) and end > 0:
+                found.append(part.epoch.entries[start:end][part.claimed[start:end]])
+        return np.concatenate(found) if found else np.empty(0, np.uint32)
+
+    def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
+        """How far from the reader these will be read, in what is next; infinite for others."""
+        use = np.full(len(entries), np.inf)
+        for part in self.parts[self.pushing :][:2]:
+            known, at = part.sorted()
+            if not len(known) or not len(entries):
+                continue
+            place = np.minimum(np.searchsorted(known, entries), len(known) - 1)
+            distance = at[place] + part.base - self.high
+            later = (known[place] == entries) & (distance >= 0)
+            use[later] = np.minimum(use[later], distance[later])
+        return use
+
+    # Signs of the reader
+
+    def find(self, entry: int) -> tuple[int, int]:
+        """Where the reader probably is when it reads an entry, in what is or will soon be claimed,
+        and how far off that is; position -1 where there is no such. A place behind it counts as
+        farther than one ahead: most of what lies there has been read.
+        """
+        best = -1, 1 << 62
+        for part in self.parts[: self.pushing + 1]:
+            places = part.places(entry) + part.base
+            at = int(np.searchsorted(places, self.high))
+            for place in places[max(at - 1, 0) : at + 1].tolist():
+                ahead = place - self.high
+                distance = ahead if ahead >= 0 else STRIDE - 2 * ahead
+                if distance < best[1]:
+                    best = place, distance
+        return best
+
+    def opened(self, position: int, now_s: float) -> None:
+        """The marker at a position was opened."""
+        part = next((part for part in self.parts if part.base <= position < part.end), None)
+        if part is None:
+            return
+        number = part.number(position - part.base)
+        if not part.opened[number]:
+            part.opened[number] = True
+            self.opened_markers += 1
+            self.sign(position, now_s)
+
+    def sign(self, position: int, now_s: float) -> bool:
+        """The reader may have been at a position. Whether that is believed: it may be another's."""
+        reach = self.reach()
+        if position + 1 - self.high > reach:
+            if len(self.pending) >= PENDING_MAX:
+                del self.pending[next(iter(self.pending))]
+            self.pending[position] = None
+            near = [other for other in self.pending if abs(other - position) <= reach]
+            if len(near) < SIGNS:
+                return False
+            position = max(near)
+            self.pending.clear()
+        self.last_sign_s, self.tentative = now_s, False
+        if position >= self.high:
+            self.high = position + 1
+            self._measure(now_s)
+            for part in self.parts:
+                if part.end <= position:  # an epoch begins when the one before has been read
+                    part.opened[:] = True
+        self._advance()
+        return True
+
+    def reach(self) -> int:
+        """How far from the reader a sign is believed at once, and a marker is waited for."""
+        return max(min(self.lag, self.capacity), 2 * STRIDE)
+
+    def _measure(self, now_s: float) -> None:
+        since, start = self.rate_at
+        if not start and not self.rate:
+            self.rate_at = now_s, self.high  # it may have waited long before it began
+        elif now_s - since >= RATE_PERIOD_S:
+            rate = (self.high - start) / (now_s - since)
+            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
+            self.rate_at = now_s, self.high
+
+    def _advance(self) -> None:
+        for part in self.parts:
+            while part.done < len(part.opened):
+                position = part.base + part.marker(part.done)
+                if not part.opened[part.done] and self.high - position < self.reach():
+                    break
+                part.done += 1
+            if part.done:
+                low = part.base + part.marker(part.done - 1) + 1
+                self.low = max(self.low, min(low, self.high))
+            if part.done < len(part.opened):
+                break
+
+    def widen(self, position: int) -> None:
+        """A read came from behind the low: its workers lie further apart than was thought."""
+        if self.high - position <= LAG_ENTRIES_MAX:
+            behind = self.low - position + STRIDE
+            # At least half of what its memory holds stays for what lies ahead.
+            most = min(LAG_ENTRIES_MAX, self.capacity // 2)
+            self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
+            self.lag = max(self.lag, min(self.high - position + STRIDE, LAG_ENTRIES_MAX))
+
+    def progress(self, position: int, now_s: float) -> None:
+        """The reader says that its next position is this one."""
+        self.pending.clear()
+        self.last_sign_s, self.tentative = now_s, False
+        for part in self.parts:
+            before = position - part.base
+            numbers = np.arange(len(part.opened)) * STRIDE
+            if len(numbers):
+                numbers[-1] = len(part.epoch) - 1
+            part.opened[:] = numbers < before
+            part.done = int(np.count_nonzero(part.opened))
+        forwards = position >= self.high
+        self.low = self.high = position
+        if forwards:
+            self._measure(now_s)
+            return
+        self.rate_at = now_s, position
+        if position >= self.floor:
+            return
+        # Back to what was let go. Recut from there; what is claimed further ahead stays.
+        self.floor = max(position, self.parts[0].base if self.parts else position)
+        for number, part in enumerate(self.parts):
+            if part.end > self.floor:
+                part.units = None
+                self.pushing = min(self.pushing, number)
+
+    # Letting go
+
+    def pass_floor(self) -> list[Entries]:
+        """Move the floor up behind the low; the entries whose claims end, with repeats."""
+        over = self.low >= self.end
+        target = self.low if over else max(self.floor, self.low - max(self.slack, 0))
+        released = []
+        while self.parts and target > self.floor:
+            part = self.parts[0]
+            start, end = self.floor - part.base, min(target, part.end) - part.base
+            entries = part.epoch.entries[start:end]
+            released.append(entries[part.claimed[start:end]])
+            part.claimed[start:end] = False
+            self.floor = part.base + end
+            if self.floor < part.end:
+                break
+            self._forget_first()
+        while self.parts and self.parts[0].end <= self.floor:  # empty epochs
+            self._forget_first()
+        return released
+
+    def _forget_first(self) -> None:
+        del self.parts[0]
+        self.pushing = max(self.pushing - 1, 0)
+        self.finished += 1
+
+    def retreat(self, position: int) -> Entries:
+        """Give up all claims from a position on; their entries, with repeats."""
+        released = []
+        self.retreated = position if self.retreated is None else min(self.retreated, position)
+        for number, part in enumerate(self.parts):
+            if part.end <= position:
+                continue
+            start = max(position - part.base, 0)
+            if not part.claimed[start:].any():
+                continue
+            released.append(part.epoch.entries[start:][part.claimed[start:]])
+            part.claimed[start:] = False
+            part.units = None
+            self.pushing = min(self.pushing, number)
+        return np.concatenate(released) if released else np.empty(0, np.uint32)
+
+    def unwatched(self) -> list[tuple[int, int]]:
+        """The markers that need a watch no longer: read, or claimed no more."""
+        gone = []
+        if (start := self.retreated) is not None:
+            gone = [marker for marker in self.watched if marker[0] >= start]
+            self.watched = [marker for marker in self.watched if marker[0] < start]
+            heapq.heapify(self.watched)
+            self.retreated = None
+        while self.watched and self.watched[0][0] < self.low:
+            gone.append(heapq.heappop(self.watched))
+        return gone
+
+    def stats(self) -> StreamStats:
+        """Where the reader is."""
+        part = next((each for each in self.parts if self.high < each.end), None)
+        base = part.base if part else self.end
+        return StreamStats(
+            name=self.stream.name,
+            epoch=part.epoch.number if part else -1,
+            length=len(part.epoch) if part else 0,
+            position=self.high - base,
+            low=max(self.low - base, 0),
+            high=self.high - base,
+            frontier=max(self.claimed_end() - base, 0),
+            entries_per_s=self.rate,
+            tentative=self.tentative,
+        )
+
+    # Changes of the plan
+
+    def extended(self, stream: Stream) -> None:
+        """The stream has more epochs, or its last epoch is longer."""
+        known = {part.epoch.number: part for part in self.parts}
+        last = self.parts[-1] if self.parts else None
+        self.stream = stream
+        fresh = tuple(epoch for epoch in stream.epochs if epoch.number not in known)
+        if last is not None:
+            epoch = stream.epoch(last.epoch.number)
+            if epoch is not last.epoch:
+                self._swap(last, epoch, len(last.epoch))
+        self._append(fresh)
+
+    def replaced(self, stream: Stream, number: int, position: int) -> Entries:
+        """An epoch is another from a position on; what is no longer claimed."""
+        part = next(part for part in self.parts if part.epoch.number == number)
+        start = part.base + position
+        released = self.retreat(start)
+        self.stream = stream
+        self._swap(part, stream.epoch(number), position)
+        if self.high > start:
+            self.high = max(start, self.floor)
+        self.low = min(self.low, self.high)
+        self.rate_at = self.last_sign_s, self.high
+        if self.floor > start:  # it has let go of what the new order wants: from here again
+            self.floor = self.low = self.high = start
+        self.pending.clear()
+        return released
+
+    def _swap(self, part: Part, epoch: Epoch, kept: int) -> None:
+        """Another epoch in a part's place whose first `kept` positions are the same."""
+        fresh = part_of(epoch, part.base)
+        fresh.claimed[:kept] = part.claimed[:kept]
+        same = (kept - 1) // STRIDE + 1 if kept else 0  # regular markers among those kept
+        fresh.opened[:same] = part.opened[: len(fresh.opened)][:same]
+        fresh.done = min(part.done, same)
+        at = self.parts.index(part)
+        self.parts[at] = fresh
+        self.pushing = min(self.pushing, at)
+        self.end = part.base
+        for each in self.parts[at:]:
+            each.base, self.end = self.end, self.end + len(each.epoch)
+
+
+@dataclass(slots=True)
+class Watches:
+    """Which entries have a watch, for which streams and positions; and which need it no longer."""
+
+    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    unneeded: dict[int, None] = field(default_factory=dict)
+
+    def add(self, entry: int, name: str, position: int) -> bool:
+        """Whether the watch has to be made."""
+        users = self.users.setdefault(entry, [])
+        users.append((name, position))
+        if entry in self.unneeded:
+            del self.unneeded[entry]  # it still stands
+            return False
+        return len(users) == 1
+
+    def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
+        """One use less of each (position, entry) of a stream."""
+        for position, entry in markers:
+            users = self.users.get(entry, [])
+            if (name, position) in users:
+                users.remove((name, position))
+                if not users:
+                    del self.users[entry]
+                    self.unneeded[entry] = None
+
+    def stands(self, entry: int) -> bool:
+        """Whether an open of the entry is told."""
+        return entry in self.users or entry in self.unneeded
+
+    def take_unneeded(self) -> Entries:
+        """The entries whose watch may go; it counts as gone."""
+        entries = np.fromiter(self.unneeded, np.uint32)
+        self.unneeded.clear()
+        return entries

@@ -1,0 +1,565 @@
+"""Residency against a simulated kernel: what is read is there, and the budget holds."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from diesel_fs.errors import UsageError
+from diesel_fs.fuse.decisions import Drop, Idle, Push, Sample
+from diesel_fs.fuse.residency import Residency
+from diesel_fs.plans import Epoch
+
+from .simulated_kernel import (
+    CHUNK_ENTRIES,
+    ENTRY_BYTES,
+    Machine,
+    Reader,
+    chunk_wise,
+    residency,
+    stream,
+)
+
+N = 20_480
+CHUNKS = list(range(N // CHUNK_ENTRIES))
+
+
+def budget(machine: Machine) -> int:
+    return machine.residency.stats()["budget_bytes"]
+
+
+def shuffled(seed: int, entries: int = N) -> list[int]:
+    return random.Random(seed).sample(range(entries), entries)
+
+
+def follow(
+    orders: list[list[int]],
+    part: float,
+    workers: int = 1,
+    rate: float = 20_000,
+    pressure: float = 0.0,
+) -> Machine:
+    """One reader follows a plan, on a budget that is a part of the dataset."""
+    machine = Machine(residency(N, part), N)
+    machine.residency.announce(stream("a", *orders), machine.now_s)
+    machine.settle()
+    everything = [entry for order in orders for entry in order]
+    machine.run({"a": Reader(everything, rate, workers)}, pressure)
+    assert machine.held_max <= budget(machine)
+    return machine
+
+
+# With plans
+
+
+@pytest.mark.parametrize("workers", [1, 4, 16])
+def test_chunk_wise_order_is_read_without_us_and_each_chunk_fetched_once(workers: int) -> None:
+    """10 % of the dataset, 1 to 16 workers: at most 2 % are missed, and no chunk comes twice."""
+    machine = follow([chunk_wise(CHUNKS, 10, 1)], 0.1, workers)
+    assert machine.misses["a"] <= (0 if workers == 1 else 0.02 * N)
+    assert max(machine.pushes_of.values()) == 1
+    assert machine.pushed == N
+
+
+def test_the_second_epoch_is_pushed_before_the_first_ends() -> None:
+    machine = follow([chunk_wise(CHUNKS, 10, seed) for seed in range(2)], 0.1, 4)
+    assert machine.misses["a"] == 0
+    assert max(machine.pushes_of.values()) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 16])
+def test_a_random_order_is_resident_ahead(workers: int) -> None:
+    machine = follow([shuffled(1), shuffled(2)], 0.1, workers)
+    assert machine.misses["a"] <= 0.02 * 2 * N
+
+
+def test_a_dataset_that_fits_is_pushed_once() -> None:
+    machine = follow([shuffled(1), shuffled(2)], 1.2, 4)
+    assert machine.misses["a"] == 0
+    assert (machine.pushed, machine.dropped) == (N, 0)
+
+
+def test_what_the_next_epoch_reads_first_is_kept() -> None:
+    """Where more than half fits, victims are those that will be read last."""
+    machine = follow([shuffled(1), shuffled(2)], 0.6, 4)
+    assert machine.misses["a"] <= 0.02 * 2 * N
+    assert machine.pushed <= 2 * N - 0.1 * N
+
+
+def ranks_and_validation() -> tuple[Machine, dict[str, Reader]]:
+    entries = 4 * N
+    train = chunk_wise(list(range(entries // CHUNK_ENTRIES * 7 // 8)), 4, 3)
+    held_out = list(range(entries * 7 // 8, entries))
+    machine = Machine(residency(entries, 0.1), entries)
+    readers = {}
+    per_rank = len(train) // 8
+    for rank in range(8):
+        order = train[rank * per_rank : (rank + 1) * per_rank]
+        machine.residency.announce(stream(f"rank{rank}", order), machine.now_s)
+        readers[f"rank{rank}"] = Reader(order, 4_000, 4)
+    machine.residency.announce(stream("validation", held_out), machine.now_s)
+    readers["validation"] = Reader(held_out, 8_000, 4, start_s=1.0)
+    return machine, readers
+
+
+def test_eight_ranks_and_a_validation_set_share_one_budget() -> None:
+    machine, readers = ranks_and_validation()
+    machine.settle()
+    machine.run(readers)
+    for name in readers:
+        assert machine.misses[name] <= 0.02 * machine.reads[name], (name, machine.misses)
+    assert machine.held_max <= budget(machine)
+    assert max(machine.pushes_of.values()) <= 2  # ranks' parts meet inside a chunk
+
+
+def test_an_entry_that_two_streams_want_stays_until_the_last_has_passed() -> None:
+    """Two readers of one order, one of them 500 files behind: one push serves both."""
+    order = chunk_wise(CHUNKS, 4, 5)
+    machine = Machine(residency(N, 0.3), N)
+    for name in "ab":
+        machine.residency.announce(stream(name, order), machine.now_s)
+    machine.settle()
+    machine.run({"a": Reader(order, 10_000), "b": Reader(order, 10_000, start_s=0.05)})
+    assert machine.misses["a"] + machine.misses["b"] <= 0.02 * 2 * N
+    assert machine.pushed <= 1.02 * N
+
+
+def test_an_abandoned_plan_gives_its_memory_up() -> None:
+    """A stream that stands still for a minute while another goes on loses its window to it."""
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("gone", shuffled(1)), machine.now_s)
+    machine.settle()
+    order = shuffled(2)
+    machine.now_s += 100
+    machine.residency.announce(stream("here", order), machine.now_s)
+    machine.settle()
+    for position, entry in enumerate(order[:8_192]):
+        machine.now_s += 0.01
+        machine.open_and_read("here", entry)
+        if position % 32 == 0:
+            machine.settle()
+    gone, here = machine.residency.stats()["streams"]
+    assert gone["frontier"] == 0
+    assert here["frontier"] - here["low"] > 0.08 * N
+    assert machine.misses["here"] <= 0.02 * 8_192
+
+
+def test_a_stream_that_stood_still_comes_back_with_its_first_reads() -> None:
+    test = Machine(residency(N, 0.1), N)
+    first, second = shuffled(1), shuffled(2)
+    test.residency.announce(stream("still", first), test.now_s)
+    test.residency.announce(stream("busy", second), test.now_s)
+    test.settle()
+    for entry in second[:8_192]:
+        test.now_s += 0.01
+        test.open_and_read("busy", entry)
+        test.settle()
+    assert test.residency.stats()["streams"][0]["frontier"] <= 0.05 * N
+    for entry in first[:2_048]:
+        test.now_s += 0.01
+        test.open_and_read("still", entry)
+        test.settle()
+    assert test.misses["still"] <= 300
+
+
+def test_a_replaced_rest_is_followed() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    old, new = chunk_wise(CHUNKS, 10, 1), chunk_wise(CHUNKS, 10, 2)
+    machine.residency.announce(stream("a", old), machine.now_s)
+    machine.settle()
+    half = Reader(old[: N // 2], 20_000, 4)
+    machine.run({"a": half})
+    machine.residency.replace("a", Epoch(0, np.array(new[N // 2 :])), N // 2)
+    machine.settle()
+    before = machine.misses["a"]
+    machine.run({"a": Reader(new[N // 2 :], 20_000, 4, start_s=machine.now_s - 100)})
+    assert before <= 0.02 * N
+    assert machine.misses["a"] - before <= 0.02 * N
+    assert machine.held_max <= budget(machine)
+
+
+def test_a_wrong_prediction_is_replaced_when_its_epoch_starts() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    first, guess, true = shuffled(1), shuffled(2), shuffled(3)
+    machine.residency.announce(stream("a", first, guess), machine.now_s)
+    machine.settle()
+    machine.run({"a": Reader(first, 20_000)})
+    machine.residency.replace("a", Epoch(1, np.array(true)))
+    machine.settle()
+    machine.run({"a": Reader(true, 20_000, start_s=machine.now_s - 100)})
+    assert machine.misses["a"] <= 0.01 * N
+
+
+def test_a_reader_that_starts_in_the_middle_is_found() -> None:
+    order = shuffled(1)
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    rest = order[N // 2 :]
+    machine.run({"a": Reader(rest, 20_000)})
+    assert machine.misses["a"] <= 0.05 * len(rest)
+
+
+def test_progress_overrides_the_markers() -> None:
+    order = shuffled(1)
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    machine.residency.progress("a", N // 2, machine.now_s)
+    machine.settle()
+    assert machine.residency.resident(order[N // 2 : N // 2 + 1_000]).all()
+    machine.residency.progress("a", 100, machine.now_s)
+    machine.settle()
+    assert machine.residency.resident(order[100:400]).all()
+    with pytest.raises(UsageError):
+        machine.residency.progress("a", N + 1, machine.now_s)
+
+
+def test_pages_that_go_are_pushed_again() -> None:
+    machine = follow([shuffled(1)], 0.2, 4, rate=2_000, pressure=0.02)
+    unaided = follow([shuffled(1)], 0.2, 4, rate=2_000)
+    assert unaided.misses["a"] == 0
+    assert machine.misses["a"] <= 0.1 * N
+    assert machine.residency.stats()["lost_entries"] > 0
+
+
+def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("a", shuffled(1)), machine.now_s)
+    machine.settle()
+    pushed = machine.pushed
+    listed = shuffled(2)
+    machine.residency.announce(stream("list", listed, tentative=True), machine.now_s)
+    machine.settle()
+    assert (machine.pushed, machine.dropped) == (pushed, 0)
+    machine.open_and_read("list", listed[0])
+    machine.settle()
+    assert machine.residency.resident(listed[300:600]).all()
+
+
+def test_a_list_that_nobody_follows_is_withdrawn() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("list", shuffled(2), tentative=True), machine.now_s)
+    machine.settle()
+    decision = machine.residency.next(machine.now_s + 500)
+    assert decision == Idle(machine.now_s + 600)
+    machine.now_s += 600
+    machine.settle()
+    assert machine.residency.stats()["streams"] == []
+    assert not machine.watched
+
+
+def test_workers_that_read_far_apart_widen_the_lag() -> None:
+    """Two halves of one order read at the same time, 2,000 apart: what lies between is kept."""
+    order = shuffled(1)
+    machine = Machine(residency(N, 0.3), N)
+    machine.residency.announce(stream("a", order, lag=512), machine.now_s)
+    machine.settle()
+    for position in range(2_000, 12_000):
+        machine.now_s += 0.001
+        machine.open_and_read("a", order[position])
+        machine.open_and_read("a", order[position - 2_000])
+        machine.settle()
+    assert machine.misses["a"] <= 0.1 * N
+
+
+def test_a_smaller_budget_drops_what_is_farthest() -> None:
+    order = shuffled(1)
+    machine = Machine(residency(N, 0.2), N)
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    machine.residency.set_budget(int(0.05 * N * ENTRY_BYTES))
+    machine.settle()
+    assert machine.residency.held_bytes <= 0.05 * N * ENTRY_BYTES
+    assert machine.residency.resident(order[:300]).all()
+
+
+@pytest.mark.parametrize(("known", "charged"), [(N // 10, N // 10 * 1_150), (N, None)])
+def test_known_entries_count_in_the_budget(known: int, charged: int | None) -> None:
+    """Each with 1,150 bytes; but they leave seven eighths of the budget for contents."""
+    budget = int(0.5 * N * ENTRY_BYTES)
+    test = residency(N, 0.5)
+    test.known(known)
+    machine = Machine(test, N)
+    test.announce(stream("a", shuffled(1)), machine.now_s)
+    machine.settle()
+    room = budget - (budget // 8 if charged is None else charged)
+    assert 0.9 * room < test.held_bytes <= room
+
+
+def test_the_least_valued_go_first() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    for chunk in range(32):  # 2,048 entries: the whole budget
+        machine.residency.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.settle()
+    precious = np.arange(512, 1_536)
+    assert machine.residency.resident(precious).all()
+    machine.residency.value(precious, 2.0)
+    machine.residency.announce(stream("a", list(range(N - 1_024, N))), machine.now_s)
+    machine.settle()
+    assert machine.residency.resident(precious).all()
+    assert machine.residency.resident(np.arange(N - 1_024, N)).all()
+
+
+def test_one_read_far_ahead_is_not_believed() -> None:
+    order = shuffled(1)
+    machine = Machine(residency(N, 0.1), N)
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    machine.open_and_read("x", order[N // 2])
+    machine.settle()
+    assert machine.residency.stats()["streams"][0]["high"] == 0
+    assert machine.residency.resident(order[:1_000]).all()
+
+
+def test_what_is_planned_next_is_not_dropped_for_what_comes_before() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    for chunk in range(32):
+        machine.residency.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.settle()
+    order = [*range(N - 1_024, N), *range(1_024)]
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    assert machine.residency.resident(order).all()
+    assert machine.pushed == 2_048 + 1_024
+
+
+def test_single_files_of_many_chunks_are_pushed_together() -> None:
+    test = residency(N, 0.1)
+    test.announce(stream("a", list(range(0, N, CHUNK_ENTRIES))), 0.0)
+    first = test.next(0.0)
+    assert isinstance(first, Push)
+    assert (first.chunk, len(first.entries)) == (-1, 256)
+    assert first.markers.tolist() == [0]
+
+
+def test_units_shrink_as_streams_join() -> None:
+    """Groups that fit one stream's half of the budget do not when four share it."""
+    machine = Machine(residency(N, 0.4), N)
+    orders = [chunk_wise(CHUNKS, 40, seed) for seed in range(4)]
+    for number, order in enumerate(orders):
+        machine.residency.announce(stream(str(number), order), machine.now_s)
+        machine.settle()
+    machine.run({str(number): Reader(order, 5_000) for number, order in enumerate(orders)})
+    assert sum(machine.misses.values()) <= 0.02 * 4 * N
+
+
+# Without
+
+
+def test_a_miss_brings_the_rest_of_its_chunk() -> None:
+    machine = Machine(residency(N, 1.2), N)
+    machine.open_and_read("x", 70)
+    machine.settle()
+    assert machine.residency.resident(np.arange(64, 128)).all()
+    assert machine.pushed == CHUNK_ENTRIES
+
+
+def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    for entry in shuffled(1) + shuffled(2):
+        machine.now_s += 0.001
+        machine.open_and_read("x", entry)
+        machine.cached.discard(entry) if not machine.residency.resident([entry])[0] else None
+        machine.settle()
+    assert machine.dropped == 0
+    assert machine.pushed == int(0.1 * N)
+
+
+def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
+    machine = Machine(residency(N, 0.1, "oneshot"), N)
+    machine.open_and_read("x", N - 1)
+    first = machine.residency.next(machine.now_s)
+    assert isinstance(first, Push)
+    assert first.chunk == CHUNKS[-1]
+    machine.residency.pushed(first, first.entries, [], machine.now_s)
+    machine.settle()
+    assert machine.residency.held_bytes == int(0.1 * N) * ENTRY_BYTES
+    assert machine.residency.resident(np.arange(1_000)).all()
+    assert machine.dropped == 0
+
+
+def test_a_machine_without_memory_is_not_pushed_into_in_a_loop() -> None:
+    """Every page goes at once: a chunk is pushed again after 1 s, 2 s, 4 s and so on."""
+    machine = Machine(residency(N, 1.2), N)
+    for _ in range(100_000):
+        machine.now_s += 0.001
+        machine.open_and_read("x", 7)
+        machine.settle()
+        machine.cached.clear()
+    assert 4 <= machine.pushes_of[0] <= 12
+
+
+def test_what_the_kernel_forgot_is_pushed_again_when_missed() -> None:
+    machine = Machine(residency(N, 1.2), N)
+    machine.open_and_read("x", 0)
+    machine.settle()
+    machine.residency.forgotten(np.arange(64))
+    machine.cached.clear()
+    assert not machine.residency.resident(np.arange(64)).any()
+    machine.now_s += 10
+    machine.open_and_read("x", 0)
+    machine.settle()
+    assert machine.residency.resident(np.arange(64)).all()
+
+
+def test_unknown_inodes_are_not_tried_again_at_once() -> None:
+    machine = Machine(residency(N, 0.1), N, unknown=set(range(0, N, 2)))
+    machine.residency.announce(stream("a", list(range(N))), machine.now_s)
+    machine.settle()
+    pushes = machine.residency.stats()["pushes"]
+    machine.settle()
+    assert machine.residency.stats()["pushes"] == pushes
+    assert machine.residency.stats()["absent_entries"] > 0
+
+
+def test_files_that_never_fit_are_left_to_reads() -> None:
+    size = np.array([1 << 30, 10, 0, 10], np.int64)
+    test = Residency(np.zeros(4, np.int64), size, 1, budget_bytes=1 << 20)
+    machine = Machine(test, 4)
+    test.announce(stream("a", [0, 1, 2, 3]), machine.now_s)
+    machine.settle()
+    assert test.resident([0, 1, 2, 3]).tolist() == [False, True, True, True]
+
+
+def test_a_refused_fact_changes_nothing() -> None:
+    test = residency(N, 0.1)
+    test.announce(stream("a", shuffled(1)), 0.0)
+    before = test.stats()
+    wrongs: list[Callable[[], object]] = [
+        lambda: test.announce(stream("b", [N]), 0.0),
+        lambda: test.extend("a", [Epoch(0, np.array([N]))]),
+        lambda: test.replace("a", Epoch(3, np.array([1]))),
+        lambda: test.withdraw("b"),
+        lambda: test.value(1, float("nan")),
+        lambda: test.forgotten([-1]),
+    ]
+    for wrong in wrongs:
+        with pytest.raises(UsageError):
+            wrong()
+    assert test.stats() == before
+
+
+class AnyFacts(RuleBasedStateMachine):
+    """Facts in any order: what is believed stays consistent, and the helper comes to rest."""
+
+    @initialize(part=st.floats(0.05, 1.5), oneshot=st.booleans())
+    def start(self, part: float, oneshot: bool) -> None:
+        self.machine = Machine(residency(1_024, part, "oneshot" if oneshot else "on-demand"), 1_024)
+        self.streams: dict[str, list[int]] = {}
+
+    @property
+    def residency(self) -> Residency:
+        return self.machine.residency
+
+    orders = st.one_of(
+        st.lists(st.integers(0, 1_023), max_size=50),
+        st.integers(0, 99).map(lambda seed: shuffled(seed, 1_024)),
+        st.integers(0, 99).map(lambda seed: chunk_wise(list(range(16)), 3, seed)),
+    )
+    names = st.sampled_from("abc")
+
+    @rule(name=names, order=orders, more=orders, tentative=st.booleans())
+    def announce(self, name: str, order: list[int], more: list[int], tentative: bool) -> None:
+        self.residency.announce(stream(name, order, more, tentative=tentative), self.machine.now_s)
+
+    def some(self, name: str) -> bool:
+        return any(each["name"] == name for each in self.residency.stats()["streams"])
+
+    @rule(name=names, order=orders, at=st.integers(0, 9))
+    def replace(self, name: str, order: list[int], at: int) -> None:
+        if not self.some(name):
+            return
+        for number in (0, 1):
+            try:
+                self.residency.replace(name, Epoch(number, np.array(order)), at)
+            except UsageError:
+                continue
+
+    @rule(name=names, order=orders, number=st.integers(0, 9))
+    def extend(self, name: str, order: list[int], number: int) -> None:
+        if self.some(name):
+            try:
+                self.residency.extend(name, [Epoch(number, np.array(order))])
+            except UsageError:
+                return
+
+    @rule(name=names)
+    def withdraw(self, name: str) -> None:
+        if self.some(name):
+            self.residency.withdraw(name)
+
+    @rule(name=names, position=st.integers(0, 1_024))
+    def progress(self, name: str, position: int) -> None:
+        if self.some(name):
+            try:
+                self.residency.progress(name, position, self.machine.now_s)
+            except UsageError:
+                return
+
+    @rule(entries=st.lists(st.integers(0, 1_023), min_size=1, max_size=20))
+    def read(self, entries: list[int]) -> None:
+        for entry in entries:
+            self.machine.open_and_read("x", entry)
+
+    @rule(entries=st.lists(st.integers(0, 1_023), max_size=20))
+    def forget(self, entries: list[int]) -> None:
+        self.machine.cached.difference_update(entries)
+        self.residency.forgotten(np.array(entries, np.int64))
+
+    @rule(share=st.integers(1, 5))
+    def pressure(self, share: int) -> None:
+        self.machine.cached = {entry for entry in self.machine.cached if entry % share}
+
+    @rule(seconds=st.sampled_from([0.01, 1.5, 30.0, 61.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.machine.now_s += seconds
+
+    @rule(part=st.floats(0, 1.5))
+    def budget(self, part: float) -> None:
+        self.residency.set_budget(int(part * 1_024 * ENTRY_BYTES))
+
+    @rule(steps=st.integers(1, 8))
+    def work(self, steps: int) -> None:
+        for _ in range(steps):
+            self.machine.help()
+
+    @rule()
+    def rest(self) -> None:
+        self.machine.settle(2_000)
+        stats = self.residency.stats()
+        assert stats["resident_bytes"] <= stats["budget_bytes"]
+        following = [each for each in stats["streams"] if not each["tentative"]]
+        if len(stats["streams"]) == 1 and following and following[0]["epoch"] >= 0:
+            room = stats["budget_bytes"] - stats["resident_bytes"]
+            if room > 1_024 * ENTRY_BYTES // 2:
+                assert following[0]["frontier"] >= following[0]["length"]  # nothing left to do
+
+    @precondition(lambda self: hasattr(self, "machine"))
+    @invariant()
+    def what_is_believed_adds_up(self) -> None:
+        resident = self.residency.resident(np.arange(1_024))
+        assert self.residency.held_bytes == int(np.count_nonzero(resident)) * ENTRY_BYTES
+        held = self.residency._held
+        assert (held.claims >= 0).all()
+        unclaimed = held.resident & (held.claims == 0)
+        assert held.unclaimed_bytes == int(np.count_nonzero(unclaimed)) * ENTRY_BYTES
+        assert set(self.residency._watches.users) <= self.machine.watched
+
+
+TestAnyFacts = AnyFacts.TestCase
+TestAnyFacts.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_decisions_are_reported_before_the_next() -> None:
+    test = residency(N, 0.1)
+    test.announce(stream("a", shuffled(1)), 0.0)
+    first = test.next(0.0)
+    assert isinstance(first, Push)
+    assert not isinstance(first, (Drop, Sample))
+    with pytest.raises(AssertionError):
+        test.next(0.0)
