@@ -26,8 +26,9 @@ ARGS ?=
 # would pull that torch in, hence --no-deps. deploy/torchvision_operators.py makes the pair import.
 TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
-# The bench's peers want older numpy and xxhash than ours, so they get an environment of their own.
-PEERS := mosaicml-streaming ratarmount
+# The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
+# matplotlib, which plots, is there too.
+PEERS := mosaicml-streaming ratarmount matplotlib
 
 .PHONY: help install demo test lint bench clean system-install system-test system-bench
 

@@ -1,25 +1,36 @@
 """Our side: the command line as a user runs it, with a repository and caches of its own."""
 
+import compileall
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from .mounts import is_mounted
+from .control_group import ControlGroup
+from .mounts import Mount, is_mounted
 
 PROGRAM = Path(sys.executable).parent / "dlcmd"
 TREE = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900.0  # for what takes a minute: a hang must not take the bench's whole hour
 
 
+@cache
+def compile_program() -> None:
+    """Make the program's bytecode, as installing it does: where Python is told to write none
+    (containers often are), an editable installation would be compiled again by every command."""
+    for package in ("diesel_fs", "cli/dlcmd"):
+        compileall.compile_dir(TREE / package, quiet=2)
+
+
 class Dlcmd:
     """`dlcmd` of a user whose caches and logs lie in `folder`, and so the store unless given."""
 
     def __init__(self, folder: Path, *, store: Path | None = None) -> None:
+        compile_program()
         self.store = store or folder / "store"
         self.url = self.store.as_uri()
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("DIESEL_")}
@@ -42,12 +53,25 @@ class Dlcmd:
         """How much lies in the repository."""
         return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
 
+    def output(self, *arguments: str) -> bytes:
+        """Runs a command, and returns what it printed. Raises CalledProcessError."""
+        return self._run(*arguments, kept=subprocess.PIPE).stdout
+
     @contextmanager
-    def mounted(self, dataset: str, mountpoint: Path) -> Iterator["Mount"]:
-        """The dataset at a mount point, which is made; unmounted at the end, come what may."""
+    def mounted(
+        self, dataset: str, mountpoint: Path, *options: str, group: ControlGroup | None = None
+    ) -> Iterator[Mount]:
+        """The dataset at a mount point, which is made; unmounted at the end, come what may.
+
+        With a `group`, all processes of the mount begin and stay in it.
+        """
         mountpoint.mkdir(exist_ok=True)
+        prefix = () if group is None else group.prefix
         try:
-            yield Mount(mountpoint, self.seconds("mount", dataset, str(mountpoint)))
+            start_s = time.monotonic()
+            self._run("mount", *options, dataset, str(mountpoint), prefix=prefix)
+            ready_s = time.monotonic()
+            yield Mount(mountpoint, ready_s - start_s, ready_s)
         finally:
             if is_mounted(mountpoint):
                 try:
@@ -57,20 +81,14 @@ class Dlcmd:
                         self._run("umount", "--lazy", str(mountpoint))
                     raise
 
-    def _run(self, *arguments: str) -> None:
-        subprocess.run(
-            self.command(*arguments),
+    def _run(
+        self, *arguments: str, prefix: Sequence[str] = (), kept: int = subprocess.DEVNULL
+    ) -> "subprocess.CompletedProcess[bytes]":
+        return subprocess.run(
+            [*prefix, *self.command(*arguments)],
             env=self.environment,
             check=True,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=kept,
             timeout=DEADLINE_S,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A mount, and how long the command that made it took."""
-
-    path: Path
-    seconds: float

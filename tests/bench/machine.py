@@ -11,6 +11,11 @@ from .report import Json
 
 _LOAD_PER_CORE_MAX = 0.25  # above it, somebody else is measured too
 
+_VM_SETTINGS = ("swappiness", "vfs_cache_pressure", "dirty_ratio", "dirty_background_ratio")
+"""What decides how long pages and names stay in memory, and when writing waits for the disk."""
+
+_DAMON = Path("/sys/kernel/mm/damon/admin/kdamonds")
+
 
 def machine(folder: Path) -> dict[str, Json]:
     """The machine's state now, and the disk that `folder` is on."""
@@ -22,7 +27,8 @@ def machine(folder: Path) -> dict[str, Json]:
         "load": [round(load, 2) for load in os.getloadavg()],
         "kernel": platform.release(),
         "disk": _disk(folder),
-        "damon_reclaim": _text("/sys/module/damon_reclaim/parameters/enabled") or "absent",
+        "reclaim_of_idle_pages": _idle_reclaim(),
+        "vm": {name: _text(f"/proc/sys/vm/{name}") for name in _VM_SETTINGS},
         "python": platform.python_version(),
         "diesel_fs": f"{diesel_fs.__version__} {_revision()}".strip(),
     }
@@ -35,14 +41,41 @@ def is_busy() -> bool:
 
 def described(state: dict[str, Json]) -> str:
     """The state as one paragraph."""
-    load = state["load"]
+    load, vm = state["load"], state["vm"]
     assert isinstance(load, list)
+    assert isinstance(vm, dict)
     return (
         f"{state['cores']} cores ({state['processor']}), {state['memory_gib']} GiB of memory "
         f"({state['memory_available_gib']} available), load {load[0]}, Linux {state['kernel']}, "
-        f"disk {state['disk']}, damon_reclaim {state['damon_reclaim']}, "
+        f"disk {state['disk']}, reclaim of idle pages {state['reclaim_of_idle_pages']}, "
+        f"{', '.join(f'{name} {value}' for name, value in vm.items())}, "
         f"Python {state['python']}, diesel-fs {state['diesel_fs']}"
     )
+
+
+def _idle_reclaim() -> str:
+    """Whether the kernel takes pages away that nobody uses, however much memory is free: then a
+    pause between pushing and reading is measured, too. `on (pageout of 128 MiB a second)`.
+    """
+    found = []
+    if _text("/sys/module/damon_reclaim/parameters/enabled") == "Y":
+        found.append("damon_reclaim")
+    for monitor in sorted(_DAMON.glob("[0-9]*")):
+        if _text(str(monitor / "state")) != "on":
+            continue
+        for scheme in sorted(monitor.glob("contexts/*/schemes/[0-9]*")):
+            action = _text(str(scheme / "action"))
+            if action in ("pageout", "cold"):
+                found.append(f"DAMON {action}{_quota(scheme / 'quotas')}")
+    return f"on ({', '.join(found)})" if found else "off"
+
+
+def _quota(quotas: Path) -> str:
+    """At most so much in so long."""
+    size, period_ms = _text(str(quotas / "bytes")), _text(str(quotas / "reset_interval_ms"))
+    if not size.isdigit() or not int(size):
+        return ""
+    return f" of {int(size) >> 20} MiB in {period_ms} ms"
 
 
 def _disk(folder: Path) -> str:

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
+BATCH_FILES = 64
+DEADLINE_S = 300.0  # of one epoch, which takes seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What a reader did; `sum` adds all bytes as 64-bit words modulo 2^64."""
+    """What readers did; `sum` adds all bytes as 64-bit words modulo 2^64.
+
+    `seconds` go from the first open to the last close, which was at `end_s` of `time.monotonic()`;
+    `walked` entries were met before.
+    """
 
     files: int
     bytes: int
     sum: int
     seconds: float
+    end_s: float
+    walked: int
 
 
 def compile_reader(folder: Path) -> Path:
@@ -35,8 +43,20 @@ def write_list(paths: Iterable[str], file: Path) -> Path:
     return file
 
 
-def read_files(program: Path, list_file: Path) -> ReadReport:
-    """Runs a reader over a list. Raises CalledProcessError where a file cannot be read."""
-    command = [str(program), str(list_file)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+def read_files(
+    program: Path,
+    list_file: Path,
+    *,
+    readers: int = 1,
+    batch_files: int = BATCH_FILES,
+    walk: Path | None = None,
+) -> ReadReport:
+    """Runs readers over a list, which they share in batches; they may walk a folder first.
+
+    Raises CalledProcessError where a file cannot be read, TimeoutExpired where it takes too long.
+    """
+    walked = [] if walk is None else ["-w", str(walk)]
+    command = [str(program), *walked, "-j", str(readers), "-b", str(batch_files)]
+    command.append(str(list_file))
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S)
     return ReadReport(**json.loads(done.stdout))

@@ -51,10 +51,10 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours to the other's; None where there is no pair."""
-        if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
-            return self.ours.median / self.other.median
-        return None
+        """Ours to the other's; None where there is no pair, or nothing to divide by."""
+        if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
+            return None
+        return self.ours.median / self.other.median if all(self.other.values) else None
 
     @property
     def ratio_range(self) -> tuple[float, float] | None:
@@ -62,6 +62,8 @@ class Row:
         if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
             return None
         others = self.other.values
+        if not all(others):
+            return None
         if len(others) == 1:
             others *= len(self.ours.values)
         ratios = [ours / other for ours, other in zip(self.ours.values, others, strict=True)]
@@ -70,9 +72,13 @@ class Row:
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None where there is none, or nothing to say about it."""
-        if self.target is None or self.ratio is None:
+        if self.target is None:
             return None
-        return self.target.met_by(self.ratio)
+        if self.ratio is not None:
+            return self.target.met_by(self.ratio)
+        if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
+            return self.ours.median <= 0 if self.target.at_most else None  # a limit of 0
+        return None
 
     @property
     def problems(self) -> list[str]:

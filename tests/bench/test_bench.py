@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from . import memory
 from .cases import BENCHMARKS, chosen
-from .inputs import Shape, make, tar_stream
+from .control_group import control_group
+from .epochs import random_order, whole_order
+from .inputs import D4, Shape, make, tar_stream
 from .reader import compile_reader, read_files, write_list
 from .report import Row, at_least, at_most, table, within
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
@@ -57,6 +60,15 @@ def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> No
 def test_a_limit_is_met_or_not(ours: float, most: bool, met: bool) -> None:
     assert within("x", "s", Samples((ours,)), 10, most=most).met is met
     assert Row("x", "s", Samples((ours,)), "p", Samples((1.0,)), at_most(10)).met is (ours <= 10)
+
+
+@pytest.mark.parametrize(("asked", "met"), [(0, True), (1, False)])
+def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> None:
+    row = within("x", "requests", Samples((asked,)), 0, most=True)
+    assert row.met is met
+    assert row.ratio is None
+    assert row.ratio_range is None
+    assert "<= 0" in table([row])
 
 
 def test_a_missing_peer_is_said_loudly_and_the_others_go_on() -> None:
@@ -106,6 +118,34 @@ def test_the_reader_names_what_it_cannot_read(tmp_path: Path) -> None:
         read_files(compile_reader(tmp_path), listed)
 
 
+def test_readers_share_a_list_and_walk_before(tmp_path: Path) -> None:
+    folder = make(SMALL, tmp_path)
+    program = compile_reader(tmp_path)
+    order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
+    start_s = time.monotonic()
+    report = read_files(program, order.list_file, readers=3, batch_files=1, walk=folder)
+    assert (report.files, report.bytes, report.sum) == (order.files, order.bytes, order.sum)
+    assert report.walked == SMALL.files + SMALL.folders
+    assert start_s < report.end_s < time.monotonic()
+    (folder / SMALL.paths()[-1]).unlink()
+    with pytest.raises(subprocess.CalledProcessError):
+        read_files(program, order.list_file, readers=3, batch_files=1)
+
+
+def test_a_part_of_an_order_knows_what_it_reads(tmp_path: Path) -> None:
+    folder = make(SMALL, tmp_path)
+    part = random_order(SMALL, folder, 0, tmp_path, files=4)
+    report = read_files(compile_reader(tmp_path), part.list_file)
+    assert (report.files, report.bytes, report.sum) == (4, part.bytes, part.sum)
+    assert part.sum != SMALL.content_sum()
+
+
+def test_a_smaller_shape_has_folders_of_the_same_size() -> None:
+    smaller = D4.scaled(20)
+    assert (smaller.name, smaller.files, smaller.folders) == ("D4", 1000, 5)
+    assert smaller.paths() == D4.paths()[:1000]
+
+
 def test_the_tar_is_one_that_others_read() -> None:
     stream = io.BytesIO(b"".join(tar_stream(EMPTY)))
     with tarfile.open(fileobj=stream) as archive:
@@ -121,6 +161,18 @@ def test_memory_counts_all_processes_of_a_program() -> None:
     child = f"import time; data = b'x' * {taken}; time.sleep(0.5)"
     peak = memory.peak_pss_bytes([sys.executable, "-c", code, child], {})
     assert taken < peak < 4 * taken
+
+
+def test_a_control_group_counts_what_its_processes_take() -> None:
+    taken = 64 << 20
+    with control_group() as group:
+        if group is None:
+            pytest.skip("no control group can be made here")
+        assert group.folder.exists()
+        code = f"data = b'x' * {taken}"
+        subprocess.run([*group.prefix, sys.executable, "-c", code], check=True)
+        assert taken < group.peak_bytes() < 4 * taken
+    assert not group.folder.exists()
 
 
 def test_benchmarks_are_chosen_by_how_their_names_begin() -> None:

@@ -23,9 +23,11 @@ from .samples import say
 class Workbench:
     """One run of the bench, in `folder`."""
 
-    def __init__(self, folder: Path, rounds: int) -> None:
+    def __init__(self, folder: Path, rounds: int, divisor: int = 1) -> None:
+        """`divisor` makes inputs smaller: to try the bench, not to measure."""
         self.folder = folder
         self.rounds = rounds
+        self.divisor = divisor
         self._inputs = folder / "inputs"
         self._work = folder / "work"
         for each in (self._inputs, self._work):
@@ -34,6 +36,10 @@ class Workbench:
     def close(self) -> None:
         """Remove everything but the inputs."""
         shutil.rmtree(self._work, ignore_errors=True)
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape that is measured in its place: a smaller one where the bench is tried."""
+        return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:
         """The folder with the files of a shape."""
@@ -83,18 +89,19 @@ class Workbench:
 
     @cached_property
     def _n1m(self) -> tuple[Dlcmd, float]:
-        say(f"putting {N1M.name} from a tar: {N1M.files:,} empty files")
-        dlcmd = Dlcmd(self._work / N1M.name)
+        shape = self.shape(N1M)
+        say(f"putting {shape.name} from a tar: {shape.files:,} empty files")
+        dlcmd = Dlcmd(self._work / shape.name)
         start_s = time.perf_counter()
         with subprocess.Popen(
-            dlcmd.command("put", "--tar", "-", N1M.name),
+            dlcmd.command("put", "--tar", "-", shape.name),
             env=dlcmd.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         ) as process:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its exit code says more
-                for piece in tar_stream(N1M):
+                for piece in tar_stream(shape):
                     process.stdin.write(piece)
                 process.stdin.close()
         if process.returncode:

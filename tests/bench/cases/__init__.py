@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
-from . import mount, put, read, snapshot
+from . import kernel, listing, mount, put, read, readers, snapshot, window
 
 Benchmark = Callable[[Workbench], list[Row]]
 
@@ -17,7 +17,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "read-many": read.measure,
     "mount-start": mount.ready,
     "mount-read": mount.read,
-    "mount-ls": mount.list_all,
+    "kernel-epochs": kernel.second_epoch,
+    "kernel-first": kernel.first_epoch,
+    "kernel-window": window.chunk_wise,
+    "kernel-unplanned": window.unplanned,
+    "kernel-read": kernel.one_read_a_file,
+    "kernel-readers": readers.measure,
+    "kernel-ls": listing.measure,
 }
 
 

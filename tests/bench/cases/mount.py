@@ -1,22 +1,18 @@
-"""The mount, over the portable FUSE session."""
+"""The mount: how soon it is ready, and the portable FUSE session against ratarmount."""
 
-import os
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from ..dlcmd import Dlcmd
 from ..inputs import D4, N1M
-from ..peers import ratarmount, tar, tmpfs
+from ..peers import ratarmount, tar
 from ..reader import read_files, write_list
-from ..report import Row, at_least, at_most, within
-from ..samples import OURS, PeerMissing, alternate, repeat
+from ..report import Row, at_least, within
+from ..samples import OURS, alternate, repeat
 from ..workbench import Workbench
+from .kernel import PYFUSE3
 
-LS_RATIO = 8
 READY_S = 1
 READ_RATIO = 1
 EPOCHS = ("first epoch", "second epoch")
@@ -51,43 +47,6 @@ def _mount_seconds(dlcmd: Dlcmd, folder: Path) -> dict[str, float]:
         return {"seconds": mount.seconds}
 
 
-def list_all(bench: Workbench) -> list[Row]:
-    """`ls -lR` of N1M, on a fresh mount and again, against the same tree in tmpfs."""
-    try:
-        with tmpfs.tree(N1M) as tree:
-            return _list_against(bench, lambda: {"first": _ls_seconds(tree)})
-    except PeerMissing as error:
-        reason = str(error)
-
-        def missing() -> dict[str, float]:
-            raise PeerMissing(reason)
-
-        return _list_against(bench, missing)
-
-
-def _list_against(bench: Workbench, peer: Callable[[], dict[str, float]]) -> list[Row]:
-    dlcmd = bench.n1m
-
-    def ours() -> dict[str, float]:
-        with bench.scratch() as folder, dlcmd.mounted(N1M.name, folder / "mount") as mount:
-            return {"first": _ls_seconds(mount.path), "again": _ls_seconds(mount.path)}
-
-    rounds = alternate(bench.rounds, {OURS: ours, tmpfs.NAME: peer})
-    other = rounds.of(tmpfs.NAME, "first")
-    name = f"ls -lR of {N1M.name}"
-    return [
-        Row(name, "s", rounds.ours("first"), tmpfs.NAME, other, at_most(LS_RATIO), "a fresh mount"),
-        Row(f"{name}, again", "s", rounds.ours("again"), tmpfs.NAME, other),
-    ]
-
-
-def _ls_seconds(folder: Path) -> float:
-    environment = {**os.environ, "LC_ALL": "C"}
-    start_s = time.perf_counter()
-    subprocess.run(["ls", "-lR", folder], check=True, stdout=subprocess.DEVNULL, env=environment)
-    return time.perf_counter() - start_s
-
-
 def read(bench: Workbench) -> list[Row]:
     """D4 in random order by one reader, two epochs on a fresh mount, against ratarmount."""
     source = bench.input(D4)
@@ -98,7 +57,7 @@ def read(bench: Workbench) -> list[Row]:
 
         def ours() -> dict[str, float]:
             bench.settle(dlcmd.store)
-            with dlcmd.mounted(D4.name, mountpoint) as mount:
+            with dlcmd.mounted(D4.name, mountpoint, *PYFUSE3) as mount:
                 return _epochs(bench, mount.path)
 
         def peer() -> dict[str, float]:

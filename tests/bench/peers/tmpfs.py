@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..inputs import Shape, tar_stream
+from ..inputs import Shape, make, tar_stream
 from ..memory import available_bytes
 from ..mounts import kind_of
 from ..samples import PeerMissing, say
@@ -20,12 +20,15 @@ _ENTRY_BYTES = 2048  # an inode and a name in the kernel; measured some 1.2 KB
 
 @contextmanager
 def tree(shape: Shape) -> Iterator[Path]:
-    """The shape's folders with empty files, in tmpfs, until the end."""
+    """The shape's folders and files, in tmpfs, until the end."""
     _check_room(shape)
     folder = Path(tempfile.mkdtemp(prefix="diesel-bench-", dir=PLACE))
     try:
-        _fill(folder, shape)
-        yield folder
+        if shape.file_bytes:
+            yield make(shape, folder)
+        else:
+            _fill(folder, shape)
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -47,5 +50,5 @@ def _check_room(shape: Shape) -> None:
         raise PeerMissing(f"{PLACE} is no tmpfs")
     if os.statvfs(PLACE).f_favail < shape.files + shape.folders:
         raise PeerMissing(f"{PLACE} has too few inodes left for {shape.files:,} files")
-    if available_bytes() < 2 * shape.files * _ENTRY_BYTES:
+    if available_bytes() < 2 * (shape.bytes + shape.files * _ENTRY_BYTES):
         raise PeerMissing(f"too little memory for {shape.files:,} files in {PLACE} and the mount's")

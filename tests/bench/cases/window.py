@@ -1,0 +1,225 @@
+"""Budgets smaller than the dataset: chunk-wise order in a window, and random order without a plan.
+
+The plan is made as a training script makes it: by reading the order from the mount.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..control_group import ControlGroup, control_group
+from ..dlcmd import Dlcmd
+from ..epochs import Order, files_per_s, prepared, random_order, read_epoch, whole_order
+from ..inputs import D4L, Shape
+from ..mounts import Mount
+from ..reader import read_files, write_list
+from ..report import Row, at_least, within
+from ..samples import OURS, Rounds, Side, alternate
+from ..workbench import Workbench
+from .kernel import KERNEL, ONESHOT, RATE, READS, worst
+
+GROUP_CHUNKS = 10
+SEED = 1
+BUDGET_PART = 10  # of the dataset's bytes
+READERS = (1, 4, 16)
+
+RESIDENT_RATIO = 0.6
+READS_MAX = 0.02
+UNPLANNED_RATIO = 1
+UNPLANNED_PART = 4  # of the epoch is read: enough to fill the budget many times over
+RESIDENT, NOT_PUSHING = "everything resident", "the same mount without pushing"
+RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak MB"
+
+CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
+INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What both benchmarks share."""
+
+    bench: Workbench
+    shape: Shape
+    dlcmd: Dlcmd
+    mountpoint: Path
+    folder: Path
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.shape.bytes // BUDGET_PART
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*KERNEL, "--memory", str(self.budget_bytes))
+
+    def walk(self) -> None:
+        """As a program does that looks what there is: the entries are charged to it, not to us."""
+        nothing = write_list([], self.folder / "nothing")
+        read_files(self.bench.reader, nothing, walk=self.mountpoint)
+
+
+@contextmanager
+def _setting(bench: Workbench) -> Iterator[_Setting]:
+    shape, source = prepared(bench, D4L)
+    with bench.scratch() as folder:
+        dlcmd = Dlcmd(folder)
+        chunk = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
+        dlcmd.seconds("put", "--chunk-size", str(chunk), str(source), shape.name)
+        setting = _Setting(bench, shape, dlcmd, folder / "mount", folder)
+        with dlcmd.mounted(shape.name, setting.mountpoint):
+            pass  # this user has a copy of the snapshot from now on
+        yield setting
+
+
+def chunk_wise(bench: Workbench) -> list[Row]:
+    """D4L in chunk-wise order with a budget of a tenth, against everything resident."""
+    rows: list[Row] = []
+    with _setting(bench) as setting:
+        epochs = [_epoch(setting, number) for number in range(2)]
+        for readers in READERS:
+            rounds = alternate(bench.rounds, _chunk_wise_sides(setting, epochs, readers))
+            rows += _chunk_wise_rows(setting, rounds, readers)
+    return rows
+
+
+def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -> dict[str, Side]:
+    bench, shape, dlcmd = setting.bench, setting.shape, setting.dlcmd
+
+    def window() -> dict[str, float]:
+        bench.settle(dlcmd.store)
+        with (
+            control_group() as group,
+            dlcmd.mounted(shape.name, setting.mountpoint, *setting.options, group=group) as mount,
+        ):
+            setting.walk()
+            peak = _Peak(mount, group)
+            epochs[0].announce(mount)
+            first = read_epoch(bench, epochs[0].order, readers=readers)
+            before = mount.counts()
+            epochs[1].announce(mount)
+            second = read_epoch(bench, epochs[1].order, readers=readers)
+            peak_bytes = peak.bytes()
+            again = mount.counts() - before
+        return {
+            RATE: files_per_s(first),
+            READS: before.reads / shape.files,
+            RATE_AGAIN: files_per_s(second),
+            READS_AGAIN: again.reads / shape.files,
+            PEAK: peak_bytes / 1e6,
+        }
+
+    def resident() -> dict[str, float]:
+        bench.settle(dlcmd.store)
+        with dlcmd.mounted(shape.name, setting.mountpoint, *ONESHOT):
+            read_epoch(bench, epochs[0].order, walk=setting.mountpoint)
+            return {RATE: files_per_s(read_epoch(bench, epochs[0].order, readers=readers))}
+
+    return {OURS: window, RESIDENT: resident}
+
+
+def _chunk_wise_rows(setting: _Setting, rounds: Rounds, readers: int) -> list[Row]:
+    name = f"kernel {setting.shape.name}, chunk-wise, {readers} reader{'s' * (readers > 1)}"
+    fully, limit_mb = rounds.of(RESIDENT, RATE), 1.3 * setting.budget_bytes / 1e6 + 100
+    how = (
+        f"G = {GROUP_CHUNKS}, a budget of a tenth of the dataset; the plan is a list that was read"
+    )
+    memory = "its processes and all that the kernel charges to them"
+    stays = (
+        "says little where the first did not keep the limit: the kernel keeps what READs brought"
+    )
+    target = at_least(RESIDENT_RATIO) if readers == 1 else None
+    again = f"{name}, second epoch"
+    return [
+        Row(name, RATE, rounds.ours(RATE), RESIDENT, fully, target, how),
+        Row(again, RATE, rounds.ours(RATE_AGAIN), RESIDENT, fully, target),
+        within(name, READS, worst(rounds.ours(READS)), READS_MAX, most=True),
+        within(again, READS, worst(rounds.ours(READS_AGAIN)), READS_MAX, most=True, note=stays),
+        within(name, PEAK, worst(rounds.ours(PEAK)), limit_mb, most=True, note=memory),
+    ]
+
+
+def unplanned(bench: Workbench) -> list[Row]:
+    """D4L in true random order with a budget of a tenth, with pushing and without."""
+    with _setting(bench) as setting:
+        shape = setting.shape
+        files = shape.files // UNPLANNED_PART
+        order = random_order(shape, setting.mountpoint, 0, setting.folder, files=files)
+
+        def run(*, pushing: bool) -> dict[str, float]:
+            bench.settle(setting.dlcmd.store)
+            with setting.dlcmd.mounted(shape.name, setting.mountpoint, *setting.options) as mount:
+                if not pushing:
+                    mount.stop_pushing()
+                setting.walk()
+                report = read_epoch(bench, order)
+                reads = mount.counts().reads
+            return {RATE: files_per_s(report), READS: reads / files}
+
+        sides: dict[str, Side] = {
+            OURS: lambda: run(pushing=True),
+            NOT_PUSHING: lambda: run(pushing=False),
+        }
+        rounds = alternate(bench.rounds, sides)
+    name, target = f"kernel {shape.name}, random, no plan", at_least(UNPLANNED_RATIO)
+    other, note = rounds.of(NOT_PUSHING, RATE), "a quarter of an epoch, a budget of a tenth of it"
+    reads = rounds.of(NOT_PUSHING, READS)
+    return [
+        Row(name, RATE, rounds.ours(RATE), NOT_PUSHING, other, target, note),
+        Row(name, READS, rounds.ours(READS), NOT_PUSHING, reads),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """One epoch: its number, the list that a mount has of it, and its order for the reader."""
+
+    number: int
+    text: bytes
+    order: Order
+
+    def announce(self, mount: Mount) -> None:
+        """Makes the plan, by reading its list, which is compared: it takes milliseconds."""
+        name = f"seed={SEED},epoch={self.number},group={GROUP_CHUNKS}"
+        text = (mount.path / ".diesel" / "shuffle" / name).read_bytes()
+        assert text == self.text, "the mount has another order"
+
+
+def _epoch(setting: _Setting, number: int) -> _Epoch:
+    """An epoch as the command line has it."""
+    numbers = ["--seed", str(SEED), "--epoch", str(number), "--group-size", str(GROUP_CHUNKS)]
+    text = setting.dlcmd.output("shuffle", setting.shape.name, *numbers)
+    paths, file = os.fsdecode(text).splitlines(), setting.folder / f"epoch-{number}"
+    return _Epoch(number, text, whole_order(setting.shape, setting.mountpoint, paths, file))
+
+
+class _Peak:
+    """The most memory that a mount's processes took, with the page cache charged to them.
+
+    The control group knows. Without one it is sampled: what is theirs, and what they hold resident
+    at the end, which is about what they hold all the time.
+    """
+
+    def __init__(self, mount: Mount, group: ControlGroup | None) -> None:
+        self._mount = mount
+        self._group = group
+        self._own_bytes = 0
+        self._end = threading.Event()
+        if group is None:
+            self._supervisor = mount.counts().supervisor
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
+            self._sampler.start()
+
+    def bytes(self) -> int:
+        """So far, in bytes; to be asked once."""
+        if self._group is not None:
+            return self._group.peak_bytes()
+        self._end.set()
+        self._sampler.join()
+        return self._own_bytes + self._mount.counts().resident_bytes
+
+    def _sample(self) -> None:
+        while not self._end.wait(INTERVAL_S):
+            self._own_bytes = max(self._own_bytes, self._mount.pss_bytes(self._supervisor))

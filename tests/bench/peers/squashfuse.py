@@ -1,0 +1,74 @@
+"""squashfuse_ll: a SquashFS image mounted through FUSE by a C program, Debian's."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..mounts import is_mounted
+from ..samples import PeerMissing
+from . import output_of
+
+NAME = "squashfuse_ll"
+END_S = 20.0
+
+
+def pack(source: Path, image: Path) -> Path:
+    """The files below `source` as an image without compression."""
+    plain = ["-noI", "-noId", "-noD", "-noF", "-noX"]
+    # Files of one size are compared with each other, which takes minutes here; none is another's.
+    quiet = ["-quiet", "-no-progress", "-noappend", "-no-duplicates"]
+    output_of([_program("mksquashfs"), str(source), str(image), *plain, *quiet])
+    return image
+
+
+@contextmanager
+def mounted(image: Path, mountpoint: Path) -> Iterator[tuple[float, float]]:
+    """The image at a mount point, which is made; yields how long the command took, and when it
+    returned (`time.monotonic()`). It returns when reads work, as ours does.
+    """
+    mountpoint.mkdir(exist_ok=True)
+    try:
+        start_s = time.monotonic()
+        _start(image, mountpoint)
+        ready_s = time.monotonic()
+        if not is_mounted(mountpoint):
+            raise PeerMissing("it did not mount")
+        yield ready_s - start_s, ready_s
+    finally:
+        _unmount(mountpoint)
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise PeerMissing(f"there is no {name} here: deploy/prepare.sh bench installs it")
+    return found
+
+
+def _start(image: Path, mountpoint: Path) -> None:
+    """Runs the command; its daemon keeps no pipe of ours, so nobody waits for that."""
+    done = subprocess.run(
+        [_program("squashfuse_ll"), str(image), str(mountpoint)],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=END_S,
+    )
+    if done.returncode:
+        raise PeerMissing(f"squashfuse_ll ended with {done.returncode}")
+
+
+def _unmount(mountpoint: Path) -> None:
+    end_s = time.monotonic() + END_S
+    while is_mounted(mountpoint):
+        lazy = ["-z"] if time.monotonic() > end_s else []
+        subprocess.run(
+            ["fusermount3", "-u", *lazy, str(mountpoint)], check=False, stderr=subprocess.DEVNULL
+        )
+        if lazy:
+            return
+        time.sleep(0.05)
