@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import ObjectStoreError as ObjectStoreError
     from .errors import PermissionDenied as PermissionDenied
     from .errors import UsageError as UsageError
+    from .fuse import filelist as filelist
     from .fuse import umount as umount
     from .fuse.mounted import mount as mount
 
@@ -46,7 +47,7 @@ _HOMES = {
         "PermissionDenied",
         "UsageError",
     ),
-    "fuse": ("umount",),
+    "fuse": ("filelist", "umount"),
     "fuse.mounted": ("mount",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

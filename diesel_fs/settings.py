@@ -123,6 +123,18 @@ def state_folder() -> Path:
     return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")
 
 
+def runtime_folder() -> Path:
+    """Where sockets lie while their programs run; made where it is missing. Nobody else enters."""
+    value = os.environ.get("XDG_RUNTIME_DIR", "")
+    if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
+        folder = private_folder(Path(value) / "diesel")
+    else:
+        folder = private_folder(state_folder() / "run")
+    if folder.lstat().st_mode & 0o077:
+        raise PermissionDenied(f"others can enter {folder}", advice=f"chmod 700 {folder}")
+    return folder
+
+
 def cache_folder() -> Path:
     """Private copies that can be made again; made where it is missing."""
     return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")

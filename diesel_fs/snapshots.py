@@ -236,6 +236,14 @@ def _private_path(identity: UUID, version: int) -> Path:
     return private_folder(cache_folder() / "snapshots") / name
 
 
+def private_file(identity: UUID, version: int) -> int:
+    """A descriptor of this user's private copy. Raises OSError where there is none."""
+    try:
+        return os.open(_private_path(identity, version), os.O_RDONLY | os.O_CLOEXEC)
+    except DieselError as error:
+        raise FileNotFoundError(error.message) from error
+
+
 def _open_private(identity: UUID, version: int) -> Snapshot | None:
     try:
         found = map_private(_private_path(identity, version))

@@ -1,15 +1,16 @@
 """The file system that a mount shows: a snapshot's tree, read through a reader, plus `.diesel`.
 
-Owned here: node numbers, attributes as shown, folder listings, the hidden folder, read deadlines,
-and what becomes an errno. Not owned: FUSE (a session under `fuse/` speaks it; this module knows
-neither), where bytes come from and whether they are right (the reader checks them).
+Owned here: node numbers, attributes as shown, folder listings, read deadlines, and what becomes an
+errno. Not owned: the hidden folder (`hidden.py`), FUSE (a session under `fuse/` speaks it; this
+module knows neither), where bytes come from and whether they are right (the reader checks them).
 
 A node is an entry's index in the snapshot + 1, so the root is 1, there is no table, and nothing of
 the dataset can be forgotten. Nodes from `HIDDEN_ROOT` on are made by us and belong to `.diesel`;
 such a node is never given to other content.
 
-Concurrency: one trio task at a time calls in here. Only `read` waits; what it waits for runs in one
-of `read_threads` threads and touches nothing of this object.
+Concurrency: one trio task at a time calls in here. Only `read` waits, and what is asked of the
+hidden folder (`lookup_hidden`, `hidden_listing`); what they wait for runs in threads (for reads of
+the dataset `read_threads` of them) and touches nothing of this object.
 """
 
 import errno
@@ -19,29 +20,35 @@ import math
 import stat
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from .chunk_id import chunk_id_text
 from .entries import NAME_BYTES_MAX, Kind, shown
 from .errors import CorruptError, DeadlineError, DieselError
+from .hidden import HiddenFile as HiddenFile
+from .hidden import HiddenFolder, Readers
+from .nodes import (
+    ABSENT,
+    FOREVER_S,
+    HIDDEN_NAME,
+    HIDDEN_ROOT,
+    ROOT,
+    Attributes,
+    Bytes,
+    Listing,
+    Owner,
+    Refused,
+)
 from .settings import READ_DEADLINE_S
 from .snapshot import Snapshot
 
 log = logging.getLogger("diesel.mount")
-
-Bytes = bytes | memoryview
-
-ROOT = 1
-HIDDEN_ROOT = 1 << 62
-HIDDEN_NAME = b".diesel"
-
-FOREVER_S = 1e9
-"""How long answers about an immutable tree hold: 31 years, which fits the kernel's jiffies."""
 
 READ_THREADS = 64
 """Reads that wait for the store at once. More wait in line, where their deadline runs too."""
@@ -66,14 +73,6 @@ BLOCK_BYTES = 4096
 _TYPE_BITS = np.array([stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR, 0], np.uint32)  # by Kind
 
 
-class Refused(Exception):
-    """An errno that is an answer and no failure: nothing is logged."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(errno.errorcode.get(number, number))
-        self.errno = number
-
-
 class ContentReader(Protocol):
     """Checked bytes of entries, by index. Every method may be called from any thread."""
 
@@ -94,30 +93,18 @@ class ContentReader(Protocol):
         ...
 
 
-class Attributes(NamedTuple):
-    """What is told of a node. Node 0 says that the name does not exist."""
+class ChildColumns(NamedTuple):
+    """n consecutive children of a folder, as the snapshot's columns have them."""
 
-    node: int
-    mode: int  # with the type bits
-    size: int
-    mtime_ns: int
-    name_valid_s: float  # how long the name leads to this node; the node itself never changes
-
-
-ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
-ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
-
-
-class Listing(NamedTuple):
-    """Consecutive children of a folder, from `position` on, as columns."""
-
-    position: int
-    names: Sequence[bytes]
-    nodes: Sequence[int]
-    modes: Sequence[int]
-    sizes: Sequence[int]
-    mtimes_ns: Sequence[int]
-    name_valid_s: float
+    first_node: int
+    name_start: npt.NDArray[np.int64]
+    """n + 1; into `names`."""
+    names: npt.NDArray[np.uint8]
+    """At least 8 bytes more than the last name needs."""
+    mode: npt.NDArray[np.uint32]
+    """With the type bits."""
+    size: npt.NDArray[np.uint64]
+    mtime_ns: npt.NDArray[np.int64]
 
 
 class Space(NamedTuple):
@@ -125,88 +112,6 @@ class Space(NamedTuple):
 
     blocks: int
     entries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whom all entries belong to, and the permission bits that are not shown."""
-
-    uid: int
-    gid: int
-    umask: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenFile:
-    """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
-
-    content: Callable[[], Bytes]
-    still_s: float = math.inf
-
-
-@dataclass(slots=True)
-class _Edition:
-    """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
-
-    node: int
-    name: bytes
-    content: memoryview
-    made_s: float
-    mtime_ns: int
-    known: int = 0  # how often the kernel has been told of the node, less what it forgot
-
-
-@dataclass(slots=True)
-class HiddenFolder:
-    """`.diesel`: reached by name, listed only from inside, its nodes counted.
-
-    A file gets a new node when, and only when, its content changes: the kernel keeps the pages of
-    a node, and would go on serving the old ones.
-    """
-
-    files: Mapping[bytes, HiddenFile]
-    clock: Callable[[], float] = time.monotonic
-    _current: dict[bytes, _Edition] = field(default_factory=dict)
-    _editions: dict[int, _Edition] = field(default_factory=dict)
-    _next_node: int = HIDDEN_ROOT + 1
-
-    def edition(self, name: bytes) -> _Edition | None:
-        """The content of a name as it stands, made anew where its time has come."""
-        file = self.files.get(name)
-        if file is None:
-            return None
-        current = self._current.get(name)
-        if current is not None and self.clock() < current.made_s + file.still_s:
-            return current
-        content = memoryview(file.content()).cast("B")
-        if current is not None and content == current.content:
-            current.made_s = self.clock()
-            return current
-        if current is not None and not current.known:
-            del self._editions[current.node]
-        made = _Edition(self._next_node, name, content, self.clock(), time.time_ns())
-        self._next_node += 1
-        self._current[name] = self._editions[made.node] = made
-        return made
-
-    def at(self, node: int) -> _Edition:
-        """The edition that a node names. Raises Refused(ESTALE) where it has been forgotten."""
-        try:
-            return self._editions[node]
-        except KeyError:
-            raise Refused(errno.ESTALE) from None
-
-    def remember(self, node: int) -> None:
-        """The kernel has been told of the node once more."""
-        if edition := self._editions.get(node):
-            edition.known += 1
-
-    def forget(self, node: int, count: int) -> None:
-        """The kernel has dropped `count` of its references; an old edition then goes."""
-        if edition := self._editions.get(node):
-            edition.known -= count
-            if edition.known <= 0 and self._current[edition.name] is not edition:
-                del self._editions[node]
 
 
 class Vfs:
@@ -220,6 +125,9 @@ class Vfs:
         *,
         about: Mapping[str, object] | None = None,
         hidden: Mapping[bytes, HiddenFile] | None = None,
+        readers: Readers | None = None,
+        control: Callable[[], bytes] = bytes,
+        residency: Callable[[], Mapping[str, object]] | None = None,
         read_deadline_s: float = READ_DEADLINE_S,
         read_threads: int = READ_THREADS,
         clock: Callable[[], float] = time.monotonic,
@@ -229,8 +137,10 @@ class Vfs:
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, failed=0, bytes=0)
         self.waiting = 0
+        self._asking = 0
         self._reader = reader
         self._about = dict(about or {})
+        self._residency = residency
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(read_threads)
         self._given_up: dict[int, float] = {}
@@ -239,22 +149,33 @@ class Vfs:
         self._started_s = clock()
         self._listings: OrderedDict[tuple[int, int], Listing] = OrderedDict()
         self._hidden = HiddenFolder(
-            {b"stats": HiddenFile(self._stats_text, STATS_STILL_S), **(hidden or {})}, clock
+            snapshot,
+            {b"stats": HiddenFile(self._stats_text, STATS_STILL_S), **(hidden or {})},
+            owner,
+            readers=readers,
+            control=control,
+            clock=clock,
         )
 
     # names and attributes ---------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """What `name` in `folder` leads to. Who tells the kernel of it calls `remember`."""
-        if folder < HIDDEN_ROOT:
-            if folder == ROOT and name == HIDDEN_NAME:
-                return self.attributes(HIDDEN_ROOT)
-            index = self.snapshot.child(self._index(folder), name)
-            if index < 0 and len(name) > NAME_BYTES_MAX:
-                raise Refused(errno.ENAMETOOLONG)
-            return ABSENT if index < 0 else self.attributes(index + 1)
-        edition = self._hidden.edition(name) if folder == HIDDEN_ROOT else None
-        return ABSENT_NOW if edition is None else self._of_edition(edition)
+        """What `name` in a folder of the dataset leads to.
+
+        Who tells the kernel of it calls `remember`. What is asked of folders of ours may wait: that
+        is `lookup_hidden`.
+        """
+        if folder == ROOT and name == HIDDEN_NAME:
+            return self.attributes(HIDDEN_ROOT)
+        index = self.snapshot.child(self._index(folder), name)
+        if index < 0 and len(name) > NAME_BYTES_MAX:
+            raise Refused(errno.ENAMETOOLONG)
+        return ABSENT if index < 0 else self.attributes(index + 1)
+
+    async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
+        """The same in `.diesel` and below it."""
+        with self._waits(asks=1):
+            return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
         """What a node is. Raises Refused(ESTALE) for one that is unknown."""
@@ -262,11 +183,7 @@ class Vfs:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
             return Attributes(node, mode, found.size, found.mtime_ns, FOREVER_S)
-        if node == HIDDEN_ROOT:
-            mode = stat.S_IFDIR | self._permissions(Kind.FOLDER, 0o555)
-            mtime_ns = self.snapshot.stat(0).mtime_ns
-            return Attributes(node, mode, 0, mtime_ns, FOREVER_S)
-        return self._of_edition(self._hidden.at(node))
+        return self._hidden.attributes(node)
 
     def remember(self, node: int) -> None:
         """Counts that the kernel has been given the node; only hidden ones are counted."""
@@ -281,7 +198,7 @@ class Vfs:
     def link_target(self, node: int) -> bytes:
         """Where a symbolic link points, verbatim."""
         if node >= HIDDEN_ROOT:
-            raise Refused(errno.EINVAL)
+            return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
@@ -293,7 +210,9 @@ class Vfs:
 
     def folder_parent(self, node: int) -> int:
         """The node that `..` leads to; the root's is the root."""
-        if node >= HIDDEN_ROOT or node == ROOT:
+        if node >= HIDDEN_ROOT:
+            return self._hidden.parent(node)
+        if node == ROOT:
             return ROOT
         return self.snapshot.parent(self._index(node)) + 1
 
@@ -302,8 +221,6 @@ class Vfs:
 
         Where none is left then, the folder ends. A child's position never changes.
         """
-        if folder >= HIDDEN_ROOT:
-            return self._hidden_listing()
         start = position - position % LISTING_ENTRIES
         found = self._listings.get((folder, start))
         if found is None:
@@ -314,42 +231,50 @@ class Vfs:
             self._listings.move_to_end((folder, start))
         return found
 
-    def _list(self, folder: int, start: int) -> Listing:
-        part = self.snapshot.children(self._index(folder))[start : start + LISTING_ENTRIES]
+    def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
+        """Up to `count` children of a folder of the dataset from `position` on; None at its end."""
+        part = self.snapshot.children(self._index(folder))[position : position + count]
         if not part:
-            return Listing(start, (), (), (), (), (), FOREVER_S)
+            return None
         stats = self.snapshot.stat_many(part)
         shown_bits = stats.mode.astype(np.uint32) & (~self.owner.umask & 0o7777)
         shown_bits[stats.kind == Kind.LINK] = 0o777
+        columns = self.snapshot.columns
+        return ChildColumns(
+            part.start + 1,
+            columns.name_start[part.start : part.stop + 1].astype(np.int64),
+            columns.names,
+            (_TYPE_BITS[stats.kind] | shown_bits).astype(np.uint32),
+            stats.size,
+            stats.mtime_ns,
+        )
+
+    def _list(self, folder: int, start: int) -> Listing:
+        found = self.child_columns(folder, start, LISTING_ENTRIES)
+        if found is None:
+            return Listing(start, (), (), (), (), (), FOREVER_S)
+        nodes = range(found.first_node, found.first_node + len(found.mode))
         return Listing(
             start,
-            self.snapshot.names(part),
-            range(part.start + 1, part.stop + 1),
-            (_TYPE_BITS[stats.kind] | shown_bits).tolist(),
-            stats.size.tolist(),
-            stats.mtime_ns.tolist(),
+            self.snapshot.names(range(nodes.start - 1, nodes.stop - 1)),
+            nodes,
+            found.mode.tolist(),
+            found.size.tolist(),
+            found.mtime_ns.tolist(),
             FOREVER_S,
         )
 
-    def _hidden_listing(self) -> Listing:
-        names = sorted(self._hidden.files)
-        found = [self.lookup(HIDDEN_ROOT, name) for name in names]
-        return Listing(
-            0,
-            names,
-            [each.node for each in found],
-            [each.mode for each in found],
-            [each.size for each in found],
-            [each.mtime_ns for each in found],
-            0.0,
-        )
+    async def hidden_listing(self, folder: int) -> Listing:
+        """All that is in a folder of ours."""
+        with self._waits(asks=1):
+            return await self._hidden.listing(folder)
 
     # content ----------------------------------------------------------------------------------
 
     def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
         """The bytes if they are in memory, in full up to the file's end; None where `read` must."""
         if node >= HIDDEN_ROOT:
-            return self._hidden.at(node).content[offset : offset + size]
+            return self._hidden.read_now(node, offset, size)
         index = self._index(node)
         wanted = self._wanted(index, offset, size)
         if wanted == 0:
@@ -368,6 +293,8 @@ class Vfs:
 
         A short answer never leaves here: one makes the kernel cut the file for ever.
         """
+        if node >= HIDDEN_ROOT:
+            return await self._read_hidden(node, offset, size)
         found = self.read_now(node, offset, size)
         if found is not None:
             return found
@@ -377,9 +304,8 @@ class Vfs:
         if self._clock() < self._given_up.pop(index, -math.inf):
             raise self._failed(index, offset, late)
         self.reads["misses"] += 1
-        self.waiting += 1
         try:
-            with trio.fail_after(self._deadline_s):
+            with self._waits(), trio.fail_after(self._deadline_s):
                 view = await trio.to_thread.run_sync(
                     self._reader.read,
                     index,
@@ -395,14 +321,31 @@ class Vfs:
             raise self._failed(index, offset, late) from None
         except DieselError as error:
             raise self._failed(index, offset, error) from None
-        finally:
-            self.waiting -= 1
-            if not self.waiting:
-                self._settled.unpark_all()
         if len(view) != wanted:
             raise self._failed(index, offset, _short(len(view), wanted))
         self.reads["bytes"] += wanted
         return view
+
+    async def _read_hidden(self, node: int, offset: int, size: int) -> Bytes:
+        try:
+            with self._waits(), trio.fail_after(self._deadline_s):
+                return await self._hidden.read(node, offset, size)
+        except trio.TooSlowError:
+            log.error("%s was not made within %g s", self._where(node), self._deadline_s)
+            raise Refused(errno.EIO) from None
+
+    @contextmanager
+    def _waits(self, asks: int = 0) -> Iterator[None]:
+        """Somebody waits meanwhile: a reader, or one that `asks` for a name."""
+        self.waiting += 1
+        self._asking += asks
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            self._asking -= asks
+            if not self.waiting:
+                self._settled.unpark_all()
 
     async def settle(self) -> None:
         """Returns when no read waits."""
@@ -410,7 +353,7 @@ class Vfs:
             await self._settled.park()
 
     def _wanted(self, index: int, offset: int, size: int) -> int:
-        return max(0, min(size, self.snapshot.stat(index).size - offset))
+        return max(0, min(size, self.snapshot.size(index) - offset))
 
     # faults and figures -----------------------------------------------------------------------
 
@@ -433,8 +376,10 @@ class Vfs:
             "uptime_s": round(self._clock() - self._started_s, 3),
             "requests": dict(sorted(self.requests.items())),
             "reads": dict(self.reads),
-            "waiting": self.waiting,
+            "waiting": self.waiting - self._asking,
             "cache": self._reader.stats(),
+            "lists": self._hidden.stats(),
+            **({} if self._residency is None else {"residency": self._residency()}),
         }
 
     def close(self) -> None:
@@ -474,10 +419,6 @@ class Vfs:
 
     def _permissions(self, kind: Kind, mode: int) -> int:
         return 0o777 if kind is Kind.LINK else mode & ~self.owner.umask
-
-    def _of_edition(self, edition: _Edition) -> Attributes:
-        mode = stat.S_IFREG | self._permissions(Kind.FILE, 0o444)
-        return Attributes(edition.node, mode, len(edition.content), edition.mtime_ns, 0.0)
 
 
 def _short(found: int, wanted: int) -> CorruptError:

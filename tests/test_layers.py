@@ -31,7 +31,10 @@ L1  snapshot_layout: entries chunk_id
 L1  snapshot: entries chunk_id snapshot_layout
 L1  snapshot_plan: entries chunk_id snapshot snapshot_layout
 L1  snapshot_merge: entries chunk_id snapshot snapshot_layout snapshot_plan
+L1  plans: entries snapshot
 L1  shuffle: entries snapshot
+L1  order_lists: entries snapshot shuffle
+L1  control_wire: entries plans shuffle snapshot
 L1  wire: entries chunk_id
 
 L2  storage/
@@ -39,16 +42,22 @@ L2  rpc
 
 L3  snapshots
 L3  catalogue
-L3  repository: snapshots catalogue
-L3  recovery: repository snapshots catalogue
-L3  cache.chunks
-L3  cache.store: cache.chunks
+L3  commits
+L3  repository: snapshots catalogue commits
+L3  recovery: repository snapshots catalogue commits
+L3  cache.followed
+L3  cache.chunks: cache.followed
+L3  cache.store: cache.chunks cache.followed
+L3  cache.extents
 L3  cache.peers
 
 L4  writer/
 L4  client: writer/
 L4  extract
-L4  vfs
+L4  control
+L4  nodes
+L4  hidden: nodes
+L4  vfs: hidden nodes
 L4  node
 
 L5  fuse/

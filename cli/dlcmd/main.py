@@ -43,6 +43,7 @@ VERBS = {
     "mount": ("mounting", "Mount a dataset as a read-only folder."),
     "umount": ("mounting", "Take a mount away."),
     "stats": ("mounting", "Show what a mount does."),
+    "shuffle": ("shuffling", "Print a chunk-wise order of the files."),
 }
 """By verb: the module with a function named after it, and the first line of its help."""
 

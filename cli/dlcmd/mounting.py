@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -10,6 +11,7 @@ from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
 
+from .mount_stats import lines
 from .options import dataset, flags, size, verb
 from .output import emit, say, say_json
 
@@ -31,8 +33,22 @@ def octal(text: str) -> int:
     help="What to do where that is not the current version.",
 )
 @click.option("--offline", is_flag=True, help="Do not ask for the current version.")
-@click.option("--session", type=click.Choice(["auto", "pyfuse3"]), default="auto")
-@click.option("--memory", type=size, default="0", help="For chunks.  [default: the mount's]")
+@click.option("--session", type=click.Choice(["auto", "kernel", "pyfuse3"]), default="auto")
+@click.option(
+    "--memory", type=size, default="0", help="For contents.  [default: half of what is free]"
+)
+@click.option(
+    "--policy",
+    type=click.Choice(["on-demand", "oneshot"]),
+    default="on-demand",
+    show_default=True,
+    help="Make chunks resident when they are first read, or all from the start.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the order in .diesel/filelist.")
+@click.option(
+    "--group-size", type=click.IntRange(1),
+    help="Chunks whose files are shuffled together there.  [default: 100]",
+)  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
 @click.option("--uid", type=click.IntRange(0), help="Owner that is shown.  [default: you]")
 @click.option("--gid", type=click.IntRange(0), help="Group that is shown.  [default: yours]")
@@ -47,6 +63,9 @@ def mount(
     offline: bool,
     session: str,
     memory: int,
+    policy: Literal["on-demand", "oneshot"],
+    seed: int,
+    group_size: int | None,
     allow_other: bool,
     uid: int | None,
     gid: int | None,
@@ -71,6 +90,9 @@ def mount(
         offline=offline,
         session=session,
         memory_bytes=memory,
+        policy=policy,
+        seed=seed,
+        group_size=group_size or 0,
         allow_other=allow_other,
         uid=-1 if uid is None else uid,
         gid=-1 if gid is None else gid,
@@ -108,7 +130,9 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
 @verb("stats")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 def stats(folder: Path) -> None:
-    """Show what a mount does: requests, hits, bytes, memory.
+    """Show what a mount does: requests, reads, bytes, what is resident, and where readers are.
+
+    Most reads never reach the mount; how many, is an estimate.
 
     \b
     Example:
@@ -118,5 +142,4 @@ def stats(folder: Path) -> None:
     if flags().json:
         say_json(found)
     else:
-        width = max(map(len, found), default=0)
-        emit(f"{name:<{width}}  {value}\n".encode() for name, value in found.items())
+        emit(f"{line}\n".encode("utf-8", "surrogateescape") for line in lines(found))

@@ -5,11 +5,12 @@ What is exported here is for programs and imports neither FUSE, trio nor numpy. 
 the same for Python.
 """
 
-from .launcher import mount, mount_in_foreground, stats, umount
+from .launcher import filelist, mount, mount_in_foreground, stats, umount
 from .request import MountRequest
 
 __all__ = [
     "MountRequest",
+    "filelist",
     "mount",
     "mount_in_foreground",
     "stats",

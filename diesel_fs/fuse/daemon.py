@@ -1,52 +1,65 @@
-"""The mount's own process: opens the dataset, serves it until it is unmounted, and goes.
+"""The mount's own process: it forks a server and a helper, watches over them, and ends with them.
 
-Owned here: the process's life (start, report, signals, end). Not owned: starting it
-(`launcher.py`), where the content comes from (`source.py`), answering the kernel (the sessions).
+Owned here: the life of the three processes, and that no reader ever hangs because of one of them.
+This one, the supervisor, holds no descriptor of the connection and never touches the mount, so
+nothing that happens there can stop it. Not owned: starting it (`launcher.py`), answering the kernel
+(`server.py`), what is pushed into its cache (`helper.py`).
 
-SIGTERM and SIGINT unmount, lazily where somebody holds the mount, let reads under way finish for
-`GRACE_S`, and end; a second one ends at once. In the foreground SIGHUP does the same, in the
-background it is ignored. Concurrency: trio, in the main thread; the process never touches its own
-mount, and unmounts from another thread while it goes on answering.
+The connection is aborted, so that whoever waits gets an error, when the server ends, when it has
+not answered for `WATCHDOG_S`, and when one of the two has been killed and cannot end, since it
+waits for a page lock. Where the helper merely ends, the mount goes on without pushing. A helper
+that does not let go of a mount that has left the tree is killed, or the mount could not end.
+
+SIGTERM and SIGINT are passed on to the server (as SIGUSR1: a terminal, or whoever ends a whole
+group of processes, signals the children too), which unmounts; a second one ends it at once. In the
+foreground SIGHUP does the same, in the background it is ignored. When this process is killed, the
+kernel kills the helper and signals the server, which aborts the connection itself. One thread.
 """
 
+import gc
 import json
 import logging
+import math
 import os
+import select
 import signal
+import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import trio
-
 from ..errors import DieselError
-from ..vfs import HiddenFile, Owner, Vfs
 from . import kernel
+from .helper import help_mount
 from .holders import make_mark
 from .log_limit import LogLimit
-from .mountpoint import mounted_at, unmount
-from .pyfuse3_session import Pyfuse3Session
+from .mountpoint import mounted_at, mounts
 from .request import MountRequest
-from .session import MountOptions, Session
-from .source import Source, open_source
+from .server import LEAVE, ORPHANED, READY, described, serve_mount
+from .source import SourceOpener
 
 log = logging.getLogger("diesel.mount")
 
-GRACE_S = 1.5
-"""How long reads under way may take after a signal: the process ends within 2 s (FAULTS H4)."""
-
 FOREGROUND = "--foreground"
 
-SESSIONS: dict[str, type[Session]] = {Pyfuse3Session.name: Pyfuse3Session}
-"""By name, the best first: `auto` takes the first."""
+WATCHDOG_S = 20.0
+"""So long the server may go without a turn of its loop, which takes milliseconds: it is stopped or
+broken, or the machine has no memory left (FAULTS H6)."""
+
+LOOK_S = 0.5
+"""How often the watchdog looks."""
+
+LET_GO_S = 0.5
+"""So long the helper may hold a mount that has left the tree; it needs a millisecond, unless it
+waits for the store."""
+
+_KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 
-Opener = Callable[[MountRequest], Source]
-Report = Callable[[dict[str, object]], None]
-
-
-def main(arguments: Sequence[str], opener: Opener = open_source) -> int:
+def main(
+    arguments: Sequence[str], opener: SourceOpener | None = None, *, watchdog_s: float = WATCHDOG_S
+) -> int:
     """Runs a daemon: `[--foreground] MOUNTPOINT`, the request on stdin. The exit code.
 
     In the background it reports on stdout, one JSON object a line: first its process number, then
@@ -63,23 +76,11 @@ def main(arguments: Sequence[str], opener: Opener = open_source) -> int:
     report({"pid": os.getpid()})
     try:
         request = MountRequest.from_json(sys.stdin.buffer.read())
-        source = opener(request)
-        if source.warning:
-            log.warning("%s", source.warning)
-            report({"warning": source.warning})
-        _Daemon(request, source, foreground, report).run()
     except DieselError as error:
-        if foreground:  # else it is told to whoever started us, with the end of the log
-            log.error("%s", error)
-        report(_described(error))
+        report(described(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        log.exception("the mount failed")
-        report(_described(DieselError(f"the mount failed: {error!r}")))
-        return DieselError.exit_code
-    return 0
+    supervisor = _Supervisor(request, opener or SourceOpener(), foreground, report, watchdog_s)
+    return supervisor.run()
 
 
 def _no_report(_: dict[str, object]) -> None: ...
@@ -90,117 +91,215 @@ def _report_on_stdout(what: dict[str, object]) -> None:
         os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _described(error: DieselError) -> dict[str, object]:
-    return {"error": type(error).__name__, "message": error.message, "advice": error.advice}
-
-
-class _Daemon:
-    """One mount, from `run` to its end."""
+class _Supervisor:
+    """The two children of one mount, from `run` to their end."""
 
     def __init__(
-        self, request: MountRequest, source: Source, foreground: bool, report: Report
+        self,
+        request: MountRequest,
+        opener: SourceOpener,
+        foreground: bool,
+        report: Callable[[dict[str, object]], None],
+        watchdog_s: float,
     ) -> None:
-        snapshot = source.snapshot
-        name = next(iter(SESSIONS)) if request.session == "auto" else request.session
-        if name not in SESSIONS:
-            raise DieselError(f"no session {name!r}", advice=f"known: auto, {', '.join(SESSIONS)}")
-        about = {"session": name, "pid": os.getpid(), "mountpoint": request.mountpoint}
-        uid, gid = request.owner_ids
-        self._vfs = Vfs(
-            snapshot,
-            source.reader,
-            Owner(uid, gid, request.umask),
-            about=about,
-            hidden={b"snapshot": HiddenFile(lambda: snapshot.buffer)},
-            read_deadline_s=request.read_deadline_s,
-        )
-        options = MountOptions(snapshot.dataset, snapshot.version, request.allow_other)
-        self._session = SESSIONS[name](self._vfs, request.mountpoint, options)
-        self._mountpoint = request.mountpoint
-        self._foreground = foreground
+        self._request = request
         self._report = report
+        self._foreground = foreground
+        self._watchdog_s = watchdog_s
         self._device = ""
-        self._started = trio.Event()
-
-    def run(self) -> None:
-        """Mounts, serves, and returns when the mount is gone."""
-        ending = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if self._foreground else [])]
-        if not self._foreground:
+        self._abort_file = self._mark = -1
+        self._heard = b""
+        self._beat_s = self._looked_s = time.monotonic()
+        self._gone_s = math.inf  # when the mount had left the tree
+        self._stuck_looks = 0
+        self._told_to_end = False
+        self._aborted = False
+        self._signals, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        ending = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if foreground else [])]
+        for number in ending:
+            signal.signal(number, lambda *_: None)
+        if not foreground:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        trio.run(self._run, ending)
-        log.info("the mount on %s has ended", self._mountpoint)
-
-    async def _run(self, ending: Sequence[signal.Signals]) -> None:
-        with trio.open_signal_receiver(*ending) as signals:  # none may come before this
-            self._session.mount()
-            found = mounted_at(self._mountpoint)
-            self._device = found.device if found else ""
-            mark = make_mark(self._device)
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._obey, signals, nursery.cancel_scope)
-                    nursery.start_soon(self._announce)
-                    await self._session.serve(self._started.set)
-                    nursery.cancel_scope.cancel()
-            finally:
-                with suppress(DieselError):
-                    self._unmount(lazy=True)  # nothing is left, unless the session has failed
-                self._close()
-                os.close(mark)
-
-    async def _announce(self) -> None:
-        """Settings come after the kernel's first exchange, which would set them back."""
-        await self._started.wait()
-        kernel.tune(self._device)
-        log.info(
-            "%s at version %d is mounted on %s (%s, device %s)",
-            self._vfs.snapshot.dataset,
-            self._vfs.snapshot.version,
-            self._mountpoint,
-            self._session.name,
-            self._device,
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._beats, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        server_end, helper_end = socket.socketpair()
+        ours = [self._signals, wake, self._beats]
+        gc.freeze()  # what the children share with us stays shared
+        self._server = _forked(
+            lambda: serve_mount(request, opener, report, beat, server_end, foreground=foreground),
+            [*ours, helper_end.fileno()],
+            ORPHANED,
         )
-        self._report({"ready": True})
+        self._helper = _forked(
+            lambda: _help_silently(request, opener, helper_end),
+            [*ours, server_end.fileno(), beat],
+            signal.SIGKILL,
+        )
+        server_end.close()
+        helper_end.close()
+        os.close(beat)
+
+    def run(self) -> int:
+        """Waits for the server's end. Its exit code."""
+        server, helper = os.pidfd_open(self._server), os.pidfd_open(self._helper)
+        mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        watched = select.poll()
+        for descriptor in (server, helper, self._beats, self._signals):
+            watched.register(descriptor, select.POLLIN)
+        watched.register(mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        while True:
+            ready = {descriptor for descriptor, _ in watched.poll(LOOK_S * 1000)}
+            if self._signals in ready:
+                self._pass_on(os.read(self._signals, 64))
+            if self._beats in ready and not self._hear():
+                watched.unregister(self._beats)
+            if server in ready:
+                return self._end()
+            if helper in ready:
+                watched.unregister(helper)
+                self._bury_helper()
+            if mountinfo in ready:
+                self._look_for_the_mount()
+            self._look()
+
+    def _pass_on(self, numbers: bytes) -> None:
+        for number in numbers:
+            told = " at once" if self._told_to_end else ""
+            name = signal.Signals(number).name
+            log.info("%s: unmounting %s%s", name, self._request.mountpoint, told)
+            self._told_to_end = True
+            os.kill(self._server, LEAVE)
+
+    def _hear(self) -> bool:
+        """The mount's device, that it is ready, then that the server lives. False at its end."""
+        with suppress(BlockingIOError):
+            text = os.read(self._beats, 4096)
+            if not text:
+                return False
+            self._beat_s = time.monotonic()
+            *lines, self._heard = (self._heard + text).split(b"\n")
+            for line in lines:
+                if line == READY:
+                    self._report({"ready": True})
+                    self._end_report()
+                elif line:
+                    self._device = line.decode()
+                    self._mark = make_mark(self._device)
+                    self._abort_file = kernel.open_abort(self._device)
+                    self._look_for_the_mount()
+        return True
+
+    def _end_report(self) -> None:
+        """Whoever started us sees the report's end once the server has ended it, too."""
         if not self._foreground:
-            os.dup2(2, 1)  # whoever started us sees the end of the report
+            os.dup2(2, 1)
 
-    async def _obey(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-        number = await anext(signals)
-        log.info("%s: unmounting %s", signal.Signals(number).name, self._mountpoint)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._leave, scope)
-            number = await anext(signals)
-            log.warning("%s again: ending at once", signal.Signals(number).name)
-            with suppress(DieselError):
-                self._unmount(lazy=True)
-            scope.cancel()
+    def _bury_helper(self) -> None:
+        _, status = os.waitpid(self._helper, 0)
+        self._helper = 0
+        if status and self._gone_s == math.inf:
+            log.error("the helper ended (%d): nothing is pushed any more", status)
 
-    async def _leave(self, scope: trio.CancelScope) -> None:
-        """Unmounts, or detaches where somebody holds the mount, and ends the session."""
-        with trio.move_on_after(GRACE_S):
-            try:
-                await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
-            except DieselError as error:
-                log.warning("%s: detaching it", error)
-                with suppress(DieselError):
-                    await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
-            await self._vfs.settle()
-        scope.cancel()
+    def _look_for_the_mount(self) -> None:
+        if self._device and not any(each.device == self._device for each in mounts()):
+            self._gone_s = min(self._gone_s, time.monotonic())
 
-    def _unmount(self, lazy: bool = False) -> None:
-        """Takes our mount away; what others have mounted there since is not touched."""
-        found = mounted_at(self._mountpoint)
-        if found is not None and found.device == self._device:
-            unmount(self._mountpoint, lazy=lazy)
+    def _look(self) -> None:
+        """Frees readers where one of the children cannot go on."""
+        now_s = time.monotonic()
+        pause_s, self._looked_s = now_s - self._looked_s, now_s
+        if pause_s > 4 * LOOK_S:  # all three were stopped (Ctrl-Z, a frozen container), not one
+            self._beat_s += pause_s
+        if not self._device or self._aborted:
+            return
+        if now_s - self._beat_s > self._watchdog_s:
+            said = "the server has not answered for %g s: ending the mount"
+            log.critical(said, self._watchdog_s)
+            self._abort()
+            os.kill(self._server, signal.SIGKILL)
+            return
+        if self._helper and now_s - self._gone_s > LET_GO_S:
+            os.kill(self._helper, signal.SIGKILL)  # the mount lives on while it holds it
+        elif any(pid and _is_killed_but_waits(pid) for pid in (self._server, self._helper)):
+            self._stuck_looks += 1
+            if self._stuck_looks > 1:  # else it waits for a READ that is answered now
+                log.critical("a process was killed and cannot end: ending the mount")
+                self._abort()
+        else:
+            self._stuck_looks = 0
 
-    def _close(self) -> None:
-        self._session.close()
-        closing = threading.Thread(target=self._vfs.close, daemon=True)
-        closing.start()
-        closing.join(0.3)  # a reader that waits for a dead store must not keep us
+    def _abort(self) -> None:
+        self._aborted = True
+        if self._abort_file >= 0:  # of this very connection: numbers are given again
+            with suppress(OSError):
+                os.write(self._abort_file, b"1")
+            return
+        found = mounted_at(self._request.mountpoint)
+        if found is not None and found.device == self._device and not kernel.abort(self._device):
+            with suppress(OSError):
+                kernel.umount2(self._request.mountpoint, kernel.MNT_FORCE)
+
+    def _end(self) -> int:
+        """The server has ended: so does everything else."""
+        _, status = os.waitpid(self._server, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0 and not self._told_to_end:
+            log.critical("the server was ended by %s", signal.Signals(-code).name)
+        if self._device:
+            self._abort()  # nobody answers any more, and the helper may wait for an answer
+        if self._helper:
+            os.kill(self._helper, signal.SIGKILL)
+            os.waitpid(self._helper, 0)
+        for descriptor in (self._mark, self._abort_file):
+            if descriptor >= 0:
+                os.close(descriptor)
+        return 1 if code < 0 else code
+
+
+def _help_silently(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
+    """The helper: not part of the report, and ended by the server's end alone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.dup2(2, 1)
+    return help_mount(request, opener, link)
+
+
+def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Signals) -> int:
+    """A child that runs this and ends with its code; it has no use for the descriptors `others`.
+
+    It gets a signal when we are killed.
+    """
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        kernel.die_with_parent(orphaned)
+        if os.getppid() != parent:
+            return 1
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all of us
+            signal.signal(number, signal.SIG_IGN)
+        for descriptor in others:
+            os.close(descriptor)
+        code = run()
+    except BaseException:
+        log.exception("a process of the mount failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)  # threads that still wait for a store are left behind
+
+
+def _is_killed_but_waits(pid: int) -> bool:
+    """Whether a process has been killed and cannot end: it waits uninterruptibly."""
+    with suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
+            said = dict(line.split(":", 1) for line in lines if ":" in line)
+        pending = int(said["ShdPnd"], 16) | int(said["SigPnd"], 16)
+        return bool(pending & _KILLED_BIT) and said["State"].strip().startswith("D")
+    return False
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    logging.shutdown()
-    os._exit(code)  # threads that still wait for a store are left behind
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,22 @@ def daemon_of(device: str) -> int | None:
     return None
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that this one has forked; none where it is gone."""
+    found = []
+    for each in _processes():
+        with suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{each}/stat").read_bytes()
+            if int(stat.rpartition(b")")[2].split()[1]) == pid:
+                found.append(each)
+    return found
+
+
+def is_mounted(device: str) -> bool:
+    """Whether the file system is in some tree still, a container's too, as far as we may see."""
+    return bool(_mount_ids(_processes(), device))
+
+
 def holders_of(device: str) -> list[int]:
     """The processes with a file or folder of the mount open, mapped, or as where they stand."""
     processes = _processes()

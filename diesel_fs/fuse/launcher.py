@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from .. import errors
-from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied
+from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
 from ..settings import state_folder
 from . import kernel
-from .holders import daemon_of, ended, holders_of
+from .holders import children_of, daemon_of, ended, holders_of, is_mounted
 from .mountpoint import is_alive, our_mount, prepare, read_through, real_path, unmount
 from .request import MountRequest
 
@@ -35,6 +35,12 @@ START_DEADLINE_S = 60.0
 
 END_DEADLINE_S = 5.0
 """How long a daemon may take to end after its mount is gone; it needs a few milliseconds."""
+
+UNHELD_S = 1.0
+"""A daemon whose mount is in no tree any more is told to end after so long."""
+
+OWN_DEADLINE_S = 2.0
+"""So long a mount may be busy by its own helper, which lets go after each piece of work."""
 
 LOG_LINES_SHOWN = 15
 
@@ -62,7 +68,8 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} died at once")
         except DeadlineError:
-            umount(request.mountpoint, force=True)
+            with suppress(DieselError):  # nothing may be mounted
+                umount(request.mountpoint, force=True)
             raise
         except DieselError as error:
             error.message += _last_lines(log, start)
@@ -93,16 +100,18 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
     """
     found = our_mount(directory)
     daemon = daemon_of(found.device)
+    own = [] if daemon is None else [daemon, *children_of(daemon)]
     if force:
-        _force(found.path, found.device, daemon)
+        _force(found.path, found.device, daemon, own)
         return
-    held = lazy and holders_of(found.device)  # once detached, nobody can tell
-    try:
-        unmount(found.path, lazy=lazy)
-    except BusyError:
-        raise _busy(found.path, found.device) from None
-    if daemon is not None and not held:
-        _wait(daemon, found.path)
+    held = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
+    _unmount(found.path, found.device, own, lazy)
+    if daemon is None or held:
+        return
+    if not lazy and not ended(daemon, UNHELD_S) and not is_mounted(found.device):
+        with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
+            os.kill(daemon, signal.SIGTERM)
+    _wait(own, found.path)
 
 
 def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
@@ -115,6 +124,23 @@ def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
     if not isinstance(values, dict):
         raise DieselError(f"the statistics of {found.path} are no object")
     return values
+
+
+def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> list[str]:
+    """The paths of a mount's files in the order of an epoch: that of `.diesel/filelist`, or another
+
+    one of the same seed and group size. Reading it announces that it will be followed. Raises
+    DieselError.
+    """
+    found = our_mount(directory)
+    name = "filelist0"
+    if epoch is not None:
+        lists = stats(found.path).get("lists")
+        if not isinstance(lists, dict) or not isinstance(epoch, int) or epoch < 0:
+            raise UsageError(f"bad epoch {epoch!r} of a list")
+        name = f"shuffle0/seed={lists['seed']},epoch={epoch},group={lists['group_size']}"
+    text = read_through(f"{found.path}/.diesel/{name}")
+    return [os.fsdecode(path) for path in text.split(b"\0")[:-1]]
 
 
 def _checked(request: MountRequest) -> MountRequest:
@@ -227,14 +253,28 @@ def _last_lines(log: BinaryIO, start: int) -> str:
     return "".join(f"\n  | {line}" for line in lines)
 
 
-def _busy(path: str, device: str) -> BusyError:
-    pids = holders_of(device)
+def _busy(path: str, pids: Sequence[int]) -> BusyError:
     shown = ", ".join(map(str, pids[:_PIDS_SHOWN])) + (", ..." if len(pids) > _PIDS_SHOWN else "")
     who = f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
     return BusyError(f"{path} is held by {who}", advice="end them, or use --lazy")
 
 
-def _force(path: str, device: str, daemon: int | None) -> None:
+def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
+    """Raises BusyError, naming the processes. The mount's own hold it for moments, no longer."""
+    deadline_s = time.monotonic() + OWN_DEADLINE_S
+    while True:
+        try:
+            unmount(path, lazy=lazy)
+            return
+        except BusyError:
+            pids = holders_of(device)
+            others = [pid for pid in pids if pid not in own]
+            if others or not own or time.monotonic() > deadline_s:
+                raise _busy(path, others) from None
+            time.sleep(0.01)
+
+
+def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
     """Ends the connection first, so that nothing below can wait for the daemon."""
     if not kernel.abort(device):
         with suppress(OSError):  # root; it aborts, and is refused where somebody holds the mount
@@ -244,13 +284,15 @@ def _force(path: str, device: str, daemon: int | None) -> None:
             os.kill(daemon, signal.SIGKILL)
     with suppress(DieselError):
         unmount(path, lazy=True)
-    if daemon is not None:
-        _wait(daemon, path)
+    _wait(own, path)
 
 
-def _wait(daemon: int, path: str) -> None:
-    if not ended(daemon, END_DEADLINE_S):
-        raise DeadlineError(
-            f"{path} is unmounted, but its daemon (process {daemon}) has not ended",
-            advice=f"kill -9 {daemon}",
-        )
+def _wait(own: Sequence[int], path: str) -> None:
+    """The daemon first: it waits for its children, unless it was killed."""
+    deadline_s = time.monotonic() + END_DEADLINE_S
+    for pid in own:
+        if not ended(pid, max(0.0, deadline_s - time.monotonic())):
+            raise DeadlineError(
+                f"{path} is unmounted, but its daemon (process {pid}) has not ended",
+                advice=f"kill -9 {pid}",
+            )

@@ -5,23 +5,25 @@ file costs three requests; FLUSH and extended attributes are refused once with E
 the kernel no longer asks. Kept pages and names are valid for ever.
 
 Concurrency: pyfuse3 runs a trio task for each request that waits, over the loop of
-`pyfuse3_loop.py`. Nothing here awaits but `read`, so the objects that answers are written into are
-reused: pyfuse3 copies them before another task runs. One per process, since pyfuse3 keeps its state
+`pyfuse3_loop.py`. Only `read` and what is asked of `.diesel` wait, and nothing between writing an
+answer and handing it over; so the objects that answers are written into are reused: pyfuse3 copies
+them before another task runs. One per process, since pyfuse3 keeps its state
 in globals.
 """
 
 import errno
 import functools
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import pyfuse3
 
 from ..entries import NAME_BYTES_MAX
 from ..errors import DieselError
-from ..vfs import BLOCK_BYTES, FOREVER_S, HIDDEN_ROOT, Attributes, Refused, Vfs
+from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, Listing, Refused
+from ..vfs import BLOCK_BYTES, Vfs
 from .pyfuse3_loop import Loop, installed
 from .session import MountOptions
 
@@ -35,6 +37,7 @@ signal ends it with EINTR, which pyfuse3 expects."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 _Handler = Callable[Concatenate["_Operations", int, _P], _T]
 _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
 
@@ -69,6 +72,7 @@ class _Operations(pyfuse3.Operations):
         self._listed = self._blank()
         self._opened = pyfuse3.FileInfo(keep_cache=True)
         self.started: Callable[[], object] = int
+        self.observe_open: Callable[[int], object] = int
 
     def init(self) -> None:
         """Called while the kernel's first request is answered."""
@@ -96,13 +100,35 @@ class _Operations(pyfuse3.Operations):
         entry.entry_timeout = found.name_valid_s
         return entry
 
-    @_answered("lookup")
-    def lookup(
+    async def lookup(
         self, node: int, name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        found = self.vfs.lookup(node, name)
+        if node < HIDDEN_ROOT:
+            return await self._lookup(node, name)
+        found = await self._waited("lookup", node, self.vfs.lookup_hidden, name)
         self.vfs.remember(found.node)
         return self._told(found)
+
+    @_answered("lookup")
+    def _lookup(self, node: int, name: bytes) -> pyfuse3.EntryAttributes:
+        return self._told(self.vfs.lookup(node, name))
+
+    async def _waited(
+        self,
+        request: str,
+        node: int,
+        work: Callable[[int, *_Ts], Awaitable[_T]],
+        *given: *_Ts,
+    ) -> _T:
+        """What a handler that waits gives; a fault of it is an errno."""
+        self.vfs.requests[request] += 1
+        try:
+            with _nudged(self.vfs):
+                return await work(node, *given)
+        except GeneratorExit:
+            raise
+        except BaseException as fault:  # a real Cancelled comes again at the session's next wait
+            raise self.refusal(fault, request, node) from None
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node, count in inode_list:
@@ -119,6 +145,8 @@ class _Operations(pyfuse3.Operations):
 
     @_answered("open")
     def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        if node < HIDDEN_ROOT:
+            self.observe_open(node - 1)
         self._opened.fh = node
         return self._opened
 
@@ -145,15 +173,28 @@ class _Operations(pyfuse3.Operations):
     def opendir(self, node: int, ctx: pyfuse3.RequestContext) -> int:
         return node
 
-    @_answered("readdir")
-    def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+    async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         """Entries from an offset on: 0 is `.`, 1 is `..`, and child k has k + 2."""
+        hidden = None
+        if node >= HIDDEN_ROOT:
+            hidden = await self._waited("readdir", node, self.vfs.hidden_listing)
+        await self._readdir(node, start_id, token, hidden)
+
+    @_answered("readdir")
+    def _readdir(
+        self, node: int, start_id: int, token: pyfuse3.ReaddirToken, hidden: Listing | None
+    ) -> None:
         if start_id == 0 and not self._dot(token, b".", node, 1):
             return
         if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), 2):
             return
         position = max(start_id - 2, 0)
-        while (after := self._children(token, node, position)) > position:
+        if hidden is not None:
+            self._children(token, hidden, position)
+            return
+        while (
+            after := self._children(token, self.vfs.listing(node, position), position)
+        ) > position:
             position = after
 
     @_answered("releasedir")
@@ -163,12 +204,11 @@ class _Operations(pyfuse3.Operations):
     def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
         return pyfuse3.readdir_reply(token, name, self._told(self.vfs.attributes(node)), after)
 
-    def _children(self, token: pyfuse3.ReaddirToken, folder: int, position: int) -> int:
+    def _children(self, token: pyfuse3.ReaddirToken, found: Listing, position: int) -> int:
         """Adds children from `position` on: the position after them, the same at the end of the
 
         folder, and -1 where the answer is full.
         """
-        found = self.vfs.listing(folder, position)
         skip = position - found.position
         if skip >= len(found.names):
             return position
@@ -231,6 +271,7 @@ class Pyfuse3Session:
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
+        self.runs_with = f"pyfuse3 {pyfuse3.__version__}"
         self._operations = _Operations(vfs)
         self._mountpoint = mountpoint
         self._options = options
@@ -252,6 +293,10 @@ class Pyfuse3Session:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+    def observe(self, opened: Callable[[int], None]) -> None:
+        """From now on, tell of each entry that is opened."""
+        self._operations.observe_open = opened
 
     def close(self) -> None:
         """Closes the connection; unmounting is the daemon's affair."""

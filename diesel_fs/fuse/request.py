@@ -5,9 +5,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from ..errors import UsageError
 from ..settings import READ_DEADLINE_S, parse_url
+
+Policy = Literal["on-demand", "oneshot"]
 
 REQUEST_BYTES_MAX = 65_536
 """What a pipe holds: a program that becomes its own daemon writes this to itself."""
@@ -25,6 +28,9 @@ class MountRequest:
     offline: bool = False
     session: str = "auto"
     memory_bytes: int = 0
+    policy: Policy = "on-demand"
+    seed: int = 0
+    group_size: int = 0
     allow_other: bool = False
     uid: int = -1  # of whoever mounts
     gid: int = -1

@@ -34,15 +34,24 @@ class MountOptions:
         return [*fixed, f"fsname={source}", *(["allow_other"] if self.allow_other else [])]
 
 
+class SessionUnsupported(Exception):
+    """The kernel lacks what a session needs; another session may do."""
+
+
 class Session(Protocol):
     """One connection to the kernel. The same suite runs over every implementation."""
 
     name: ClassVar[str]
+    runs_with: str
+    """What was agreed upon with the kernel, for the log."""
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None: ...
 
     def mount(self) -> None:
-        """Puts the file system in the tree; requests wait until `serve`. Raises DieselError."""
+        """Puts the file system in the tree; requests wait until `serve`.
+
+        Raises DieselError; SessionUnsupported, with nothing mounted, where another session may do.
+        """
         ...
 
     async def serve(self, started: Callable[[], None]) -> None:

@@ -4,50 +4,129 @@ Owned here: which snapshot a request means, whether it may be used although it i
 one, and how much memory the reader gets.
 """
 
+import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.extents import Batch, ExtentReader
 from ..cache.store import ContentReader as RepositoryReader
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..repository import DatasetInfo, Repository
 from ..snapshot import Snapshot
-from ..snapshots import adopt
+from ..snapshots import adopt, private_file
 from ..vfs import ContentReader
 from .request import MountRequest
 
-MEMORY_FRACTION = 4
-"""By default the chunks in memory may take one part in this many of what is available."""
+MEMORY_FRACTION = 2
+"""By default a mount may take one part in this many of what is available."""
 
 MEMORY_BYTES_MIN = 64 << 20
+
+OWN_FRACTION = 8
+"""Where contents are pushed, the server keeps one part in this many of that for chunks; the rest is
+the kernel's pages."""
+
+OWN_BYTES_MAX = 256 << 20
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
+class Pieces(Protocol):
+    """Where contents come from, checked."""
+
+    def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
+        """All parts of these files; what is damaged is left out. Raises DieselError."""
+        ...
+
+    def ahead(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
+        """What will probably be asked for next, the soonest first."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """What was read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a mount shows: a snapshot, and a reader of the content; and what to warn its user of."""
+    """What a mount shows, and what to warn its user of."""
 
     snapshot: Snapshot
-    reader: ContentReader
     warning: str = ""
 
 
-def open_source(request: MountRequest) -> Source:
-    """The dataset that was asked for. Raises DieselError."""
-    with Repository.open(request.url) as repository:  # reading needs the object store alone
-        warning = ""
-        if request.snapshot_file:
-            snapshot = adopt(Path(request.snapshot_file))
-            warning = _doubt(repository, request, snapshot)
-        else:
-            snapshot = repository.view(request.dataset)
-        memory_bytes = request.memory_bytes or _available_bytes() // MEMORY_FRACTION
-        reader = RepositoryReader(snapshot, repository.objects, max(memory_bytes, MEMORY_BYTES_MIN))
-    return Source(snapshot, reader, warning)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How the memory of a mount is shared out, in bytes."""
+
+    total_bytes: int
+
+    @classmethod
+    def of(cls, asked_bytes: int) -> "Memory":
+        """What was asked for; 0: a part of what is available."""
+        return cls(asked_bytes or max(_available_bytes() // MEMORY_FRACTION, MEMORY_BYTES_MIN))
+
+    def server_bytes(self, *, pushes: bool) -> int:
+        """For chunks in the server: everything where nothing is pushed."""
+        return min(self.total_bytes // OWN_FRACTION, OWN_BYTES_MAX) if pushes else self.total_bytes
+
+    @property
+    def push_bytes(self) -> int:
+        """For contents in the kernel's page cache."""
+        return self.total_bytes - self.server_bytes(pushes=True)
+
+
+class SourceOpener:
+    """Opens what a request names; the server and the helper of a mount each do."""
+
+    def open(self, request: MountRequest) -> Source:
+        """The dataset that was asked for. Raises DieselError."""
+        with Repository.open(request.url) as repository:  # reading needs the object store alone
+            if request.snapshot_file:
+                snapshot = adopt(Path(request.snapshot_file))
+                return Source(snapshot, _doubt(repository, request, snapshot))
+            return Source(repository.view(request.dataset))
+
+    def reader(
+        self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
+    ) -> ContentReader:
+        """A reader of the content through so much memory, for what is not pushed.
+
+        Raises DieselError.
+        """
+        with Repository.open(request.url) as repository:
+            objects = repository.objects
+            return RepositoryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
+
+    def pieces(self, request: MountRequest, snapshot: Snapshot) -> Pieces:
+        """What the helper pushes. Raises DieselError."""
+        with Repository.open(request.url) as repository:
+            return ExtentReader(snapshot, repository.objects)
+
+
+def snapshot_descriptor(snapshot: Snapshot) -> int:
+    """A descriptor of a file that holds the snapshot, for another process of the same mount."""
+    try:
+        return private_file(snapshot.identity, snapshot.version)
+    except OSError:  # there is no private folder, or it has newer versions
+        descriptor = os.memfd_create("diesel-snapshot", os.MFD_CLOEXEC)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(snapshot.buffer)
+        return descriptor
+
+
+def snapshot_at(descriptor: int) -> Snapshot:
+    """The snapshot in such a file, mapped."""
+    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    return Snapshot(memoryview(mapped), verify=False)
 
 
 def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.fuse import MountRequest, mount, stats, umount
-from diesel_fs.fuse.daemon import SESSIONS
 from diesel_fs.fuse.mountpoint import mounted_at
+from diesel_fs.fuse.server import SESSIONS
 from tests.fuse.folder_dataset import GO
 
 PROGRAM = (sys.executable, "-m", "tests.fuse.folder_daemon")

@@ -1,6 +1,7 @@
 """The mount daemon over a `folder_dataset`: the real program with another source.
 
-`request.url` names the source folder, `request.dataset` the dataset.
+`request.url` names the source folder, `request.dataset` the dataset. The environment variables
+`WATCHDOG` and `LACKING` set the watchdog's patience, and bits of INIT that this kernel lacks.
 """
 
 import logging
@@ -8,16 +9,21 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import trio
 
 from diesel_fs.errors import NoSuchDataset
-from diesel_fs.fuse.daemon import main
+from diesel_fs.fuse import protocol
+from diesel_fs.fuse.daemon import WATCHDOG_S, main
 from diesel_fs.fuse.request import MountRequest
-from diesel_fs.fuse.source import Source
+from diesel_fs.fuse.source import Source, SourceOpener
 from diesel_fs.settings import parse_url
 from diesel_fs.snapshot import Snapshot
-from tests.fuse.folder_dataset import FolderReader, snapshot_of
+from tests.fuse.folder_dataset import MANY, FolderPieces, FolderReader, many, snapshot_of
+
+WATCHDOG = "TEST_WATCHDOG_S"
+LACKING = "TEST_LACKING_FLAGS"
 
 
 class FaultySnapshot(Snapshot):
@@ -62,23 +68,51 @@ def cancelled() -> trio.Cancelled:
     return caught[0]
 
 
-def open_folder(request: MountRequest) -> Source:
+class FolderOpener(SourceOpener):
     """The folder that the URL names, as a dataset."""
-    if request.dataset == "absent":
-        raise NoSuchDataset("no dataset absent", advice="put it first")
-    if request.dataset == "broken":
-        raise KeyError("a bug of ours")
-    if request.dataset == "dying":
-        os._exit(9)
-    if request.dataset == "slow":
-        time.sleep(60)
-    source = parse_url(request.url).path
-    content = snapshot_of(source, request.dataset)
-    snapshot = FaultySnapshot(content)
-    return Source(snapshot, FolderReader(snapshot, source))
+
+    def open(self, request: MountRequest) -> Source:
+        """The snapshot, or the fault that the dataset's name asks for."""
+        if request.dataset == "absent":
+            raise NoSuchDataset("no dataset absent", advice="put it first")
+        if request.dataset == "broken":
+            raise KeyError("a bug of ours")
+        if request.dataset == "dying":
+            os._exit(9)
+        if request.dataset == "slow":
+            time.sleep(60)
+        if request.dataset == MANY:
+            return Source(Snapshot(many()))
+        return Source(FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset)))
+
+    def reader(
+        self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
+    ) -> FolderReader:
+        """Contents from the folder itself."""
+        return FolderReader(snapshot, parse_url(request.url).path)
+
+    def pieces(self, request: MountRequest, snapshot: Snapshot) -> FolderPieces:
+        """The same, for the helper."""
+        return FolderPieces(snapshot, parse_url(request.url).path)
+
+
+def offer_lacking(lacking: protocol.Flag) -> Callable[[memoryview], protocol.Offer]:
+    """INIT of a kernel that cannot do something."""
+    real = protocol.parse_init
+
+    def parse(message: memoryview) -> protocol.Offer:
+        offer = real(message)
+        return offer._replace(flags=offer.flags & ~lacking)
+
+    return parse
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], open_folder)
+    if LACKING in os.environ:
+        lacking = protocol.Flag(int(os.environ[LACKING]))
+        setattr(protocol, "parse_init", offer_lacking(lacking))  # noqa: B010  # mypy forbids =
+    code = main(
+        sys.argv[1:], FolderOpener(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
+    )
     logging.shutdown()
     os._exit(code)

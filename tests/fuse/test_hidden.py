@@ -10,12 +10,15 @@ import pytest
 
 from diesel_fs.errors import UsageError
 from diesel_fs.fuse import stats
+from diesel_fs.nodes import HIDDEN_ROOT
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.vfs import HIDDEN_ROOT, STATS_STILL_S
+from diesel_fs.vfs import STATS_STILL_S
 from tests.fuse.conftest import Mounted
 from tests.fuse.folder_dataset import IDENTITY, snapshot_of
 
 pytestmark = pytest.mark.fuse
+
+NAMES = ["control", "filelist", "filelist0", "shuffle", "shuffle0", "snapshot", "stats"]
 
 
 def fresh_stats(mounted: Mounted) -> dict[str, object]:
@@ -29,13 +32,18 @@ def fresh_stats(mounted: Mounted) -> dict[str, object]:
 def test_the_folder_is_reached_but_not_listed(tree: Mounted) -> None:
     """`.diesel` is no name of the root's listing: ImageFolder takes every folder for a class."""
     assert ".diesel" not in os.listdir(tree.at)
-    assert sorted(os.listdir(tree.at / ".diesel")) == ["snapshot", "stats"]
+    assert sorted(os.listdir(tree.at / ".diesel")) == NAMES
+    assert {each.name: each.is_dir() for each in os.scandir(tree.at / ".diesel")} == {
+        name: name.startswith("shuffle") for name in NAMES
+    }
+    for folder in ("shuffle", "shuffle0"):
+        assert os.listdir(tree.at / ".diesel" / folder) == []
+        assert os.stat(tree.at / ".diesel" / folder / "..").st_ino == HIDDEN_ROOT
     assert not (tree.at / "deep" / ".diesel").exists()
     assert os.stat(tree.at / ".diesel" / "..").st_ino == os.stat(tree.at).st_ino
-    for name in ("filelist", "shuffle", "nothing"):
-        assert not (tree.at / ".diesel" / name).exists()
-    numbers = {os.stat(tree.at / ".diesel" / name).st_ino for name in ("", "stats", "snapshot")}
-    assert len(numbers) == 3
+    assert not (tree.at / ".diesel" / "nothing").exists()
+    numbers = {os.lstat(tree.at / ".diesel" / name).st_ino for name in ("", *NAMES)}
+    assert len(numbers) == 1 + len(NAMES)
     assert min(numbers) == HIDDEN_ROOT
 
 

@@ -9,7 +9,8 @@ import pyfuse3
 import pytest
 import trio
 
-from diesel_fs.fuse.pyfuse3_loop import POLL_S, SLICE_S, Loop, installed
+from diesel_fs.fuse.pyfuse3_loop import Loop, installed
+from diesel_fs.fuse.request_wait import POLL_S, SLICE_S
 
 LATE_S = 20 * (SLICE_S + POLL_S)  # a busy machine adds what it likes; a hang adds for ever
 
@@ -71,8 +72,8 @@ def test_while_a_read_waits_the_next_request_is_not_polled_for(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then its bytes are what comes next, and they come through trio."""
-    monkeypatch.setattr("diesel_fs.fuse.pyfuse3_loop.POLL_S", 1e6)
-    monkeypatch.setattr("diesel_fs.fuse.pyfuse3_loop.SLICE_S", 1e6)
+    monkeypatch.setattr("diesel_fs.fuse.request_wait.POLL_S", 1e6)
+    monkeypatch.setattr("diesel_fs.fuse.request_wait.SLICE_S", 1e6)
 
     async def serve() -> bool:
         loop = Loop(lambda: False)

@@ -145,14 +145,14 @@ def device_for_all() -> Iterator[None]:
 
 
 AS_USER = """if True:
-    import os, sys
+    import os, sys, time
     from pathlib import Path
     from diesel_fs.errors import BusyError, DieselError
     from diesel_fs.fuse import mount, stats, umount
     from diesel_fs.fuse.holders import ended
     from tests.fuse.conftest import request_for
     place = Path(sys.argv[1])
-    request = request_for(place / "source", place / "mount")
+    request = request_for(place / "source", place / "mount", sys.argv[2], policy="oneshot")
     mount(request, program=(sys.executable, "-m", "tests.fuse.folder_daemon"))
     told = stats(place / "mount")
     assert (place / "mount" / "file").read_bytes() == b"content"
@@ -168,7 +168,21 @@ AS_USER = """if True:
             raise AssertionError("unmounted what is in use")
     umount(place / "mount")
     assert ended(told["pid"], 0)
+    for _ in range(3):  # the helper, who holds what it works in, pushes meanwhile
+        mount(request, program=(sys.executable, "-m", "tests.fuse.folder_daemon"))
+        told = stats(place / "mount")
+        assert (place / "mount" / "many" / "7").read_bytes() == b"7"
+        umount(place / "mount")
+        assert ended(told["pid"], 0)
+        assert ended(told["server_pid"], 0)
     mount(request, program=(sys.executable, "-m", "tests.fuse.folder_daemon"))
+    assert (place / "mount" / "many" / "7").read_bytes() == b"7"
+    deadline_s = time.monotonic() + 10
+    while sys.argv[2] == "kernel":
+        if stats(place / "mount")["residency"].get("pushed_entries", 0) > 100:
+            break
+        assert time.monotonic() < deadline_s, "an ordinary user's helper pushes nothing"
+        time.sleep(0.1)
     os.kill(stats(place / "mount")["pid"], 15)
     print("ended", ended(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
 """
@@ -201,13 +215,16 @@ def module_path() -> str:
 
 @needs_root
 @pytest.mark.usefixtures("device_for_all")
-def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path) -> None:
+def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: str) -> None:
     """By fusermount3; H18: other users get EACCES, root too, without allow_other."""
     if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
         pytest.skip("no fusermount3 or setpriv")
-    (open_place / "source").mkdir()
+    shutil.rmtree(open_place / "source", ignore_errors=True)
+    (open_place / "source" / "many").mkdir(parents=True)
     (open_place / "source" / "file").write_bytes(b"content")
-    (open_place / "mount").mkdir()
+    for number in range(500):
+        (open_place / "source" / "many" / str(number)).write_text(str(number))
+    (open_place / "mount").mkdir(exist_ok=True)
     os.chown(open_place / "mount", USER, USER)
     environment = {
         "PATH": os.environ["PATH"],
@@ -217,7 +234,7 @@ def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path) -> None:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     process = subprocess.Popen(
-        [*as_user(), user_python(), "-c", AS_USER, str(open_place)],
+        [*as_user(), user_python(), "-c", AS_USER, str(open_place), session],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

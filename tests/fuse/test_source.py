@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
 from diesel_fs.client import connect
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.fuse import MountRequest
 from diesel_fs.fuse import source as memory
-from diesel_fs.fuse.source import Source, open_source
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.storage.objects import ObjectStore
+from diesel_fs.fuse.source import Memory, Source, SourceOpener
 
 
 @pytest.fixture
@@ -32,10 +29,14 @@ def saved(tmp_path: Path) -> MountRequest:
     return MountRequest(url, "dogs", "/nowhere", snapshot_file=str(tmp_path / "dogs.snap"))
 
 
-def content(source: Source, path: bytes) -> bytes:
+def content(request: MountRequest, source: Source, path: bytes) -> bytes:
     """A file as the mount would read it."""
+    reader = SourceOpener().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
-    return bytes(source.reader.read(index, 0, source.snapshot.stat(index).size))
+    try:
+        return bytes(reader.read(index, 0, source.snapshot.stat(index).size))
+    finally:
+        reader.close()
 
 
 def lose_metadata(store: Path) -> None:
@@ -44,14 +45,14 @@ def lose_metadata(store: Path) -> None:
 
 
 def opened(request: MountRequest, **changes: object) -> Source:
-    return open_source(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
+    return SourceOpener().open(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn", "allow"])
 def test_a_saved_snapshot_of_the_current_version(saved: MountRequest, stale: str) -> None:
     source = opened(saved, stale=stale)
     assert source.warning == ""
-    assert content(source, b"b") == b"another"
+    assert content(saved, source, b"b") == b"another"
 
 
 def test_E4_a_stale_snapshot_is_refused_told_or_let_in(saved: MountRequest) -> None:
@@ -77,7 +78,7 @@ def test_E5_a_snapshot_newer_than_the_metadata_is_accepted_with_a_warning(
         shutil.copy(file, tmp_path / "store")
     source = opened(saved, stale=stale)
     assert "the metadata store is behind" in source.warning
-    assert content(source, b"b") == b"another"
+    assert content(saved, source, b"b") == b"another"
     assert opened(saved, stale="allow").warning == ""
 
 
@@ -91,7 +92,7 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
     assert "--offline" in refused.value.advice
     source = opened(saved, offline=True)
     assert source.warning == ""
-    assert content(source, b"b") == b"another"
+    assert content(saved, source, b"b") == b"another"
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -143,8 +144,8 @@ def test_the_limit_of_the_control_groups(
     assert memory._cgroup_bytes(tmp_path, listed) == limit
 
 
-def test_a_daemon_takes_a_quarter_of_what_its_container_has(
-    saved: MountRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_mount_takes_a_part_of_what_its_container_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of what the host has: it would be killed for it."""
     groups = Path("/proc/self/cgroup").read_text().splitlines()
@@ -153,13 +154,14 @@ def test_a_daemon_takes_a_quarter_of_what_its_container_has(
     (tmp_path / "groups" / name).parent.mkdir(parents=True)
     (tmp_path / "groups" / name).write_text(str(400 << 20))
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
-    budgets = []
+    assert Memory.of(0).total_bytes == (400 << 20) // memory.MEMORY_FRACTION
+    assert Memory.of(300 << 20).total_bytes == 300 << 20
 
-    def reader(snapshot: Snapshot, objects: ObjectStore, memory_bytes: int) -> ContentReader:
-        budgets.append(memory_bytes)
-        return ContentReader(snapshot, objects, memory_bytes)
 
-    monkeypatch.setattr(memory, "RepositoryReader", reader)
-    opened(saved)
-    opened(saved, memory_bytes=300 << 20)
-    assert budgets == [100 << 20, 300 << 20]
+def test_the_memory_of_a_mount_is_shared_out() -> None:
+    """What is pushed and what the server keeps are together what was asked for."""
+    for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
+        shares = Memory.of(asked_bytes)
+        assert shares.server_bytes(pushes=False) == asked_bytes
+        assert shares.server_bytes(pushes=True) + shares.push_bytes == asked_bytes
+        assert shares.push_bytes > asked_bytes // 2

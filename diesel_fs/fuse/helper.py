@@ -1,0 +1,257 @@
+"""The helper process of a mount: makes contents resident ahead of readers, drops them behind.
+
+Owned here: the loop that hears facts (misses, opened markers, plans), asks for decisions and
+carries them out; that every byte is checked before it enters the kernel's memory. Not owned: the
+decisions (`residency.py`), the system calls (`residents.py`), answering the kernel (`server.py`).
+
+It has a process of its own because what it does can wait: for the server, for a store, for a page
+lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
+One thread; the store is read ahead in others.
+"""
+
+import logging
+import os
+import select
+import socket
+import time
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.extents import Batch
+from ..entries import Kind
+from ..errors import DieselError
+from ..snapshot import Snapshot
+from ..snapshot_layout import MANY, kinds
+from .decisions import Drop, Idle, Policy, Push, Sample
+from .helper_link import Message, ServerEnd, Value
+from .mountpoint import mounts
+from .plan_messages import PlanMessages
+from .request import MountRequest
+from .residency import Residency
+from .residents import Residents
+from .source import Pieces, SourceOpener, snapshot_at
+
+log = logging.getLogger("diesel.mount")
+
+STATE_S = 0.25
+"""How often the server hears how things stand, for `.diesel/stats`."""
+
+IDLE_S_MAX = 5.0
+
+_NONE = np.empty(0, np.uint32)
+
+UNITS_AHEAD = 16
+"""So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
+
+BEGIN_DEADLINE_S = 10.0
+
+
+def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
+    """Helps the server at the other end of `link`, until it ends. The exit code."""
+    server = ServerEnd(link)
+    try:
+        descriptors = server.descriptors(2)
+        if not descriptors:
+            return 0  # no session that could be helped
+        device, file = descriptors
+        [begin, *_] = server.messages(BEGIN_DEADLINE_S)
+        snapshot = snapshot_at(file)
+        os.close(file)
+        push_bytes, name = begin["push_bytes"], begin["device"]
+        assert isinstance(push_bytes, int)
+        residency = residency_of(snapshot, push_bytes, request.policy)
+        helper = Helper(
+            server,
+            snapshot,
+            opener.pieces(request, snapshot),
+            Residents(request.mountpoint, snapshot, device),
+            residency,
+        )
+        try:
+            helper.run(str(name))
+        finally:
+            helper.close()
+    except EOFError:
+        return 0
+    return 0
+
+
+class Helper:
+    """One mount's helper, from `run` to its end."""
+
+    def __init__(
+        self,
+        server: ServerEnd,
+        snapshot: Snapshot,
+        pieces: Pieces,
+        residents: Residents,
+        residency: Residency,
+    ) -> None:
+        self._server = server
+        self._snapshot = snapshot
+        self._pieces = pieces
+        self._residents = residents
+        self._residency = residency
+        self._plans = PlanMessages(snapshot, residency)
+        self._failed = 0
+        self._walked: set[int] = set()
+        self._is_news = True  # since the server was last told
+        self._told_s = 0.0
+        self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+
+    def run(self, device: str) -> None:
+        """Helps until the mount is gone from the tree or the server has ended."""
+        self._server.watch(self._residents.events)
+        self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        wait_s = 0.0
+        while True:
+            for message in self._server.messages(wait_s):
+                if message.get("do") == "end":
+                    return
+                self._obey(message)
+                self._is_news = True
+            now_s = time.monotonic()
+            self._hear_opens(now_s)
+            self._plans.foresee(now_s)
+            if self._mountinfo in self._server.ready and not _is_mounted(device):
+                return
+            wait_s = self._act(now_s)
+            self._residents.rest()
+            self._tell(now_s)
+
+    def close(self) -> None:
+        """Lets go of the mount."""
+        self._residents.close()
+        os.close(self._mountinfo)
+
+    def _obey(self, message: Message) -> None:
+        now_s = time.monotonic()
+        do, packed = message.get("do"), message.get("entries")
+        if do == "missed" and isinstance(packed, bytes):
+            for entry in np.frombuffer(packed, "<i8").tolist():
+                self._residency.missed(entry, now_s)
+            return
+        if do == "forgotten" and isinstance(packed, bytes):
+            self._residency.forgotten(np.frombuffer(packed, "<i8"))
+            return
+        node = message.get("node")
+        if do == "forget" and isinstance(node, int):  # it lists what has been read
+            self._residents.forget(node)
+            answer: Message = {}
+        else:
+            self._hear_opens(now_s)  # the answer may tell where readers are
+            answer = self._plans.answer(message, now_s)
+        if "id" in message:
+            self._server.send({**answer, "id": message["id"]})
+
+    def _hear_opens(self, now_s: float) -> None:
+        for entry in self._residents.opened():
+            self._residency.opened(entry, now_s)
+            self._is_news = True
+
+    def _act(self, now_s: float) -> float:
+        """Carries out the next decision; how long nothing is to be done after it, in seconds."""
+        match self._residency.next(now_s):
+            case Push() as push:
+                self._push(push)
+            case Drop() as drop:
+                self._residents.unwatch(drop.markers.tolist())
+                self._residents.drop(drop.entries.tolist())
+                self._residency.dropped(drop)
+            case Sample(entries):
+                self._residency.sampled(entries, np.fromiter(map(self._is_there, entries), bool))
+            case Idle(until_s):
+                left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
+                return min(max(left_s, 0.0), STATE_S if self._is_news else IDLE_S_MAX)
+        self._is_news = True
+        return 0.0
+
+    def _is_there(self, entry: int) -> bool:
+        try:
+            return self._residents.resident_bytes(int(entry)) > 0
+        except OSError:
+            return False
+
+    def _push(self, push: Push) -> None:
+        self._pieces.ahead([push.entries, *self._residency.upcoming(UNITS_AHEAD)])
+        self._residents.watch(push.markers.tolist())
+        count, seen = 0, []
+        absent: list[int] = []
+        try:
+            for batch in self._pieces.batches(push.entries):
+                self._walk_above(batch)
+                absent += self._stored(batch)
+                count += len(batch.entries)
+                seen.append(batch.entries)
+        except DieselError as error:
+            self._failed += 1
+            log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
+        done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
+        if absent or count != len(push.entries):  # or a file has several parts
+            done = np.setdiff1d(np.concatenate(seen), absent) if seen else _NONE
+        self._residency.pushed(push, done, absent, time.monotonic())
+        self._residency.known(self._residents.walked_entries)
+
+    def _walk_above(self, batch: Batch) -> None:
+        """The kernel takes contents only of files that it knows: of a folder in which it does not
+
+        know the first file, it asks for all.
+        """
+        parents = self._snapshot.columns.parent[batch.entries]
+        folders, first = np.unique(parents, return_index=True)
+        new = [at for folder, at in zip(folders.tolist(), first.tolist(), strict=True)
+               if folder not in self._walked]  # fmt: skip
+        probe = Batch(batch.entries[new], batch.starts[new], [batch.contents[at] for at in new])
+        self._walked.update(parents[new].tolist())
+        for at in self._residents.store(probe):
+            with suppress(OSError):
+                self._residents.walk(int(parents[new[at]]))
+
+    def _stored(self, batch: Batch) -> list[int]:
+        """Makes a batch resident; the entries that the kernel does not know although it was told.
+
+        It may have forgotten them since: then it asks for each of them, once more.
+        """
+        absent = []
+        for at in self._residents.store(batch):
+            entry = int(batch.entries[at])
+            part = slice(at, at + 1)
+            again = Batch(batch.entries[part], batch.starts[part], batch.contents[part])
+            with suppress(OSError):
+                self._residents.look_up(entry)
+            if self._residents.store(again):
+                absent.append(entry)
+        return absent
+
+    def _state(self) -> Message:
+        residency: dict[str, Value] = {**self._residency.stats()}  # type: ignore[dict-item]
+        store: dict[str, Value] = dict(self._pieces.stats())
+        return {"pid": os.getpid(), **residency, "failed_pushes": self._failed, "store": store}
+
+    def _tell(self, now_s: float) -> None:
+        if self._is_news and now_s - self._told_s >= STATE_S:
+            self._told_s, self._is_news = now_s, False
+            self._server.send(self._state())
+
+
+def _is_mounted(device: str) -> bool:
+    return any(each.device == device for each in mounts())
+
+
+def residency_of(snapshot: Snapshot, budget_bytes: int, policy: Policy) -> Residency:
+    """The decisions for a dataset: an entry's number is its index in the snapshot."""
+    column = snapshot.columns
+    offset = column.offset.astype(np.int64)
+    many = np.flatnonzero((column.flags & MANY) != 0)
+    offset[many] = column.extents["offset"][column.chunk[many]]
+    return Residency(
+        snapshot.chunk_of(range(snapshot.entry_count)),
+        column.size.astype(np.int64),
+        snapshot.chunk_count,
+        budget_bytes=budget_bytes,
+        policy=policy,
+        offset=offset,
+        is_file=kinds(column.flags) == Kind.FILE,
+    )

@@ -1,0 +1,217 @@
+"""What server and helper of one mount tell each other: frames of msgpack over a socket pair.
+
+Each frame is its length (4 bytes) and a map. A frame with an `id` asks for one with the same `id`
+back. The server never waits for the helper, which may wait for a page lock: what it tells is sent
+by a task, and misses that pile up are dropped, since they only say where to push first. Both ends
+are ours; the limit on a frame is against a bug.
+"""
+
+import itertools
+import logging
+import math
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgpack
+import trio
+
+log = logging.getLogger("diesel.mount")
+
+Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
+Message: TypeAlias = dict[str, Value]
+
+FRAME_BYTES_MAX = 1 << 30
+"""A plan of a hundred million entries."""
+
+NUMBERS_PENDING_MAX = 65_536
+"""Missed or forgotten entries that wait to be told; of further ones the helper learns by itself."""
+
+FRAMES_PENDING_MAX = 256
+"""Messages that wait for a helper that is stopped, or waits for a page lock; further ones are lost,
+and whoever waits for an answer is told that none came."""
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame(message: Mapping[str, Value]) -> bytes:
+    """A message as it travels."""
+    body: bytes = msgpack.packb(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes of a stream as they come, and the messages that are whole."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, received: bytes) -> list[Message]:
+        """The messages that these bytes complete. Raises ValueError for what is none."""
+        self._bytes += received
+        messages = []
+        at = 0
+        while len(self._bytes) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, at)
+            if length > FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {length} bytes")
+            end = at + _LENGTH.size + length
+            if len(self._bytes) < end:
+                break
+            messages.append(msgpack.unpackb(self._bytes[at + _LENGTH.size : end]))
+            at = end
+        del self._bytes[:at]
+        return messages
+
+
+class HelperLink:
+    """The server's end. All but `run` and `ask` return at once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._missed: list[int] = []
+        self._forgotten: list[int] = []
+        self._frames: list[bytes] = []
+        self._wake = trio.Event()
+        self._ids = itertools.count(1)
+        self._answers: dict[int, Message] = {}
+        self._answered: dict[int, trio.Event] = {}
+        self.state: Message = {}
+        """What the helper last said of itself."""
+        self.alive = True
+
+    def begin(self, message: Message, descriptors: Sequence[int]) -> None:
+        """The first message, with the descriptors that go along; before `run`."""
+        socket.send_fds(self._socket, [b"+"], descriptors)
+        self.tell(message)
+
+    def missed(self, entry: int) -> None:
+        """A READ for an entry has come."""
+        if len(self._missed) < NUMBERS_PENDING_MAX:
+            self._missed.append(entry)
+            self._wake.set()
+
+    def forgotten(self, entries: Sequence[int]) -> None:
+        """The kernel has forgotten entries, and their pages went along."""
+        if len(self._forgotten) < NUMBERS_PENDING_MAX:
+            self._forgotten += entries
+            self._wake.set()
+
+    def tell(self, message: Message) -> None:
+        """Something without an answer; lost where the helper does not listen any more."""
+        if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
+            self._frames.append(frame(message))
+            self._wake.set()
+
+    async def ask(self, message: Message, deadline_s: float) -> Message | None:
+        """The helper's answer, or None where none comes in time."""
+        if not self.alive:
+            return None
+        number = next(self._ids)
+        event = self._answered[number] = trio.Event()
+        self.tell({**message, "id": number})
+        try:
+            with trio.move_on_after(deadline_s):
+                await event.wait()
+            return self._answers.pop(number, None)
+        finally:
+            del self._answered[number]
+
+    async def run(self) -> None:
+        """Sends what is told and hears the answers, until the helper has gone."""
+        end = trio.socket.from_stdlib_socket(self._socket)
+        stream = trio.SocketStream(end)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._hear, stream, nursery.cancel_scope)
+                while True:
+                    await self._wake.wait()
+                    self._wake = trio.Event()
+                    frames, self._frames = self._frames, []
+                    for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
+                        if numbers:
+                            frames.append(frame({"do": do, "entries": _packed(numbers)}))
+                            numbers.clear()
+                    for each in frames:
+                        await stream.send_all(each)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        except* Exception as faults:  # what cannot be understood ends the helping, not the mount
+            log.exception("the helper cannot be understood", exc_info=faults)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Lets the helper go: it ends then."""
+        self.alive = False
+        self.state = {}
+        self._frames.clear()
+        self._socket.close()
+        for event in self._answered.values():
+            event.set()
+
+    async def _hear(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        frames = Frames()
+        while received := await stream.receive_some(1 << 16):
+            for message in frames.add(received):
+                number = message.pop("id", None)
+                if number is None:
+                    self.state = message
+                elif isinstance(number, int) and number in self._answered:
+                    self._answers[number] = message
+                    self._answered[number].set()
+        log.error("the helper has gone: nothing is pushed into the kernel's cache any more")
+        scope.cancel()
+
+
+class ServerEnd:
+    """The helper's end: plain and blocking."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = Frames()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+        self.ready: frozenset[int] = frozenset()
+        """What of the watched descriptors ended the last wait."""
+
+    def descriptors(self, count: int) -> list[int]:
+        """What came along with the first byte; fewer where the server has gone."""
+        received, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        for each in descriptors:
+            os.set_inheritable(each, False)
+        return list(descriptors) if received else []
+
+    def watch(self, descriptor: int, events: int = select.POLLIN) -> None:
+        """`messages` returns early for these events, too."""
+        self._poll.register(descriptor, events)
+
+    def messages(self, timeout_s: float) -> list[Message]:
+        """What has come, after at most this time. Raises EOFError where the server has gone."""
+        ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
+        self.ready = frozenset(descriptor for descriptor, _ in ready)
+        if self._socket.fileno() not in self.ready:
+            return []
+        try:
+            received = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            raise EOFError from None
+        if not received:
+            raise EOFError
+        return self._frames.add(received)
+
+    def send(self, message: Message) -> None:
+        """Waits where the server is slow. Raises EOFError where it has gone."""
+        try:
+            self._socket.sendall(frame(message))
+        except OSError:
+            raise EOFError from None
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)

@@ -1,0 +1,259 @@
+"""The FUSE protocol as bytes: what the kernel asks on /dev/fuse, and what it is answered.
+
+Owned here: every number and layout of the protocol that a read-only tree needs, as in
+`include/uapi/linux/fuse.h` (7.31, Linux 5.4, and later). Pure: bytes in, values out; nothing is
+read, written or known of the file system. A message that is not what its header says raises
+`Malformed`; whoever reads the device then drops that message alone.
+"""
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+KERNEL_MAJOR = 7
+KERNEL_MINOR = 41
+"""The protocol that is spoken here; an older kernel's own minor version is what counts then."""
+
+KERNEL_MINOR_MIN = 31
+"""Linux 5.4: the first in which OPENDIR may be refused for good (FUSE_NO_OPENDIR_SUPPORT)."""
+
+
+class Op(IntEnum):
+    """What the kernel asks for; others are refused with ENOSYS."""
+
+    LOOKUP = 1
+    FORGET = 2
+    GETATTR = 3
+    READLINK = 5
+    OPEN = 14
+    READ = 15
+    STATFS = 17
+    RELEASE = 18
+    GETXATTR = 22
+    LISTXATTR = 23
+    FLUSH = 25
+    INIT = 26
+    OPENDIR = 27
+    READDIR = 28
+    RELEASEDIR = 29
+    INTERRUPT = 36
+    DESTROY = 38
+    IOCTL = 39
+    BATCH_FORGET = 42
+    READDIRPLUS = 44
+
+
+class Flag(IntFlag):
+    """What both sides of a connection can do, agreed upon by INIT."""
+
+    ASYNC_READ = 1 << 0
+    DO_READDIRPLUS = 1 << 13
+    NO_OPEN_SUPPORT = 1 << 17
+    PARALLEL_DIROPS = 1 << 18
+    MAX_PAGES = 1 << 22
+    CACHE_SYMLINKS = 1 << 23
+    NO_OPENDIR_SUPPORT = 1 << 24
+    INIT_EXT = 1 << 30
+
+
+NEEDED = Flag.NO_OPEN_SUPPORT | Flag.NO_OPENDIR_SUPPORT | Flag.DO_READDIRPLUS
+"""Without one of these the session would be asked for each open: then pyfuse3 serves as well."""
+
+WANTED = NEEDED | Flag.ASYNC_READ | Flag.PARALLEL_DIROPS | Flag.MAX_PAGES | Flag.CACHE_SYMLINKS
+
+PAGES_MAX = 256
+"""The largest READ, in pages (1 MiB): the kernel's own limit unless root has changed it."""
+
+WRITE_BYTES_MAX = 4096
+"""Nothing is ever written, but the kernel wants a size that is not 0."""
+
+REQUEST_BYTES = 1 << 16
+"""Room for one request: the longest is a BATCH_FORGET, which the kernel fits to the room."""
+
+NOTIFY_INVALIDATE = 2
+NOTIFY_STORE = 4
+
+IN_HEADER = struct.Struct("<IIQQIIIHH")  # length, opcode, unique, node, uid, gid, pid, extension, -
+OUT_HEADER = struct.Struct("<IiQ")  # length, error, unique
+_INIT_IN = struct.Struct("<IIII")  # major, minor, readahead, flags
+_INIT_OUT = struct.Struct("<IIIIHHIIHHI28x")
+_READ_IN = struct.Struct("<QQII16x")  # fh, offset, size, flags; lock owner, open flags
+_READ_REQUEST = struct.Struct("<IIQQ16x8xQI")  # a whole READ, for which nothing else is looked at
+_READ_REQUEST_BYTES = IN_HEADER.size + _READ_IN.size
+_FORGET_IN = struct.Struct("<Q")
+_BATCH_FORGET_IN = struct.Struct("<II")
+_FORGET_ONE = struct.Struct("<QQ")
+_INTERRUPT_IN = struct.Struct("<Q")
+_ATTR = "QQQqqqIIIIIIIIII"
+ENTRY_OUT = struct.Struct("<QQQQII" + _ATTR)
+ATTR_OUT = struct.Struct("<QII" + _ATTR)
+_STATFS_OUT = struct.Struct("<QQQQQIIII24x")
+DIRENT = struct.Struct("<QQII")  # node, offset of the next, length of the name, type
+STORE = struct.Struct("<IiQQQII")  # the header of a notification, then node, offset, size, -
+INVALIDATE = struct.Struct("<IiQQqq")  # the same header, then node, offset, length (0: all)
+
+HEADER_BYTES = IN_HEADER.size
+
+
+class Malformed(Exception):
+    """A message whose bytes are not what its header says."""
+
+
+class Request(NamedTuple):
+    """A request's header; its body is what follows."""
+
+    length: int
+    op: int
+    unique: int
+    node: int
+    uid: int
+    gid: int
+    pid: int
+
+
+class Offer(NamedTuple):
+    """What the kernel offers at INIT."""
+
+    major: int
+    minor: int
+    readahead_bytes: int
+    flags: Flag
+
+
+def parse_header(message: memoryview) -> Request:
+    """The header of a message. Raises Malformed."""
+    if len(message) < HEADER_BYTES:
+        raise Malformed(f"{len(message)} bytes are no request")
+    length, op, unique, node, uid, gid, pid, _, _ = IN_HEADER.unpack_from(message)
+    if length != len(message):
+        raise Malformed(f"a request of {len(message)} bytes says {length}")
+    return Request(length, op, unique, node, uid, gid, pid)
+
+
+class Read(NamedTuple):
+    """A READ, header and body."""
+
+    unique: int
+    node: int
+    offset: int
+    size: int
+
+
+def parse_if_read(message: memoryview) -> Read | None:
+    """A READ in one step, None for another request: it is what the kernel asks most.
+
+    Raises Malformed.
+    """
+    if len(message) != _READ_REQUEST_BYTES:
+        return None
+    length, op, unique, node, offset, size = _READ_REQUEST.unpack_from(message)
+    if op != Op.READ:
+        return None
+    if length != _READ_REQUEST_BYTES:
+        raise Malformed(f"a READ of {_READ_REQUEST_BYTES} bytes says {length}")
+    return Read(unique, node, offset, size)
+
+
+def _body(layout: struct.Struct, message: memoryview, what: str) -> tuple[int, ...]:
+    if len(message) < HEADER_BYTES + layout.size:
+        raise Malformed(f"{what} of {len(message)} bytes")
+    return layout.unpack_from(message, HEADER_BYTES)
+
+
+def parse_name(message: memoryview) -> bytes:
+    """The name that a LOOKUP asks for. Raises Malformed."""
+    name = message[HEADER_BYTES:].tobytes()
+    end = name.find(b"\0")
+    if end <= 0 or b"/" in name[:end]:
+        raise Malformed("a name that is empty, has no end, or holds a slash")
+    return name[:end]
+
+
+def parse_read(message: memoryview) -> tuple[int, int]:
+    """Offset and size of a READ, READDIR or READDIRPLUS. Raises Malformed."""
+    _, offset, size, _ = _body(_READ_IN, message, "a READ")
+    return offset, size
+
+
+def parse_forgets(request: Request, message: memoryview) -> list[tuple[int, int]]:
+    """The nodes of a FORGET or BATCH_FORGET, and how many references go. Raises Malformed."""
+    if request.op == Op.FORGET:
+        return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
+    count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
+    start = HEADER_BYTES + _BATCH_FORGET_IN.size
+    if len(message) < start + count * _FORGET_ONE.size:
+        raise Malformed(f"a BATCH_FORGET of {len(message)} bytes says {count} nodes")
+    return list(_FORGET_ONE.iter_unpack(message[start : start + count * _FORGET_ONE.size]))
+
+
+def parse_interrupt(message: memoryview) -> int:
+    """The request that an INTERRUPT is about. Raises Malformed."""
+    return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
+
+
+def parse_init(message: memoryview) -> Offer:
+    """What the kernel offers. Raises Malformed."""
+    major, minor, readahead_bytes, flags = _body(_INIT_IN, message, "an INIT")
+    return Offer(major, minor, readahead_bytes, Flag(flags))
+
+
+def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
+    """What we take of it: `background` READs ahead may wait at once."""
+    congested = background * 3 // 4
+    return _INIT_OUT.pack(
+        KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
+        PAGES_MAX, 0, 0,
+    )  # fmt: skip
+
+
+class Shown(NamedTuple):
+    """What all attributes of a mount have in common."""
+
+    uid: int
+    gid: int
+    block_bytes: int
+
+
+_Attributes = tuple[int, ...]
+
+
+def _attributes(node: int, mode: int, size: int, mtime_ns: int, shown: Shown) -> _Attributes:
+    seconds, nanoseconds = divmod(mtime_ns, 1_000_000_000)
+    times = (seconds,) * 3 + (nanoseconds,) * 3
+    rest = (mode, 1, shown.uid, shown.gid, 0, shown.block_bytes, 0)
+    return (node, size, (size + 511) >> 9, *times, *rest)
+
+
+def entry_answer(
+    node: int, mode: int, size: int, mtime_ns: int, name_valid_s: int, valid_s: int, shown: Shown
+) -> bytes:
+    """What a LOOKUP finds; node 0 says for so many seconds that there is none."""
+    attributes = _attributes(node, mode, size, mtime_ns, shown) if node else (0,) * 16
+    return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
+
+
+def attributes_answer(
+    node: int, mode: int, size: int, mtime_ns: int, valid_s: int, shown: Shown
+) -> bytes:
+    """What a GETATTR is told."""
+    return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, shown))
+
+
+def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
+    """A name in a folder; `following` is the offset of what comes behind it."""
+    return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
+
+
+def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
+    """What a STATFS is told; nothing is free."""
+    return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
+
+
+def refusal(unique: int, number: int) -> bytes:
+    """An answer that is an errno; 0 for an answer without content."""
+    return OUT_HEADER.pack(OUT_HEADER.size, -number, unique)
+
+
+def answer_header(unique: int, size: int) -> bytes:
+    """What stands before `size` bytes of an answer."""
+    return OUT_HEADER.pack(OUT_HEADER.size + size, 0, unique)

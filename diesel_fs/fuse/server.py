@@ -1,0 +1,321 @@
+"""The server process of a mount: opens the dataset, answers the kernel, unmounts, and goes.
+
+Owned here: the process's life (start, report, signals, end) and which session serves. Not owned:
+starting it and watching over it (`daemon.py`), where the content comes from (`source.py`),
+answering the kernel (the sessions), what is pushed into its cache (`helper.py`).
+
+`LEAVE` unmounts, lazily where somebody holds the mount, lets reads under way finish for `GRACE_S`,
+and ends; a second one ends at once. Concurrency: trio, in the main thread; the process never
+touches its own mount, and unmounts from another thread while it goes on answering.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, suppress
+
+import trio
+
+from ..errors import DieselError
+from ..hidden import HiddenFile
+from ..nodes import Owner
+from ..settings import runtime_folder
+from ..shuffle import GROUP_SIZE_DEFAULT
+from ..vfs import Vfs
+from . import kernel
+from .control_socket import ControlSocket
+from .helper_link import HelperLink, Message
+from .kernel_session import KernelSession
+from .list_plans import ListPlans
+from .mountpoint import mounted_at, unmount
+from .pyfuse3_session import Pyfuse3Session
+from .request import MountRequest
+from .session import MountOptions, Session, SessionUnsupported
+from .source import Memory, SourceOpener, snapshot_descriptor
+
+log = logging.getLogger("diesel.mount")
+
+GRACE_S = 1.5
+"""How long reads under way may take after a signal: the process ends within 2 s (FAULTS H4)."""
+
+BEAT_S = 1.0
+"""How often the watchdog is told that requests are answered."""
+
+LEAVE = signal.SIGUSR1
+"""How the supervisor tells that it was signalled: once to unmount, twice to end at once. SIGTERM
+from others unmounts as well, but does not count: they may have signalled the supervisor too."""
+
+ORPHANED = signal.SIGUSR2
+"""The supervisor has been killed: the connection is aborted here, since the helper may wait for a
+page lock. Before there is a mount this signal ends the process, as the kernel does by default."""
+
+READY = b"ready"
+
+SESSIONS: dict[str, type[Session]] = {
+    KernelSession.name: KernelSession,
+    Pyfuse3Session.name: Pyfuse3Session,
+}
+"""By name, the best first: `auto` takes the first that the kernel supports."""
+
+Report = Callable[[dict[str, object]], None]
+
+
+def serve_mount(
+    request: MountRequest,
+    opener: SourceOpener,
+    report: Report,
+    beat: int,
+    link: socket.socket,
+    *,
+    foreground: bool,
+) -> int:
+    """Serves a mount in this process, from opening the dataset on. The exit code.
+
+    `beat` is a pipe to the supervisor: the mount's device, `READY`, and a line each `BEAT_S`.
+    """
+    try:
+        _Server(request, opener, report, beat, HelperLink(link), foreground).run()
+    except DieselError as error:
+        if foreground:  # else it is told to whoever started us, with the end of the log
+            log.error("%s", error)
+        report(described(error))
+        return error.exit_code
+    except Exception as error:
+        log.exception("the mount failed")
+        report(described(DieselError(f"the mount failed: {error!r}")))
+        return DieselError.exit_code
+    return 0
+
+
+def described(error: DieselError) -> dict[str, object]:
+    """An error as it is reported."""
+    return {"error": type(error).__name__, "message": error.message, "advice": error.advice}
+
+
+class _Server:
+    """One mount, from `run` to its end."""
+
+    def __init__(
+        self,
+        request: MountRequest,
+        opener: SourceOpener,
+        report: Report,
+        beat: int,
+        link: HelperLink,
+        foreground: bool,
+    ) -> None:
+        self._request = request
+        self._opener = opener
+        self._report = report
+        self._beat = beat
+        self._link = link
+        self._foreground = foreground
+        self._device = ""
+        self._abort_file = -1
+        self._started = trio.Event()
+        os.set_blocking(beat, False)
+        source = opener.open(request)
+        if source.warning:
+            log.warning("%s", source.warning)
+            report({"warning": source.warning})
+        self._snapshot = source.snapshot
+        self._memory = Memory.of(request.memory_bytes)
+        self._lists = ListPlans(request.seed, request.group_size or GROUP_SIZE_DEFAULT)
+        self._control: ControlSocket | None = None
+
+    def run(self) -> None:
+        """Mounts, serves, and returns when the mount is gone. Raises DieselError."""
+        trio.run(self._run)
+        log.info("the mount on %s has ended", self._request.mountpoint)
+
+    async def _run(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, LEAVE, ORPHANED) as signals:  # none before
+            self._control = self._control_socket()
+            self._session = self._mounted()
+            found = mounted_at(self._request.mountpoint)
+            self._device = found.device if found else ""
+            self._abort_file = kernel.open_abort(self._device)
+            os.write(self._beat, f"{self._device}\n".encode())
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._obey, signals, nursery.cancel_scope)
+                    nursery.start_soon(self._announce)
+                    nursery.start_soon(self._pulse)
+                    if self._control is not None:
+                        nursery.start_soon(self._control.run)
+                    await self._session.serve(self._started.set)
+                    nursery.cancel_scope.cancel()
+            finally:
+                with suppress(DieselError):
+                    self._unmount(lazy=True)  # nothing is left, unless the session has failed
+                if self._control is not None:
+                    self._control.close()
+                self._close()
+
+    def _mounted(self) -> Session:
+        """The session that serves, mounted. Raises DieselError."""
+        wanted = self._request.session
+        if wanted != "auto" and wanted not in SESSIONS:
+            raise DieselError(
+                f"no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
+            )
+        names = list(SESSIONS) if wanted == "auto" else [wanted]
+        for name in names:
+            self._vfs = self._vfs_for(name)
+            options = MountOptions(
+                self._snapshot.dataset, self._snapshot.version, self._request.allow_other
+            )
+            session = SESSIONS[name](self._vfs, self._request.mountpoint, options)
+            try:
+                session.mount()
+            except SessionUnsupported as error:
+                log.warning("the %s session cannot be used: %s", name, error)
+                self._vfs.close()
+            else:
+                return session
+        raise DieselError(f"no session can be used here: {', '.join(names)}")
+
+    def _vfs_for(self, session: str) -> Vfs:
+        snapshot, request = self._snapshot, self._request
+        pushes = session == KernelSession.name
+        memory_bytes = self._memory.server_bytes(pushes=pushes)
+        uid, gid = request.owner_ids
+        return Vfs(
+            snapshot,
+            self._opener.reader(request, snapshot, memory_bytes, pushes=pushes),
+            Owner(uid, gid, request.umask),
+            about={
+                "session": session,
+                "pid": os.getppid(),
+                "server_pid": os.getpid(),
+                "mountpoint": request.mountpoint,
+            },
+            hidden={b"snapshot": HiddenFile(lambda: snapshot.buffer)},
+            readers=self._lists,
+            control=lambda: b"" if self._control is None else self._control.path,
+            residency=lambda: dict(self._link.state),
+            read_deadline_s=request.read_deadline_s,
+        )
+
+    def _control_socket(self) -> ControlSocket | None:
+        """The socket that takes plans; a mount goes without where it cannot be."""
+        hello: Message = {
+            "dataset": self._snapshot.dataset,
+            "identity": str(self._snapshot.identity),
+            "version": self._snapshot.version,
+            "entries": self._snapshot.entry_count,
+        }
+        try:
+            made = ControlSocket(runtime_folder(), hello, self._stats, self._link)
+            made.listen()
+        except DieselError as error:
+            log.warning("the mount takes no plans: %s", error)
+            return None
+        return made
+
+    def _stats(self) -> Message:
+        return self._vfs.stats()  # type: ignore[return-value]  # what JSON takes, msgpack takes
+
+    async def _announce(self) -> None:
+        """Settings come after the kernel's first exchange, which would set them back."""
+        await self._started.wait()
+        kernel.tune(self._device)
+        log.info(
+            "%s at version %d is mounted on %s (%s session, %s, device %s)",
+            self._snapshot.dataset,
+            self._snapshot.version,
+            self._request.mountpoint,
+            self._session.name,
+            self._session.runs_with,
+            self._device,
+        )
+        os.write(self._beat, READY + b"\n")  # the supervisor reports it: `umount` can find it then
+        if not self._foreground:
+            os.dup2(2, 1)  # whoever started us sees the end of the report
+        if isinstance(self._session, KernelSession) and self._begin_helping(self._session):
+            await self._link.run()
+        else:
+            self._link.close()
+        if isinstance(self._session, Pyfuse3Session):
+            self._session.observe(self._lists.opened)
+
+    def _begin_helping(self, session: KernelSession) -> bool:
+        """Hands the helper what it works with: the connection, and the snapshot."""
+        begin: Message = {
+            "do": "begin",
+            "device": self._device,
+            "push_bytes": self._memory.push_bytes,
+        }
+        with ExitStack() as held:
+            try:
+                held.callback(os.close, device := session.clone())
+                held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
+                self._link.begin(begin, [device, snapshot])
+            except OSError as error:
+                log.error("nothing is pushed into the kernel's cache: %s", error)
+                return False
+        session.observe(self._link.missed, self._link.forgotten)
+        self._lists.help_comes(self._link)
+        if self._control is not None:
+            self._control.has_helper = True
+        return True
+
+    async def _pulse(self) -> None:
+        while True:
+            with suppress(BlockingIOError):
+                os.write(self._beat, b"\n")
+            await trio.sleep(BEAT_S)
+
+    async def _obey(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+        first = await anext(signals)
+        if first == ORPHANED:
+            self._abort()
+            return
+        log.info("unmounting %s", self._request.mountpoint)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._leave, scope)
+            told = first == LEAVE
+            async for number in signals:
+                if number == ORPHANED:
+                    self._abort()
+                if told and number == LEAVE:
+                    break
+                told = told or number == LEAVE
+            log.warning("told again: ending at once")
+            with suppress(DieselError):
+                self._unmount(lazy=True)
+            scope.cancel()
+
+    def _abort(self) -> None:
+        log.critical("the supervisor was killed: ending the mount")
+        if self._abort_file >= 0:
+            os.write(self._abort_file, b"1")
+        os._exit(1)
+
+    async def _leave(self, scope: trio.CancelScope) -> None:
+        """Unmounts, or detaches where somebody holds the mount, and ends the session."""
+        self._link.tell({"do": "end"})  # it holds the mount, too
+        with trio.move_on_after(GRACE_S):
+            try:
+                await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
+            except DieselError as error:
+                log.warning("%s: detaching it", error)
+                with suppress(DieselError):
+                    await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
+            await self._vfs.settle()
+        scope.cancel()
+
+    def _unmount(self, lazy: bool = False) -> None:
+        """Takes our mount away; what others have mounted there since is not touched."""
+        found = mounted_at(self._request.mountpoint)
+        if found is not None and found.device == self._device:
+            unmount(self._request.mountpoint, lazy=lazy)
+
+    def _close(self) -> None:
+        self._session.close()
+        closing = threading.Thread(target=self._vfs.close, daemon=True)
+        closing.start()
+        closing.join(0.3)  # a reader that waits for a dead store must not keep us

@@ -1,0 +1,421 @@
+"""`.diesel`: the folder of a mount that is reached by name and never listed from outside.
+
+Owned here: its names, its nodes, which content a node has, and how much memory contents take. Not
+owned: what the contents say (`order_lists.py`, whoever hands in a `HiddenFile`), who is told of
+lists that are read (`Readers`), FUSE.
+
+A file gets a new node when, and only when, its content changes: the kernel keeps the pages of a
+node, and would go on serving the old ones. Two kinds of files:
+
+- An **edition** (`stats`, `snapshot`) is made whole when it is looked up, and numbered.
+- A **list** is an order as text. Its node is a hash of what it holds, its size is arithmetic, and
+  its content is made at the first READ, in a thread, by one at a time. It can be made again, so
+  contents that nobody waits for may go; they do where all together would take too much.
+
+Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; everything else answers at
+once. Threads get the snapshot alone.
+"""
+
+import errno
+import logging
+import math
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+from xxhash import xxh3_64_intdigest
+
+from .errors import UsageError
+from .nodes import (
+    ABSENT_NOW,
+    FOREVER_S,
+    HIDDEN_ROOT,
+    ROOT,
+    Attributes,
+    Bytes,
+    Listing,
+    Owner,
+    Refused,
+)
+from .order_lists import ListName, PathLists
+from .shuffle import GROUP_SIZE_DEFAULT
+from .snapshot import Snapshot
+
+log = logging.getLogger("diesel.mount")
+
+LISTS_BYTES_MAX = 512 << 20
+"""Contents of lists in memory: ten of 1.28 million paths. One that is longer cannot be read."""
+
+SHUFFLE, SHUFFLE_NUL, CONTROL = b"shuffle", b"shuffle0", b"control"
+FILELIST, FILELIST_NUL = b"filelist", b"filelist0"
+
+_SHUFFLE_NODE, _SHUFFLE_NUL_NODE, _CONTROL_NODE = range(HIDDEN_ROOT + 1, HIDDEN_ROOT + 4)
+_EDITIONS_FROM = HIDDEN_ROOT + 1024
+_LISTS_FROM = HIDDEN_ROOT + (1 << 61)
+_LIST_BITS = (1 << 60) - 1
+_NODES_SWEPT = 4096  # a lookup that was cut short leaves a node that the kernel never forgets
+_FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenFile:
+    """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
+
+    content: Callable[[], Bytes]
+    still_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ListRef:
+    """A list that somebody looks up or reads: by `filelist`, or by its own name."""
+
+    name: ListName
+    by_filelist: bool
+    node: int
+
+
+class Readers(Protocol):
+    """Those who read lists, and then the files that those name."""
+
+    async def list_name(self) -> ListName:
+        """Which list `filelist` is now. Waits a moment for the latest news of its readers."""
+        ...
+
+    async def looked_up(self, ref: ListRef) -> None:
+        """A list that has been read is looked up again: its next reading must be noticed."""
+        ...
+
+    def reading(self, ref: ListRef) -> None:
+        """Somebody reads a list from its start."""
+        ...
+
+    def made(self, ref: ListRef, tail: list[int]) -> None:
+        """A list's content has been made; it ends with these entries."""
+        ...
+
+    def stats(self) -> dict[str, object]:
+        """Which list `filelist` is."""
+        ...
+
+
+class OneEpoch:
+    """Readers that nobody watches: `filelist` is always the same."""
+
+    def __init__(self, name: ListName | None = None) -> None:
+        self._name = name or ListName(0, 0, GROUP_SIZE_DEFAULT)
+
+    async def list_name(self) -> ListName:
+        """Always this one."""
+        return self._name
+
+    async def looked_up(self, ref: ListRef) -> None:
+        """Nobody is told."""
+
+    def reading(self, ref: ListRef) -> None:
+        """Nobody is told."""
+
+    def made(self, ref: ListRef, tail: list[int]) -> None:
+        """Nobody is told."""
+
+    def stats(self) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(slots=True)
+class _Edition:
+    """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
+
+    node: int
+    name: bytes
+    content: memoryview
+    made_s: float
+    mtime_ns: int
+    known: int = 0  # how often the kernel has been told of the node, less what it forgot
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+
+@dataclass(slots=True)
+class _List:
+    """A list under its node."""
+
+    node: int
+    ref: ListRef
+    nul: bool
+    size: int
+    mtime_ns: int
+    known: int = 0
+    was_read: bool = False
+    waiting: int = 0  # READs
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+
+class HiddenFolder:
+    """`.diesel` of one mount (see the module)."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        files: Mapping[bytes, HiddenFile],
+        owner: Owner,
+        *,
+        readers: Readers | None = None,
+        control: Callable[[], bytes] = bytes,
+        clock: Callable[[], float] = time.monotonic,
+        lists_bytes_max: int = LISTS_BYTES_MAX,
+    ) -> None:
+        """`control` gives the target of the link `control`; nothing, where there is none."""
+        self._files = files
+        self._owner = owner
+        self._readers: Readers = readers or OneEpoch()
+        self._control = control
+        self._clock = clock
+        self._lists_bytes_max = lists_bytes_max
+        self._paths = PathLists(snapshot)
+        self._mtime_ns = snapshot.stat(0).mtime_ns
+        self._current: dict[bytes, _Edition] = {}
+        self._nodes: dict[int, _Edition | _List] = {}
+        self._next_node = _EDITIONS_FROM
+        self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
+        self._contents_bytes = 0
+        self._maker = trio.CapacityLimiter(1)
+
+    # names ----------------------------------------------------------------------------------------
+
+    async def lookup(self, folder: int, name: bytes) -> Attributes:
+        """What a name in one of our folders leads to."""
+        if folder == HIDDEN_ROOT:
+            if name in (FILELIST, FILELIST_NUL):
+                return await self._list(
+                    await self._readers.list_name(), by_filelist=True, nul=name == FILELIST_NUL
+                )
+            if name in _FOLDERS:
+                return self.attributes(_FOLDERS[name])
+            if name == CONTROL:
+                return self.attributes(_CONTROL_NODE) if self._control() else ABSENT_NOW
+            edition = self._edition(name)
+            return ABSENT_NOW if edition is None else self.attributes(edition.node)
+        if folder in (_SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
+            wanted = ListName.parse(name)
+            if wanted is not None:
+                return await self._list(wanted, by_filelist=False, nul=folder == _SHUFFLE_NUL_NODE)
+        return ABSENT_NOW
+
+    def attributes(self, node: int) -> Attributes:
+        """What a node of ours is. Raises Refused(ESTALE) for one that is unknown."""
+        if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
+            mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
+            return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
+        if node == _CONTROL_NODE:
+            size = len(self._control())
+            return Attributes(node, stat.S_IFLNK | 0o777, size, self._mtime_ns, FOREVER_S)
+        found = self._at(node)
+        mode = stat.S_IFREG | (0o444 & ~self._owner.umask)
+        return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
+
+    def link_target(self, node: int) -> bytes:
+        """Where the link `control` points."""
+        target = self._control() if node == _CONTROL_NODE else b""
+        if not target:
+            raise Refused(errno.EINVAL)
+        return target
+
+    def parent(self, node: int) -> int:
+        """What `..` of a folder of ours leads to."""
+        return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
+
+    async def listing(self, folder: int) -> Listing:
+        """What is in a folder of ours: in that of orders nothing, since there is no end of them."""
+        names: list[bytes] = []
+        if folder == HIDDEN_ROOT:
+            names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
+            names = sorted([*names, CONTROL]) if self._control() else names
+        found = [await self.lookup(folder, name) for name in names]
+        return Listing(
+            0,
+            names,
+            [each.node for each in found],
+            [each.mode for each in found],
+            [each.size for each in found],
+            [each.mtime_ns for each in found],
+            0.0,
+        )
+
+    def remember(self, node: int) -> None:
+        """The kernel has been told of the node once more."""
+        if found := self._nodes.get(node):
+            found.known += 1
+
+    def forget(self, node: int, count: int) -> None:
+        """The kernel has dropped `count` of its references; an old edition then goes."""
+        if found := self._nodes.get(node):
+            found.known -= count
+            if found.known <= 0:
+                self._let_go(found)
+
+    def _let_go(self, found: "_Edition | _List") -> None:
+        if isinstance(found, _Edition):
+            if self._current[found.name] is not found:
+                del self._nodes[found.node]
+        elif not found.waiting:
+            del self._nodes[found.node]
+            self._drop_content(found.node)
+
+    def _at(self, node: int) -> "_Edition | _List":
+        try:
+            return self._nodes[node]
+        except KeyError:
+            raise Refused(errno.ESTALE) from None
+
+    def stats(self) -> dict[str, object]:
+        """Which list `filelist` is, and what lists take."""
+        return {
+            **self._readers.stats(),
+            "held": len(self._contents),
+            "held_bytes": self._contents_bytes,
+        }
+
+    # editions -------------------------------------------------------------------------------------
+
+    def _edition(self, name: bytes) -> _Edition | None:
+        """The content of a name as it stands, made anew where its time has come."""
+        file = self._files.get(name)
+        if file is None:
+            return None
+        current = self._current.get(name)
+        if current is not None and self._clock() < current.made_s + file.still_s:
+            return current
+        content = memoryview(file.content()).cast("B")
+        if current is not None and content == current.content:
+            current.made_s = self._clock()
+            return current
+        if current is not None and current.known <= 0:
+            del self._nodes[current.node]
+        made = _Edition(self._next_node, name, content, self._clock(), time.time_ns())
+        self._next_node += 1
+        self._current[name] = self._nodes[made.node] = made
+        return made
+
+    # lists ----------------------------------------------------------------------------------------
+
+    async def _list(self, name: ListName, *, by_filelist: bool, nul: bool) -> Attributes:
+        node = _LISTS_FROM + (
+            xxh3_64_intdigest(f"{name},{by_filelist:d},{nul:d}".encode()) & _LIST_BITS
+        )
+        while True:
+            found = self._nodes.get(node)
+            ref = ListRef(name, by_filelist, node)
+            if found is None:
+                size = await trio.to_thread.run_sync(
+                    self._paths.size, name, abandon_on_cancel=True, limiter=self._maker
+                )
+                made = _List(node, ref, nul, size, time.time_ns())
+                self._sweep()
+                found = self._nodes.setdefault(node, made)  # another may have been as quick
+            if isinstance(found, _List) and (found.ref, found.nul) == (ref, nul):
+                break
+            node += 1  # another list's: 2^60 of them make that rare, but it must not be its content
+        if found.was_read:
+            found.was_read = False
+            await self._readers.looked_up(found.ref)
+            self._nodes.setdefault(node, found)
+        return Attributes(
+            node, stat.S_IFREG | (0o444 & ~self._owner.umask), found.size, found.mtime_ns, 0.0
+        )
+
+    def _sweep(self) -> None:
+        if len(self._nodes) >= _NODES_SWEPT:
+            for each in tuple(self._nodes.values()):
+                if each.known <= 0:
+                    self._let_go(each)
+
+    def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
+        """The bytes if they are there; None where `read` must make them."""
+        found = self._at(node)
+        if isinstance(found, _Edition):
+            return found.content[offset : offset + size]
+        if offset == 0:
+            self._readers.reading(found.ref)
+        if offset >= found.size:
+            return b""
+        content = self._contents.get(node)
+        if content is None:
+            return None
+        self._contents.move_to_end(node)
+        found.was_read = True
+        return content[offset : offset + size]
+
+    async def read(self, node: int, offset: int, size: int) -> Bytes:
+        """The bytes of a list, made where they are not there.
+
+        Raises Refused: ENOMEM where they would take too much memory, EILSEQ for a list by lines of
+        which a path holds a newline.
+        """
+        found = self._at(node)
+        assert isinstance(found, _List)
+        found.waiting += 1
+        try:
+            async with found.lock:
+                content = self._contents.get(node)
+                if content is None:
+                    content = await self._made(found)
+            found.was_read = True
+            return content[offset : offset + size]
+        finally:
+            found.waiting -= 1
+            if found.known <= 0 and not found.waiting and self._nodes.get(node) is found:
+                self._let_go(found)
+
+    async def _made(self, found: _List) -> memoryview:
+        self._reserve(found)
+        try:
+            text = await trio.to_thread.run_sync(
+                lambda: self._paths.text(found.ref.name, nul=found.nul),
+                abandon_on_cancel=True,
+                limiter=self._maker,
+            )
+        except UsageError as error:
+            self._contents_bytes -= found.size
+            log.error("cannot list %s: %s", found.ref.name, error)
+            raise Refused(errno.EILSEQ) from None
+        except BaseException:
+            self._contents_bytes -= found.size
+            raise
+        content = self._contents[found.node] = text.content.data.cast("B")
+        if len(content) != found.size:
+            self._drop_content(found.node)
+            raise AssertionError(f"a list of {len(content)} bytes instead of {found.size}")
+        self._readers.made(found.ref, list(text.tail))
+        return content
+
+    def _reserve(self, found: _List) -> None:
+        """Makes room, and takes it. Raises Refused(ENOMEM)."""
+        over = self._contents_bytes + found.size - self._lists_bytes_max
+        for node in tuple(self._contents):
+            if over <= 0:
+                break
+            holder = self._nodes.get(node)
+            if not isinstance(holder, _List) or not holder.waiting:
+                over -= len(self._contents[node])
+                self._drop_content(node)
+        if over > 0:
+            log.error(
+                "cannot list %s: its %d bytes are too many beside other lists (at most %d in all)",
+                found.ref.name,
+                found.size,
+                self._lists_bytes_max,
+            )
+            raise Refused(errno.ENOMEM)
+        self._contents_bytes += found.size
+
+    def _drop_content(self, node: int) -> None:
+        content = self._contents.pop(node, None)
+        if content is not None:
+            self._contents_bytes -= len(content)

@@ -1,0 +1,113 @@
+"""H8 at its full size: a folder of a million entries, to its last name."""
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.entries import RECORD, ChunkInfo, Kind, Rows
+from diesel_fs.fuse import MountRequest, stats
+from diesel_fs.fuse.holders import children_of
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot_merge import merge
+
+from .folder_dataset import CHUNK
+from .test_repository import mounted
+
+pytestmark = pytest.mark.fuse
+
+ENTRIES = 1_000_000
+FIRST_S_MAX = 1.0
+"""A listing that is collected before it is given takes longer than this for its first name."""
+
+ALL_S_MAX = 30.0  # measured: 1 to 2 s alone; a hang or a quadratic listing is far beyond
+DAEMON_BYTES_MAX = 16 << 20
+"""What a listing may add to the daemon: one that is kept takes more than 50 bytes a name."""
+
+
+def names() -> list[bytes]:
+    """Of several lengths, so that their order is not that of their numbers."""
+    return [b"%x" % number for number in range(ENTRIES)]
+
+
+def rows() -> Rows:
+    """Empty files of these names in one folder, as they would come from the metadata store."""
+    records = np.zeros(ENTRIES, RECORD)
+    records["kind"], records["mode"], records["extents"] = Kind.FILE, 0o644, 1
+    records["place"] = np.arange(ENTRIES)
+    return Rows(
+        folders=[b"huge"],
+        folder=np.zeros(ENTRIES, np.uint32),
+        names=names(),
+        records=records,
+        chunk=np.zeros(ENTRIES, np.uint32),
+        chunks=[CHUNK],
+        tails={},
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A repository, and a snapshot of its dataset `ds` in which it has that folder: putting as many
+    files takes minutes, and a mount does not see the difference."""
+    folder = tmp_path_factory.mktemp("huge")
+    url = (folder / "store").as_uri()
+    with Repository.open(url, create=True) as repository:
+        repository.begin("ds").finish()
+        identity = repository.dataset("ds").identity
+    chunks = [ChunkInfo(CHUNK, 1 << 20)]
+    parts = merge(None, rows(), chunks, identity=identity, dataset="ds", version=1 << 60, digest=0)
+    (folder / "saved").write_bytes(b"".join(parts))
+    return url, folder / "saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The names in the order they came, and when the first and the last did."""
+
+    names: list[str]
+    first_s: float
+    all_s: float
+
+
+def scan(folder: Path) -> Listing:
+    start = time.monotonic()
+    with os.scandir(folder) as entries:
+        found = [next(entries).name]
+        first_s = time.monotonic() - start
+        found += [entry.name for entry in entries]
+    return Listing(found, first_s, time.monotonic() - start)
+
+
+def own_bytes(daemon: int) -> int:
+    """The memory of a mount's processes, without what they map of files."""
+    found = 0
+    for pid in (daemon, *children_of(daemon)):
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        found += int(status.partition("RssAnon:")[2].split()[0]) << 10
+    return found
+
+
+def test_H8_a_million_entries(saved: tuple[str, Path], session: str, tmp_path: Path) -> None:
+    """The first entries come at once, and all come, each once, by name; nothing piles up."""
+    (tmp_path / "mount").mkdir()
+    url, snapshot = saved
+    at = str(tmp_path / "mount")
+    request = MountRequest(url, "ds", at, session=session, snapshot_file=str(snapshot))
+    expected = [name.decode() for name in sorted(names())]
+    with mounted(request) as mount:
+        pid = stats(mount)["pid"]
+        assert isinstance(pid, int)
+        before = own_bytes(pid)
+        listing = scan(mount / "huge")
+        assert listing.names == expected
+        assert listing.first_s < FIRST_S_MAX
+        assert listing.all_s < ALL_S_MAX
+        command = ["ls", "-f", str(mount / "huge")]
+        listed = subprocess.run(command, check=True, capture_output=True, timeout=ALL_S_MAX).stdout
+        assert listed.decode().split("\n")[:-1] == [".", "..", *expected]
+        assert own_bytes(pid) - before < DAEMON_BYTES_MAX
