@@ -319,3 +319,59 @@ def test_Z11_bytes_that_were_handed_out_do_not_change(store: Counting, view: Sna
     list(reader.read_many(view.files()))
     reader.close()
     assert bytes(held) == FILES["n007"]
+
+
+class AtHand(Counting):
+    """A store that has everything at hand, and counts what it was asked for so."""
+
+    at_hand = 0
+
+    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+        self.at_hand += 1
+        super().read_into(name, start, buffer)
+        return True
+
+
+def test_small_entries_are_read_alone_and_on_the_spot(
+    repository: Repository, view: Snapshot
+) -> None:
+    """Where somebody else keeps what lies near: no chunk is loaded, nothing is kept."""
+    store = AtHand(repository)
+    reader = ContentReader(view, store, 1, prefer_entries=True)
+    for name in ("small", "text", "n007"):
+        content, index = FILES[name], view.lookup(name.encode())
+        for offset, size in ((0, len(content)), (3, 5), (len(content) - 1, 9)):
+            found = reader.cached(index, offset, size)
+            assert found is not None
+            assert bytes(found) == content[offset : offset + size]
+        assert reader.read(index) == content
+    stats = reader.stats()
+    assert (stats["reads_on_the_spot"], stats["memory_bytes"]) == (9, 0)
+    assert stats["chunk_fetches"] == 0
+    assert reader.cached(view.lookup(b"large"), 0, 100) is None
+
+
+def test_damage_on_the_spot_is_left_to_a_read(repository: Repository, view: Snapshot) -> None:
+    store = AtHand(repository)
+
+    def flip_once(name: str, buffer: memoryview) -> None:
+        buffer[0] ^= 1
+        store.change = lambda name, buffer: None
+
+    store.change = flip_once
+    reader = ContentReader(view, store, 1, prefer_entries=True)
+    index = view.lookup(b"n008")
+    assert reader.cached(index, 0, 10_000) is None
+    assert reader.read(index) == FILES["n008"]
+
+
+def test_a_dataset_that_fits_is_read_by_chunks_all_the_same(
+    repository: Repository, view: Snapshot
+) -> None:
+    store = AtHand(repository)
+    reader = ContentReader(view, store, 1 << 30, prefer_entries=True)
+    index = view.lookup(b"n009")
+    assert reader.cached(index, 0, 10_000) is None
+    assert bytes(reader.read(index)) == FILES["n009"]
+    assert reader.cached(index, 0, 10_000) is not None
+    assert store.at_hand == 0
