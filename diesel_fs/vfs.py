@@ -135,7 +135,7 @@ class Vfs:
         self.snapshot = snapshot
         self.owner = owner
         self.requests: Counter[str] = Counter()
-        self.reads: Counter[str] = Counter(hits=0, misses=0, failed=0, bytes=0)
+        self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
         self.waiting = 0
         self._asking = 0
         self._reader = reader

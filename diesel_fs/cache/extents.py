@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..chunk import decode
 from ..chunk_id import chunk_id_text
-from ..entries import Codec, Kind, shown
+from ..entries import Kind, shown
 from ..errors import CorruptError
 from ..layout import chunk_object
 from ..snapshot import Snapshot
@@ -32,8 +33,12 @@ GAP_BYTES_MAX = 64 << 10
 """What lies between two wanted entries is read along where it is less: a read of its own costs as
 much as 64 KiB on a local disk, and far more on an object store."""
 
-SPAN_BYTES_MAX = 8 << 20
-"""What is read in one piece, and so held; a larger extent is a piece of its own."""
+SPAN_BYTES = 512 << 10
+"""What is read in one piece, so that it is still in the processor's own cache when it is checked
+and passed on: 110 KiB cost 8 us then, and 25 us in pieces of 4 MiB. A larger extent is a piece."""
+
+SLOW_SPAN_BYTES = 8 << 20
+"""The same where each piece is a request to a store that takes its time."""
 
 SLOW_READ_S = 0.003
 """A store that takes longer to answer is asked for several pieces at once. One that does not is
@@ -70,7 +75,7 @@ class ExtentReader:
         self._snapshot = snapshot
         self._objects = objects
         self._counts = Counter(dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged"), 0))
-        self._room = np.empty(SPAN_BYTES_MAX, np.uint8).data  # kept: new memory costs as much
+        self._room = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
         self._read_s = 0.0  # a moving average
         self._flights: dict[_Span, Future[memoryview]] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -83,8 +88,10 @@ class ExtentReader:
         parts = self._parts(entries)
         if self._is_slow and len(parts) > 1:
             self._begin([_span_of(rows) for rows in parts])
-        for rows in parts:
-            yield self._checked(rows)
+        for chunk, group in groupby(parts, lambda rows: int(rows["chunk"][0])):
+            same = list(group)
+            for rows, held in zip(same, self._held(chunk, same), strict=True):
+                yield self._checked(rows, held)
 
     def ahead(self, units: Sequence[_SomeEntries]) -> None:
         """Begin to read what `batches` will be asked for, unit by unit, where the store is slow.
@@ -120,16 +127,36 @@ class ExtentReader:
         ends = rows["offset"] + rows["stored"]
         new = np.diff(rows["chunk"]) != 0
         new |= rows["offset"][1:] - ends[:-1] > GAP_BYTES_MAX
+        span_bytes = SLOW_SPAN_BYTES if self._is_slow else SPAN_BYTES
         parts = []
         first = 0
         for cut in [*(np.flatnonzero(new) + 1).tolist(), len(rows)]:
             while first < cut:
-                limit = int(rows["offset"][first]) + SPAN_BYTES_MAX
+                limit = int(rows["offset"][first]) + span_bytes
                 fitting = int(np.searchsorted(ends[first:cut], limit, "right"))
                 last = first + max(fitting, 1)
                 parts.append(rows[first:last])
                 first = last
         return parts
+
+    def _held(self, chunk: int, parts: Sequence[_Rows]) -> Iterator[memoryview]:
+        """The stored bytes of parts of one chunk, each good until the next is asked for."""
+        spans = [_span_of(rows) for rows in parts]
+        if self._flights.keys().isdisjoint(spans):
+            largest = max(size for _, _, size in spans)
+            if largest > len(self._room):
+                self._room = np.empty(largest, np.uint8).data
+            ranges = [(begin, size) for _, begin, size in spans]
+            found = self._objects.read_ranges(self._name(chunk), ranges, self._room)
+            for span in spans:
+                start_s = time.monotonic()
+                held = next(found)
+                self._note(span, start_s)
+                yield held
+            return
+        for span in spans:
+            flight = self._flights.pop(span, None)
+            yield self._fetch(*span) if flight is None or flight.cancel() else flight.result()
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made."""
@@ -155,23 +182,16 @@ class ExtentReader:
             more[name] = [getattr(extent, name) for _, extent in parts]
         return np.concatenate((rows, more))
 
-    def _checked(self, rows: _Rows) -> Batch:
+    def _checked(self, rows: _Rows, held: memoryview) -> Batch:
         """The contents of one part."""
-        chunk, begin, _ = span = _span_of(rows)
-        flight = self._flights.pop(span, None)
-        if flight is None or flight.cancel():
-            held = self._fetch(*span, self._room)
-        else:
-            held = flight.result()
-        ends = rows["offset"] + rows["stored"] - begin
-        places = zip((rows["offset"] - begin).tolist(), ends.tolist(), strict=True)
-        contents = [held[start:end] for start, end in places]
-        right = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(rows))
-        wrong = (right != rows["checksum"]) | (rows["codec"] != Codec.RAW)
-        if not wrong.any():
+        begin, starts = int(rows["offset"][0]), rows["offset"].tolist()
+        places = zip(starts, rows["stored"].tolist(), strict=True)
+        contents = [held[start - begin : start - begin + size] for start, size in places]
+        right = list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
+        if right and not rows["codec"].any():
             return Batch(rows["entry"], rows["start"], contents)
         good = np.ones(len(rows), np.bool_)
-        for at in np.flatnonzero(wrong).tolist():
+        for at in range(len(rows)):
             try:
                 contents[at] = self._decoded(rows[at], contents[at])
             except CorruptError as error:
@@ -181,7 +201,7 @@ class ExtentReader:
                     "%s/%s is damaged in chunk %s: %s",
                     self._snapshot.dataset,
                     shown(self._snapshot.path(int(rows["entry"][at]))),
-                    chunk_id_text(self._snapshot.chunk_ids[chunk]),
+                    chunk_id_text(self._snapshot.chunk_ids[int(rows["chunk"][at])]),
                     error.message,
                 )
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
@@ -198,18 +218,19 @@ class ExtentReader:
             self._counts["healed"] += 1
             return content
 
-    def _fetch(
-        self, chunk: int, offset: int, size: int, room: memoryview | None = None
-    ) -> memoryview:
-        """Stored bytes, in `room` where they fit. May be called from any thread."""
-        if room is None or size > len(room):
-            room = np.empty(size, np.uint8).data
+    def _fetch(self, chunk: int, offset: int, size: int) -> memoryview:
+        """Stored bytes in memory of their own. May be called from any thread."""
+        room = np.empty(size, np.uint8).data
         start_s = time.monotonic()
-        self._objects.read_into(self._name(chunk), offset, room[:size])
+        self._objects.read_into(self._name(chunk), offset, room)
+        self._note((chunk, offset, size), start_s)
+        return room.toreadonly()
+
+    def _note(self, span: _Span, start_s: float) -> None:
+        """A read has ended."""
         self._read_s += (time.monotonic() - start_s - self._read_s) / READS_AVERAGED
         self._counts["fetches"] += 1
-        self._counts["fetched_bytes"] += size
-        return room[:size].toreadonly()
+        self._counts["fetched_bytes"] += span[2]
 
     def _name(self, chunk: int) -> str:
         return chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])

@@ -19,6 +19,10 @@ NextUse = Callable[[Entries], npt.NDArray[np.float64]]
 
 NONE: Entries = np.empty(0, np.uint32)
 
+READ_BYTES_MAX = 1 << 20
+LATELY_S = 1.0
+"""What so small a file's READ brought so recently is still there, whole."""
+
 PIECE_ENTRIES = 256
 """Victims are looked at so many at once: about a unit."""
 
@@ -32,6 +36,7 @@ class Held:
         self.claims = np.zeros(len(cost), np.int32)
         self.bytes = 0
         self.unclaimed_bytes = 0  # of what is resident
+        self._read_s = np.full(len(cost), -np.inf, np.float32)
         self._leaving: Mask = np.zeros(len(cost), np.bool_)  # given out by `victims`
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first
@@ -52,6 +57,19 @@ class Held:
         self.resident[fresh] = True
         self.bytes += self.bytes_of(fresh)
         self.unclaimed_bytes += self.bytes_of(fresh[self.claims[fresh] == 0])
+
+    def read(self, entry: int, at_s: float) -> None:
+        """The kernel has asked for an entry's content, and keeps it."""
+        if self.cost[entry] <= READ_BYTES_MAX:
+            self._read_s[entry] = at_s
+
+    def without_read(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
+        """These without what READs have brought lately; and that, which is resident now."""
+        lately = now_s - self._read_s[entries] < LATELY_S
+        if not lately.any():
+            return entries, NONE
+        self.add(entries[lately])
+        return entries[~lately], entries[lately]
 
     def remove(self, entries: Entries) -> None:
         """These (each once) are resident no longer."""

@@ -28,6 +28,7 @@ from .decisions import Drop, Idle, Policy, Push, Sample
 from .helper_link import Message, ServerEnd, Value
 from .mountpoint import mounts
 from .plan_messages import PlanMessages
+from .push_board import PushBoard
 from .request import MountRequest
 from .residency import Residency
 from .residents import Residents
@@ -45,6 +46,9 @@ _NONE = np.empty(0, np.uint32)
 UNITS_AHEAD = 16
 """So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
 
+UNITS_SOON = 4
+"""So many pushes of each stream are near enough for a READ to wait for the helper."""
+
 BEGIN_DEADLINE_S = 10.0
 
 
@@ -52,10 +56,10 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
     """Helps the server at the other end of `link`, until it ends. The exit code."""
     server = ServerEnd(link)
     try:
-        descriptors = server.descriptors(2)
+        descriptors = server.descriptors(3)
         if not descriptors:
             return 0  # no session that could be helped
-        device, file = descriptors
+        device, file, shared = descriptors
         [begin, *_] = server.messages(BEGIN_DEADLINE_S)
         snapshot = snapshot_at(file)
         os.close(file)
@@ -68,6 +72,7 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
             opener.pieces(request, snapshot),
             Residents(request.mountpoint, snapshot, device),
             residency,
+            PushBoard(shared),
         )
         try:
             helper.run(str(name))
@@ -88,8 +93,10 @@ class Helper:
         pieces: Pieces,
         residents: Residents,
         residency: Residency,
+        board: PushBoard,
     ) -> None:
         self._server = server
+        self._board = board
         self._snapshot = snapshot
         self._pieces = pieces
         self._residents = residents
@@ -158,7 +165,7 @@ class Helper:
                 self._push(push)
             case Drop() as drop:
                 self._residents.unwatch(drop.markers.tolist())
-                self._residents.drop(drop.entries.tolist())
+                self._residents.drop(drop.entries, self._board.went_on)
                 self._residency.dropped(drop)
             case Sample(entries):
                 self._residency.sampled(entries, np.fromiter(map(self._is_there, entries), bool))
@@ -176,6 +183,7 @@ class Helper:
 
     def _push(self, push: Push) -> None:
         self._pieces.ahead([push.entries, *self._residency.upcoming(UNITS_AHEAD)])
+        self._board.announce(np.concatenate([push.entries, *self._residency.planned(UNITS_SOON)]))
         self._residents.watch(push.markers.tolist())
         count, seen = 0, []
         absent: list[int] = []
@@ -183,6 +191,7 @@ class Helper:
             for batch in self._pieces.batches(push.entries):
                 self._walk_above(batch)
                 absent += self._stored(batch)
+                self._board.went_on()
                 count += len(batch.entries)
                 seen.append(batch.entries)
         except DieselError as error:
@@ -199,15 +208,18 @@ class Helper:
 
         know the first file, it asks for all.
         """
-        parents = self._snapshot.columns.parent[batch.entries]
-        folders, first = np.unique(parents, return_index=True)
-        new = [at for folder, at in zip(folders.tolist(), first.tolist(), strict=True)
-               if folder not in self._walked]  # fmt: skip
-        probe = Batch(batch.entries[new], batch.starts[new], [batch.contents[at] for at in new])
-        self._walked.update(parents[new].tolist())
+        parents = self._snapshot.columns.parent[batch.entries].tolist()
+        new = set(parents) - self._walked
+        if not new:
+            return
+        self._walked |= new
+        first = [parents.index(folder) for folder in new]
+        probe = Batch(
+            batch.entries[first], batch.starts[first], [batch.contents[at] for at in first]
+        )
         for at in self._residents.store(probe):
             with suppress(OSError):
-                self._residents.walk(int(parents[new[at]]))
+                self._residents.walk(parents[first[at]])
 
     def _stored(self, batch: Batch) -> list[int]:
         """Makes a batch resident; the entries that the kernel does not know although it was told.

@@ -30,6 +30,7 @@ from ..vfs import BLOCK_BYTES, Vfs
 from . import kernel, protocol
 from .folder_answers import FolderAnswers
 from .protocol import Malformed, Op, Read, Request
+from .push_board import PushBoard
 from .request_wait import RequestWait
 from .session import MountOptions, SessionUnsupported
 
@@ -91,6 +92,7 @@ class KernelSession:
         }
         self._missed: Callable[[int], None] = _nobody
         self._forgotten: Callable[[Sequence[int]], None] = _nobody
+        self._board: PushBoard | None = None
         self.runs_with = ""
 
     # life -------------------------------------------------------------------------------------
@@ -167,13 +169,16 @@ class KernelSession:
         return kernel.clone(self._device)
 
     def observe(
-        self, missed: Callable[[int], None], forgotten: Callable[[Sequence[int]], None]
+        self,
+        missed: Callable[[int], None],
+        forgotten: Callable[[Sequence[int]], None],
+        board: PushBoard,
     ) -> None:
         """From now on, tell of each entry whose content the kernel did not have, and of those that
 
-        it has forgotten.
+        it has forgotten; hold the answers for what the board says is pushed soon.
         """
-        self._missed, self._forgotten = missed, forgotten
+        self._missed, self._forgotten, self._board = missed, forgotten, board
 
     # requests ---------------------------------------------------------------------------------
 
@@ -225,12 +230,22 @@ class KernelSession:
         except BaseException as fault:
             self._send(unique, (), vfs.errno_of(fault, "read", node))
             return
-        if found is not None:
+        ours = node < HIDDEN_ROOT
+        if ours and self._board is not None and self._board.is_soon(node - 1):
+            self._later(unique, node, "read", self._read_held, node, offset, size)
+        elif found is not None:
             self._send(unique, (found,))
         else:
             self._later(unique, node, "read", vfs.read, node, offset, size)
-        if node < HIDDEN_ROOT:
+        if ours:
             self._missed(node - 1)
+
+    async def _read_held(self, node: int, offset: int, size: int) -> Bytes:
+        """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
+        assert self._board is not None
+        self._vfs.reads["held"] += 1
+        await self._board.hold()
+        return await self._vfs.read(node, offset, size)
 
     def _later(
         self,

@@ -201,7 +201,9 @@ class Residency:
         if self._held.resident[entry]:
             if now_s - self._start_s - float(self._since_s[entry]) >= LATE_READ_S:
                 self._lose(entry, follow, position)
-        elif follow is None and self._cost[entry] <= self._room():
+            return
+        self._held.read(entry, now_s - self._start_s)
+        if follow is None and self._cost[entry] <= self._room():
             chunk = int(self._chunk[entry])
             if self._members.may_push(chunk, self._now_s):
                 self._wanted[chunk] = None
@@ -279,6 +281,10 @@ class Residency:
             found += follow.units_ahead(count)
         filling = range(self._fill, min(self._fill + count, self._columns.chunk_count))
         return [*found, *map(self._members.of, filling)][:count]
+
+    def planned(self, count: int) -> list[Entries]:
+        """What each stream's next pushes will be, so many of each."""
+        return [unit for each in self._follows.values() for unit in each.units_ahead(count)]
 
     def resident(self, entries: Order) -> Mask:
         """Which of these a read would find without us, as far as is known. Raises UsageError."""
@@ -574,6 +580,8 @@ class Residency:
         self._held.remove(mates)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
+        entries, brought = self._held.without_read(entries, self._now_s - self._start_s)
+        self._since_s[brought] = self._now_s - self._start_s
         chunk = -1
         if len(entries):
             chunks = self._chunk[entries]

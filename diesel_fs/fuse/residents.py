@@ -8,15 +8,17 @@ holds: so it runs in the helper process, in one thread, and never in the server.
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from os import POSIX_FADV_DONTNEED
 
 import numpy as np
+import numpy.typing as npt
 
 from ..cache.extents import Batch
 from ..snapshot import ROOT_INDEX, Snapshot
 from . import kernel
+from .dropper import Dropper
 from .protocol import INVALIDATE, NOTIFY_INVALIDATE, NOTIFY_STORE, STORE
 
 FOLDERS_OPEN = 256
@@ -92,6 +94,27 @@ class Folders:
         self._open.clear()
 
 
+def drop_from(folders: Folders, snapshot: Snapshot, entries: list[int]) -> None:
+    """Take the pages of files out of the kernel's cache; who reads them meanwhile asks us."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    parents = snapshot.columns.parent[entries].tolist()
+    names = snapshot.names(entries)
+    openat, advise, close, unneeded = os.open, os.posix_fadvise, os.close, POSIX_FADV_DONTNEED
+    above, inside = -1, -1
+    for parent, name in zip(parents, names, strict=True):
+        try:
+            if parent != above:
+                above, inside = parent, folders.descriptor(parent)
+            file = openat(name, flags, dir_fd=inside)
+        except OSError:  # the mount is ending
+            continue
+        try:
+            advise(file, 0, 0, unneeded)
+        finally:
+            close(file)
+    folders.rest()
+
+
 class Residents:
     """The files of one mount as the kernel holds them; see the module.
 
@@ -106,6 +129,12 @@ class Residents:
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
         self.walked_entries = 0
+
+        def dropping() -> Callable[[list[int]], None]:
+            folders = Folders(mountpoint, snapshot)
+            return lambda entries: drop_from(folders, snapshot, entries)
+
+        self._dropper = Dropper(dropping)
 
     @property
     def events(self) -> int:
@@ -151,24 +180,9 @@ class Residents:
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         os.stat(self._snapshot.name(entry), dir_fd=inside, follow_symlinks=False)
 
-    def drop(self, entries: Sequence[int]) -> None:
-        """Take the pages of files out of the kernel's cache; who reads them meanwhile asks us."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        parents = self._snapshot.columns.parent[entries].tolist()
-        names = self._snapshot.names(entries)
-        openat, advise, close, unneeded = os.open, os.posix_fadvise, os.close, POSIX_FADV_DONTNEED
-        above, inside = -1, -1
-        for parent, name in zip(parents, names, strict=True):
-            try:
-                if parent != above:
-                    above, inside = parent, self._folders.descriptor(parent)
-                file = openat(name, flags, dir_fd=inside)
-            except OSError:  # the mount is ending
-                continue
-            try:
-                advise(file, 0, 0, unneeded)
-            finally:
-                close(file)
+    def drop(self, entries: npt.NDArray[np.uint32], went_on: Callable[[], None]) -> None:
+        """Have files dropped soon, in another process; `went_on` is called as it goes."""
+        self._dropper.drop(entries, went_on)
 
     def resident_bytes(self, entry: int) -> int:
         """How many bytes of a file are in the kernel's cache, in whole pages."""
@@ -222,5 +236,6 @@ class Residents:
 
     def close(self) -> None:
         """Lets go of the mount."""
+        self._dropper.close()
         self._folders.close()
         os.close(self._inotify)

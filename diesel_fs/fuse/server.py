@@ -31,6 +31,7 @@ from .helper_link import HelperLink, Message
 from .kernel_session import KernelSession
 from .list_plans import ListPlans
 from .mountpoint import mounted_at, unmount
+from .push_board import PushBoard
 from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
 from .session import MountOptions, Session, SessionUnsupported
@@ -253,11 +254,13 @@ class _Server:
             try:
                 held.callback(os.close, device := session.clone())
                 held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
-                self._link.begin(begin, [device, snapshot])
+                board, shared = PushBoard.make(self._snapshot.entry_count)
+                held.callback(os.close, shared)
+                self._link.begin(begin, [device, snapshot, shared])
             except OSError as error:
                 log.error("nothing is pushed into the kernel's cache: %s", error)
                 return False
-        session.observe(self._link.missed, self._link.forgotten)
+        session.observe(self._link.missed, self._link.forgotten, board)
         self._lists.help_comes(self._link)
         if self._control is not None:
             self._control.has_helper = True

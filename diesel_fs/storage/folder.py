@@ -249,6 +249,23 @@ class FolderStore(ObjectStore):
         finally:
             os.close(fd)
 
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """Opens the object once."""
+        fd, length = self._open_object(name)
+        try:
+            for start, size in ranges:
+                check_range(name, start, size)
+                if start + size > length:
+                    raise _too_short(name, start + size, length)
+                _read_full(fd, name, start, room[:size])
+                yield room[:size].toreadonly()
+        except OSError as error:
+            raise _store_error(error, "read", name) from error
+        finally:
+            os.close(fd)
+
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         check_range(name, start, None)
         try:

@@ -141,6 +141,17 @@ class ObjectStore(ABC):
         """Fill `buffer` from `start` on: `get` without a copy and with the caller's memory.
         After an error the buffer's content is undefined."""
 
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """Bytes of several ranges (start, size), one after the other in `room`, which holds each:
+
+        a range is good until the next is asked for. Raises as `read_into`.
+        """
+        for start, size in ranges:
+            self.read_into(name, start, room[:size])
+            yield room[:size].toreadonly()
+
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         """`read_into` where nothing has to be waited for, not even a disk; else False, at once.
 

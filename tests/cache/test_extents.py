@@ -55,7 +55,7 @@ def test_everything_is_there_once(
     gap_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extents_module, "SPAN_BYTES_MAX", span_bytes)
+    monkeypatch.setattr(extents_module, "SPAN_BYTES", span_bytes)
     monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", gap_bytes)
     reader = ExtentReader(view, store)
     every = np.arange(view.entry_count)

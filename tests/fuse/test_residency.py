@@ -325,7 +325,7 @@ def test_what_is_planned_next_is_not_dropped_for_what_comes_before() -> None:
     machine.residency.announce(stream("a", order), machine.now_s)
     machine.settle()
     assert machine.residency.resident(order).all()
-    assert machine.pushed == 2_048 + 1_024
+    assert machine.pushed == 2_048 + 1_024 - 32  # READs have brought 32
 
 
 def test_single_files_of_many_chunks_are_pushed_together() -> None:
@@ -356,7 +356,20 @@ def test_a_miss_brings_the_rest_of_its_chunk() -> None:
     machine.open_and_read("x", 70)
     machine.settle()
     assert machine.residency.resident(np.arange(64, 128)).all()
-    assert machine.pushed == CHUNK_ENTRIES
+    assert machine.pushed == CHUNK_ENTRIES - 1  # the READ itself has brought one
+
+
+def test_what_a_READ_has_just_brought_is_not_pushed() -> None:
+    """But what it brought long ago may have gone, and a large file's READ brings a part of it."""
+    for size, later_s, pushed in ((4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)):
+        chunk = np.repeat(np.arange(4), 64)
+        test = Residency(chunk, np.full(256, size), 4, budget_bytes=1 << 30, policy="oneshot")
+        test.missed(5, 100.0)
+        push = test.next(100.0 + later_s)
+        assert isinstance(push, Push)
+        assert (push.chunk, len(push.entries)) == (0, pushed)
+        assert (5 in push.entries.tolist()) is (pushed == 64)
+        assert test.resident([5])[0] == (pushed == 63)
 
 
 def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
@@ -364,10 +377,12 @@ def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
     for entry in shuffled(1) + shuffled(2):
         machine.now_s += 0.001
         machine.open_and_read("x", entry)
-        machine.cached.discard(entry) if not machine.residency.resident([entry])[0] else None
         machine.settle()
+        if not machine.residency.resident([entry])[0]:
+            machine.cached.discard(entry)  # the kernel frees what it alone has kept
     assert machine.dropped == 0
-    assert machine.pushed == int(0.1 * N)
+    assert machine.residency.held_bytes == int(0.1 * N) * ENTRY_BYTES
+    assert 0.9 * 0.1 * N < machine.pushed < 0.1 * N  # the rest was brought by READs
 
 
 def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
@@ -384,14 +399,14 @@ def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
 
 
 def test_a_machine_without_memory_is_not_pushed_into_in_a_loop() -> None:
-    """Every page goes at once: a chunk is pushed again after 1 s, 2 s, 4 s and so on."""
+    """Every page goes at once: a chunk is pushed again after a second, and not each time."""
     machine = Machine(residency(N, 1.2), N)
     for _ in range(100_000):
         machine.now_s += 0.001
         machine.open_and_read("x", 7)
         machine.settle()
         machine.cached.clear()
-    assert 4 <= machine.pushes_of[0] <= 12
+    assert 2 <= machine.pushes_of[0] <= 12
 
 
 def test_what_the_kernel_forgot_is_pushed_again_when_missed() -> None:
