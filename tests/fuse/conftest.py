@@ -30,6 +30,19 @@ def session(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A law of one session alone, `@pytest.mark.only_session(NAME)`, is not one of the others."""
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("only_session")
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        other = mark is not None and params.get("session") not in mark.args
+        (others if other else kept).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
 @dataclass(frozen=True, slots=True)
 class Mounted:
     """A mount, the folder it shows, and its daemon."""

@@ -56,11 +56,9 @@ def at(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Path]
 
 
 @pytest.fixture
-def control(at: Path, session: str) -> Iterator[Control]:
+def control(at: Path) -> Iterator[Control]:
     """A connection to a mount that takes plans."""
     with Control.connect(at) as made:
-        if session != "kernel":
-            pytest.skip("this session pushes nothing")
         yield made
 
 
@@ -107,9 +105,8 @@ def test_the_hello_says_what_the_mount_shows(at: Path, session: str) -> None:
         assert (told["dataset"], told["session"]) == ("ds", session)
 
 
-def test_a_mount_that_pushes_nothing_says_so(at: Path, session: str) -> None:
-    if session == "kernel":
-        pytest.skip("this session pushes")
+@pytest.mark.only_session("pyfuse3")
+def test_a_mount_that_pushes_nothing_says_so(at: Path) -> None:
     with (
         Control.connect(at) as made,
         pytest.raises(UsageError, match=r"pushes nothing ahead.*--session kernel"),
@@ -117,6 +114,7 @@ def test_a_mount_that_pushes_nothing_says_so(at: Path, session: str) -> None:
         made.announce("s", [drawn(epoch=0, seed=1)])
 
 
+@pytest.mark.only_session("kernel")
 def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
     files = view(at).files()
     order = files[::-1].copy()
@@ -157,6 +155,7 @@ def reads(at: Path) -> object:
     return found["hits"] + found["misses"]
 
 
+@pytest.mark.only_session("kernel")
 def test_a_plan_for_another_version_is_refused(at: Path, control: Control) -> None:
     version = control.version
     with Control.connect(at, version=version - 1) as old:
@@ -172,6 +171,7 @@ def test_a_plan_for_another_version_is_refused(at: Path, control: Control) -> No
     assert "old" not in streams(control)
 
 
+@pytest.mark.only_session("kernel")
 def test_a_long_epoch_travels_in_parts(
     at: Path, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +189,7 @@ def test_a_long_epoch_travels_in_parts(
     control.withdraw("long")
 
 
+@pytest.mark.only_session("kernel")
 def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Control) -> None:
     """Both may go on, whatever the other is doing."""
     control.announce("both", [drawn(epoch=0, seed=1)])

@@ -14,6 +14,7 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.fuse import kernel, mount, stats, umount
+from diesel_fs.fuse.held import READ_BYTES_MAX
 from diesel_fs.fuse.holders import children_of, ended
 from diesel_fs.fuse.launcher import default_log
 from diesel_fs.fuse.mountpoint import mounted_at
@@ -24,8 +25,8 @@ from tests.fuse.test_hidden import fresh_stats
 
 pytestmark = pytest.mark.fuse
 
-CONTENT = b"0123456789abcdef" * 1024
-"""Of the file that is read and pushed: 4 pages."""
+CONTENT = b"0123456789abcdef" * (READ_BYTES_MAX // 16 * 3 // 2)
+"""Of the file that is read and pushed: what a smaller file's READ brings is not pushed again."""
 
 READERS = 8
 FREED_S = 2.0
@@ -40,7 +41,8 @@ READ = """if True:
         except OSError as error:
             found = b"%d" % error.errno
         else:
-            found = b"right" if content == bytes.fromhex(sys.argv[2]) * 1024 else b"WRONG"
+            right = bytes.fromhex(sys.argv[2]) * int(sys.argv[4])
+            found = b"right" if content == right else b"WRONG"
         os.write(1, found + b"\\n")
     files = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(int(sys.argv[3]))]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -119,9 +121,11 @@ def mounted(
 
 
 @contextmanager
-def reading(at: Path, name: str = PUSHED) -> Iterator[subprocess.Popen[str]]:
+def reading(
+    at: Path, name: str = PUSHED, content: bytes = CONTENT
+) -> Iterator[subprocess.Popen[str]]:
     """A process whose threads read a file, all at once."""
-    arguments = [str(at / name), CONTENT[:16].hex(), str(READERS)]
+    arguments = [str(at / name), content[:16].hex(), str(READERS), str(len(content) // 16)]
     process = subprocess.Popen(
         [sys.executable, "-c", READ, *arguments], stdout=subprocess.PIPE, text=True
     )
@@ -317,7 +321,8 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
     source: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Ctrl-C, or the end of a service: a READ under way is still answered."""
-    (source / "wait").write_bytes(CONTENT)
+    content = CONTENT[:65_536]  # one READ
+    (source / "wait").write_bytes(content)
     at = tmp_path / "mount"
     at.mkdir()
     request = request_for(source, at, "kernel").to_json()
@@ -332,7 +337,7 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
         assert "is mounted on" in process.stderr.readline()
         found = Mounted(source, at, process.pid)
         pids = processes_of(found)
-        with reading(at, "wait") as readers:
+        with reading(at, "wait", content) as readers:
             wait_until(lambda: reads_that_wait(at))
             os.killpg(process.pid, number)
             wait_until(lambda: mounted_at(str(at)) is None)

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import trio
+import trio.lowlevel
 import trio.testing
 
 from diesel_fs.fuse.push_board import HOLD_STEP_S, HOLD_STEPS, PushBoard
@@ -43,7 +44,7 @@ def held_s(server: PushBoard, helper: PushBoard, signs: int) -> float:
     async def measure() -> float:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(go_on)
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
             start_s = trio.current_time()
             await server.hold()
             return trio.current_time() - start_s

@@ -96,7 +96,7 @@ def test_a_store_that_disappears_is_EIO_and_kept_pages_stay(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """What has been read stays readable; the rest is EIO, never a hang."""
-    with mounting(source, tmp_path / "mount", session) as mounted:
+    with mounting(source, tmp_path / "mount", session, memory_bytes=1) as mounted:  # no pushes
         first = (mounted.at / "a").read_bytes()
         source.rename(tmp_path / "elsewhere")
         assert errno_of(mounted.at / "b") == errno.EIO
