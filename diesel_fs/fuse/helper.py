@@ -46,7 +46,7 @@ _NONE = np.empty(0, np.uint32)
 UNITS_AHEAD = 16
 """So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
 
-UNITS_SOON = 4
+UNITS_SOON = 12
 """So many pushes of each stream are near enough for a READ to wait for the helper."""
 
 BEGIN_DEADLINE_S = 10.0
@@ -170,6 +170,7 @@ class Helper:
             case Sample(entries):
                 self._residency.sampled(entries, np.fromiter(map(self._is_there, entries), bool))
             case Idle(until_s):
+                self._board.rest()
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
                 return min(max(left_s, 0.0), STATE_S if self._is_news else IDLE_S_MAX)
         self._is_news = True
@@ -190,7 +191,7 @@ class Helper:
         try:
             for batch in self._pieces.batches(push.entries):
                 self._walk_above(batch)
-                absent += self._stored(batch)
+                absent += self._stored(self._without_read(batch))
                 self._board.went_on()
                 count += len(batch.entries)
                 seen.append(batch.entries)
@@ -220,6 +221,15 @@ class Helper:
         for at in self._residents.store(probe):
             with suppress(OSError):
                 self._residents.walk(parents[first[at]])
+
+    def _without_read(self, batch: Batch) -> Batch:
+        """A batch without what is being read: its pages are locked, and come by the READ."""
+        being_read = self._board.being_read(batch.entries)
+        if not being_read.any():
+            return batch
+        kept = np.flatnonzero(~being_read)
+        contents = [batch.contents[at] for at in kept.tolist()]
+        return Batch(batch.entries[kept], batch.starts[kept], contents)
 
     def _stored(self, batch: Batch) -> list[int]:
         """Makes a batch resident; the entries that the kernel does not know although it was told.

@@ -244,8 +244,9 @@ class KernelSession:
         """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
         assert self._board is not None
         self._vfs.reads["held"] += 1
-        await self._board.hold()
-        return await self._vfs.read(node, offset, size)
+        with self._board.reading(node - 1):
+            await self._board.hold(node - 1)
+            return await self._vfs.read(node, offset, size)
 
     def _later(
         self,

@@ -1,17 +1,19 @@
 """What server and helper of a mount both see: what a plan has pushed in a moment, and progress.
 
-
 A reader that is faster than the helper overtakes it. Each READ that is then answered at once lets
 the reader run on, into the next; one that waits a moment lets the helper get ahead by hundreds of
-files. So the server holds the answer for what is `soon`, as long as the helper's count goes on. It
-stops when the helper waits for the very page that the READ has locked.
+files. So the server holds the answer for what is `soon` while the helper goes on, and the helper
+leaves out what is being read: it would wait for the page that the READ has locked.
 
-Owned here: the layout of the shared memory (the count, then a byte for each entry). The helper
-writes, the server reads; a torn or late value costs a moment, nothing else.
+Owned here: the layout of the shared memory: the helper's count, then two bytes for each entry, of
+which the helper writes the first and the server the second. A torn or late value costs a moment,
+nothing else.
 """
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import numpy as np
@@ -19,7 +21,10 @@ import numpy.typing as npt
 import trio
 
 HOLD_STEP_S = 0.001
-"""How long the count may stand still; trio's clock knows nothing shorter."""
+"""How often a READ that is held looks; trio's clock knows nothing shorter."""
+
+STILL_STEPS = 2
+"""The helper may stand still for so many steps: with many readers it does not always run."""
 
 HOLD_STEPS = 5
 """A READ is held no longer than so many steps: some thousand small files are pushed meanwhile."""
@@ -35,38 +40,63 @@ class PushBoard:
 
     def __init__(self, descriptor: int) -> None:
         shared = mmap.mmap(descriptor, 0)
+        entries = (len(shared) - _COUNT_BYTES) // 2
         self._count = np.frombuffer(shared, np.uint64, 1)
-        self._soon = np.frombuffer(shared, np.uint8, offset=_COUNT_BYTES)
-        self._seen = memoryview(shared)[_COUNT_BYTES:]
+        self._soon = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES)
+        self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
+        self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
         self._marked = _NONE
 
     @classmethod
     def make(cls, entry_count: int) -> tuple[Self, int]:
         """A new one, and the descriptor for the other process. Raises OSError."""
         descriptor = os.memfd_create("diesel-board", os.MFD_CLOEXEC)
-        os.truncate(descriptor, _COUNT_BYTES + entry_count)
+        os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
         return cls(descriptor), descriptor
 
+    # the helper
+
     def announce(self, entries: _Entries) -> None:
-        """The helper: these, and no others, are pushed next."""
+        """These, and no others, are pushed next."""
         self._soon[self._marked] = 0
         self._soon[entries] = 1
         self._marked = entries
 
+    def rest(self) -> None:
+        """Nothing is pushed now: no READ need wait."""
+        if len(self._marked):
+            self.announce(_NONE)
+
     def went_on(self) -> None:
-        """The helper: some more have been pushed."""
+        """Some more have been pushed."""
         self._count += np.uint64(1)
 
-    def is_soon(self, entry: int) -> bool:
-        """The server: whether an entry is about to be pushed."""
-        return self._seen[entry] != 0
+    def being_read(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these have a READ that is held."""
+        return self._being_read[entries].astype(np.bool_)
 
-    async def hold(self) -> None:
-        """The server: returns when the helper stands still, at the latest after some steps."""
-        before = int(self._count[0])
+    # the server
+
+    def is_soon(self, entry: int) -> bool:
+        """Whether an entry is about to be pushed."""
+        return self._soon_seen[entry] != 0
+
+    @contextmanager
+    def reading(self, entry: int) -> Iterator[None]:
+        """While a READ of an entry is held."""
+        self._being_read[entry] = 1
+        try:
+            yield
+        finally:
+            self._being_read[entry] = 0
+
+    async def hold(self, entry: int) -> None:
+        """Returns when the helper has stood still for some steps, or gone on for many."""
+        before, still = int(self._count[0]), 0
         for _ in range(HOLD_STEPS):
             await trio.sleep(HOLD_STEP_S)
             now = int(self._count[0])
-            if now == before:
+            still = still + 1 if now == before else 0
+            if still >= STILL_STEPS or not self.is_soon(entry):
                 return
             before = now

@@ -30,6 +30,9 @@ STRIDE = 256
 LAG_ENTRIES = 4_096
 """How far apart a stream's workers may read until known better: 16 workers, 4 batches of 64."""
 
+SLACK_PART = 3
+"""What lies behind the readers takes no more than one part in this many of a stream's memory."""
+
 LAG_ENTRIES_MAX = 65_536
 """A stream that seems to read further apart than this is not following its order."""
 
@@ -212,8 +215,8 @@ class Follow:
         )
 
     def _late(self) -> int:
-        """What lies below is too late to push for a reader that has overtaken the frontier."""
-        return self.high + STRIDE
+        """What lies below is too late to push: it has been read, or will have been by then."""
+        return self.high
 
     def _leave(self, part: Part, positions: Positions) -> None:
         for position in positions[part.is_marker(positions)].tolist():
@@ -352,8 +355,8 @@ class Follow:
         """A read came from behind the low: its workers lie further apart than was thought."""
         if self.high - position <= LAG_ENTRIES_MAX:
             behind = self.low - position + STRIDE
-            # At least half of what its memory holds stays for what lies ahead.
-            most = min(LAG_ENTRIES_MAX, self.capacity // 2)
+            # Most of what its memory holds stays for what lies ahead: a few late READs cost less.
+            most = min(LAG_ENTRIES_MAX, self.capacity // SLACK_PART)
             self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
             self.lag = max(self.lag, min(self.high - position + STRIDE, LAG_ENTRIES_MAX))
 

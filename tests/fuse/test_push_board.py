@@ -7,7 +7,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from diesel_fs.fuse.push_board import HOLD_STEP_S, HOLD_STEPS, PushBoard
+from diesel_fs.fuse.push_board import HOLD_STEP_S, HOLD_STEPS, STILL_STEPS, PushBoard
 
 
 def boards(entry_count: int = 1000) -> tuple[PushBoard, PushBoard]:
@@ -33,12 +33,28 @@ def test_what_is_announced_is_soon_until_something_else_is() -> None:
     assert soon(server) == []
 
 
-def held_s(server: PushBoard, helper: PushBoard, signs: int) -> float:
-    """How long a READ is held while the helper goes on for so many steps, in virtual seconds."""
+def test_what_is_being_read_is_seen_while_it_is() -> None:
+    server, helper = boards()
+    entries = np.array([4, 5, 6])
+    with server.reading(5):
+        assert helper.being_read(entries).tolist() == [False, True, False]
+        assert soon(server) == []
+    assert not helper.being_read(entries).any()
+
+
+def held_s(signs: int, *, rest: int = 1000) -> float:
+    """How long a READ is held while the helper goes on for so many half steps, in virtual seconds;
+
+    after `rest` of them it has pushed the entry.
+    """
+    server, helper = boards()
+    helper.announce(np.array([7], np.uint32))
 
     async def go_on() -> None:
-        for _ in range(signs):
+        for number in range(signs):
             helper.went_on()
+            if number == rest:
+                helper.rest()
             await trio.sleep(HOLD_STEP_S / 2)
 
     async def measure() -> float:
@@ -46,17 +62,18 @@ def held_s(server: PushBoard, helper: PushBoard, signs: int) -> float:
             nursery.start_soon(go_on)
             await trio.lowlevel.checkpoint()
             start_s = trio.current_time()
-            await server.hold()
+            await server.hold(7)
             return trio.current_time() - start_s
 
     return trio.run(measure, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_a_READ_waits_while_the_helper_goes_on() -> None:
-    """A step where it stands still, as it does when it waits for the page that the READ locked; and
+    """And some steps where it stands still; never longer than some milliseconds."""
+    assert abs(held_s(0) - STILL_STEPS * HOLD_STEP_S) < 1e-9
+    assert STILL_STEPS * HOLD_STEP_S < held_s(5) < HOLD_STEPS * HOLD_STEP_S
+    assert abs(held_s(200) - HOLD_STEPS * HOLD_STEP_S) < 1e-9
 
-    never longer than a few milliseconds.
-    """
-    assert abs(held_s(*boards(), signs=0) - HOLD_STEP_S) < 1e-9
-    assert HOLD_STEP_S < held_s(*boards(), signs=5) < HOLD_STEPS * HOLD_STEP_S
-    assert abs(held_s(*boards(), signs=100) - HOLD_STEPS * HOLD_STEP_S) < 1e-9
+
+def test_a_READ_waits_no_longer_for_what_is_there() -> None:
+    assert held_s(200, rest=5) < STILL_STEPS * HOLD_STEP_S
