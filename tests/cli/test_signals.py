@@ -24,7 +24,7 @@ from tests.writer.test_put import shown
 from .conftest import Dlcmd
 
 DEADLINE_S = 30.0
-CHUNKS_SEEN = 20  # of 64 KiB: more than two packing processes have in work, so some are committed
+CHUNKS_SEEN = 20  # of 64 KiB, of some 70
 FILES = 453
 OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
@@ -75,6 +75,17 @@ def _children(process: int) -> list[int]:
     ]
 
 
+def _chunks(dlcmd: Dlcmd) -> int:
+    return len(list(dlcmd.store.glob("datasets/*/chunks/*/*")))
+
+
+def _has_committed(dlcmd: Dlcmd) -> bool:
+    """Whether anything shows already: chunks are committed together, some time after they came."""
+    with Repository.open(dlcmd.store.as_uri()) as repository:
+        marker = repository.dataset("ds").marker
+    return marker is not None and marker.version > 0
+
+
 @contextmanager
 def stopped_put(
     dlcmd: Dlcmd, source: Path, *options: str, stdout: int | None = None
@@ -91,7 +102,7 @@ def stopped_put(
     ) as process:
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while len(list(dlcmd.store.glob("datasets/*/chunks/*/*"))) < CHUNKS_SEEN:
+            while _chunks(dlcmd) < CHUNKS_SEEN or not _has_committed(dlcmd):
                 assert process.poll() is None, "A16: the put has ended: proves nothing"
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
