@@ -73,6 +73,7 @@ class Held:
 
     def remove(self, entries: Entries) -> None:
         """These (each once) are resident no longer."""
+        self._read_s[entries] = -np.inf
         gone = entries[self.resident[entries]]
         self.resident[gone] = False
         self.bytes -= self.bytes_of(gone)

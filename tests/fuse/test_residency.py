@@ -372,6 +372,19 @@ def test_what_a_READ_has_just_brought_is_not_pushed() -> None:
         assert test.resident([5])[0] == (pushed == 63)
 
 
+def test_what_a_READ_brought_and_was_dropped_is_pushed() -> None:
+    machine = Machine(residency(N, 0.1), N)
+    machine.open_and_read("x", 7)
+    machine.settle()
+    machine.residency.set_budget(0)
+    machine.settle()
+    assert not machine.cached
+    machine.residency.set_budget(N * ENTRY_BYTES)
+    machine.residency.announce(stream("a", [*range(CHUNK_ENTRIES)]), machine.now_s)
+    machine.settle()
+    assert machine.cached == set(range(CHUNK_ENTRIES))
+
+
 def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
     machine = Machine(residency(N, 0.1), N)
     for entry in shuffled(1) + shuffled(2):

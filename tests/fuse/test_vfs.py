@@ -158,4 +158,4 @@ def test_reads_are_in_full_or_refused(vfs: Vfs, source: Path) -> None:
         assert raised.value.errno == errno.EIO
 
     trio.run(read)
-    assert vfs.reads == {"hits": 1, "misses": 2, "failed": 1, "bytes": 5 + 4096}
+    assert vfs.reads == {"hits": 1, "misses": 2, "held": 0, "failed": 1, "bytes": 5 + 4096}
