@@ -41,7 +41,8 @@ BATCHES_IN_FLIGHT = 32
 
 SIGNS = 3
 """Marks within one lag that make a jump beyond it believable. One may be another reader's open of
-the same file; three mean that the reader is there (it resumed, or events were lost)."""
+the same file; three mean that the reader is there (it resumed, or events were lost), where they are
+also most of the marks that were not believed: many workers leave stray ones all over an epoch."""
 
 PENDING_MAX = 64
 
@@ -311,7 +312,7 @@ class Follow:
                 del self.pending[next(iter(self.pending))]
             self.pending[position] = None
             near = [other for other in self.pending if abs(other - position) <= reach]
-            if len(near) < SIGNS:
+            if len(near) < SIGNS or 2 * len(near) < len(self.pending):
                 return False
             position = max(near)
             self.pending.clear()
