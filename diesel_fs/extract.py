@@ -467,6 +467,7 @@ def get_tar(
     prefix = len(view.path(top)) + 1 if top else 0
     kinds = layout.kinds(view.columns.flags[below])
     reading = contents(view, reader, below[kinds == Kind.FILE])
+    # tarfile's stub has no overload for options that come by name.
     options = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape"}
     with tarfile.open(fileobj=out, mode="w|", bufsize=1 << 20, **options) as tar:  # type: ignore[call-overload]
         for index, kind in zip(below.tolist(), kinds.tolist(), strict=True):

@@ -35,6 +35,7 @@ chunk IDs, or of indices.
 """
 
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -71,45 +72,32 @@ class Order:
     ends: Indices
 
 
+class Part(TypedDict, total=False):
+    """Which files of an epoch are meant: what is left out is as in `chunk_order`."""
+
+    rank: int
+    world: int
+    drop_last: bool
+    position: int
+    below: int
+
+
 def chunk_shuffle(
     snapshot: Snapshot,
     seed: int,
     epoch: int,
     *,
     group_size: int = GROUP_SIZE_DEFAULT,
-    rank: int = 0,
-    world: int = 1,
-    drop_last: bool = False,
-    position: int = 0,
-    below: int = ROOT_INDEX,
+    **part: Unpack[Part],
 ) -> Indices:
-    """The indices of a rank's files in chunk-wise order, from `position` in its part on.
-
-    `below` is the index of a folder, whose files alone are meant. Raises UsageError for numbers
-    without meaning.
-    """
-    return chunk_order(
-        snapshot, seed, epoch, group_size=group_size, rank=rank, world=world,
-        drop_last=drop_last, position=position, below=below,
-    ).indices  # fmt: skip
+    """The indices of `chunk_order` alone. Raises UsageError."""
+    return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
-def full_shuffle(
-    snapshot: Snapshot,
-    seed: int,
-    epoch: int,
-    *,
-    rank: int = 0,
-    world: int = 1,
-    drop_last: bool = False,
-    position: int = 0,
-    below: int = ROOT_INDEX,
-) -> Indices:
+def full_shuffle(snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[Part]) -> Indices:
     """As `chunk_shuffle`, with all chunks in one group: every order is as likely as another."""
-    return chunk_shuffle(
-        snapshot, seed, epoch, group_size=max(snapshot.chunk_count, 1), rank=rank, world=world,
-        drop_last=drop_last, position=position, below=below,
-    )  # fmt: skip
+    one_group = max(snapshot.chunk_count, 1)
+    return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
 
 def chunk_order(
@@ -124,7 +112,11 @@ def chunk_order(
     position: int = 0,
     below: int = ROOT_INDEX,
 ) -> Order:
-    """What `chunk_shuffle` gives, with the ends of its groups. Raises UsageError."""
+    """A rank's files in chunk-wise order, from `position` in its part on, and its groups' ends.
+
+    `below` is the index of a folder, whose files alone are meant. Raises UsageError for numbers
+    without meaning.
+    """
     _check("seed", seed)
     _check("epoch", epoch)
     _check("group size", group_size, 1)

@@ -371,7 +371,7 @@ class Snapshot:
         """
         if isinstance(entries, range | np.ndarray) or not isinstance(next(iter(entries), 0), bytes):
             return self._stats(self._checked(entries))  # type: ignore[arg-type]  # no paths
-        paths: Sequence[bytes] = entries  # type: ignore[assignment]
+        paths: Sequence[bytes] = entries  # type: ignore[assignment]  # nor indices
         indices = self.lookup_many(paths)
         missing = indices < 0
         if not missing.any():

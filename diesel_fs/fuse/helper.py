@@ -248,7 +248,7 @@ class Helper:
         return absent
 
     def _state(self) -> Message:
-        residency: dict[str, Value] = {**self._residency.stats()}  # type: ignore[dict-item]
+        residency = self._plans.state()
         store: dict[str, Value] = dict(self._pieces.stats())
         return {"pid": os.getpid(), **residency, "failed_pushes": self._failed, "store": store}
 

@@ -143,8 +143,11 @@ class PlanMessages:
 
     def _stats(self, fields: Fields, now_s: float) -> Message:
         fields.end()
-        residency: dict[str, Value] = {**self._residency.stats()}  # type: ignore[dict-item]
-        return {"residency": residency}
+        return {"residency": self.state()}
+
+    def state(self) -> dict[str, Value]:
+        """What residency says of itself, as it travels."""
+        return {**self._residency.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
 
     def _addressed(self, fields: Fields) -> str:
         self._check_version(fields)

@@ -58,8 +58,8 @@ class Loop:
 @contextmanager
 def installed(loop: Loop) -> Iterator[None]:
     """While pyfuse3's main loop runs. Its lock lives on in it, so there is one run per process."""
-    pyfuse3.trio = loop  # type: ignore[attr-defined]
+    pyfuse3.trio = loop  # type: ignore[attr-defined]  # its stub leaves that out
     try:
         yield
     finally:
-        pyfuse3.trio = trio  # type: ignore[attr-defined]
+        pyfuse3.trio = trio  # type: ignore[attr-defined]  # as above

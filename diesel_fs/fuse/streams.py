@@ -193,7 +193,7 @@ class Follow:
                 if first >= self.high:
                     return first
                 positions = units.positions(part.next_unit)
-                if part.base + int(positions[-1]) >= self._late():
+                if part.base + int(positions[-1]) >= self.high:
                     return first
                 self._leave(part, positions)
                 part.next_unit += 1
@@ -215,10 +215,6 @@ class Follow:
             else part.end
         )
 
-    def _late(self) -> int:
-        """What lies below is too late to push: it has been read, or will have been by then."""
-        return self.high
-
     def _leave(self, part: Part, positions: Positions) -> None:
         for position in positions[part.is_marker(positions)].tolist():
             part.opened[part.number(position)] = True  # no watch will ever tell
@@ -229,7 +225,7 @@ class Follow:
         assert part.units is not None
         positions = part.units.positions(part.next_unit)
         if part.base + int(positions[0]) < self.high:
-            late = positions < self._late() - part.base
+            late = positions < self.high - part.base  # read, or it will have been by then
             self._leave(part, positions[late])
             positions = positions[~late]
         entries = part.epoch.entries[positions]

@@ -12,7 +12,9 @@ import pytest
 from diesel_fs.cache.chunks import FETCH_THREADS, ChunkCache, LoadedChunk
 from diesel_fs.cache.store import CHECKED_AT_ONCE_BYTES, ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
+from diesel_fs.layout import chunk_object
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
@@ -182,8 +184,6 @@ def test_B3_damage_in_the_store_is_named_and_contained(
         if store.reads[-1][0].endswith(text) and start <= extent.offset < start + len(buffer):
             buffer[extent.offset - start] ^= 4
 
-    from diesel_fs.chunk_id import chunk_id_text  # noqa: PLC0415
-
     text = chunk_id_text(view.chunk_ids[extent.chunk])
     store.change = change
     with pytest.raises(CorruptError, match=f"ds/n150 .*{text}"):
@@ -209,8 +209,6 @@ def test_B7_a_foreign_chunk_under_a_name_of_ours(
 
 
 def _object(repository: Repository, view: Snapshot, number: int) -> str:
-    from diesel_fs.layout import chunk_object  # noqa: PLC0415
-
     return chunk_object(view.identity, view.chunk_ids[number])
 
 
@@ -229,8 +227,6 @@ def test_O2_a_lost_chunk_fails_its_files_alone(store: Counting, view: Snapshot) 
 
 
 def _lost_name(store: Counting, view: Snapshot, number: int) -> str:
-    from diesel_fs.layout import chunk_object  # noqa: PLC0415
-
     return chunk_object(view.identity, view.chunk_ids[number])
 
 

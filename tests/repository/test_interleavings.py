@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from diesel_fs.cache.store import ContentReader
 from diesel_fs.chunk import Header, Part
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.chunk_id import IdFields, id_fields, stamp
@@ -52,8 +53,6 @@ class Sealed:
 
 
 def content(repository: Repository, path: bytes) -> bytes | None:
-    from diesel_fs.cache.store import ContentReader  # noqa: PLC0415
-
     view = repository.view("ds")
     index = view.lookup(path)
     if index < 0:

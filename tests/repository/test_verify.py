@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import facts, write
 from ..writer.test_put import shown
+from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
 
@@ -133,14 +135,10 @@ def test_a_lost_chunk(filled: Repository, tmp_path: Path) -> None:
 
 def test_A5_an_orphan(filled: Repository, tmp_path: Path) -> None:
     """Young: a put under way, left alone. Old: folded in by the next writer. `recover`: both."""
-    from .test_interleavings import Writer  # noqa: PLC0415
-
     writer = Writer(filled)
     writer.add(b"young", b"1")
     young = writer.seal()
     writer.add(b"old", b"2")
-    import time  # noqa: PLC0415
-
     old = writer.seal(IdFields(int(time.time()) - 7200, 1, 1, 0).id())
     findings = verify(filled, "ds")
     assert findings.sound
@@ -174,8 +172,6 @@ def test_metadata_that_differs_from_its_chunks(filled: Repository, tmp_path: Pat
 
 def test_recover_since_brings_the_tail_back(filled: Repository, tmp_path: Path) -> None:
     """An older state and the chunks since are the whole state."""
-    from .test_interleavings import Writer  # noqa: PLC0415
-
     writer = Writer(filled)
     writer.add(b"later", b"1")
     sealed = writer.seal()

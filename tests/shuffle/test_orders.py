@@ -109,9 +109,9 @@ def test_a_part_goes_on_from_a_position(
 ) -> None:
     rank = data.draw(st.integers(0, world - 1))
     numbers = {"group_size": group_size, "rank": rank, "world": world}
-    part = chunk_order(SMALL, seed, 1, **numbers)  # type: ignore[arg-type]
+    part = chunk_order(SMALL, seed, 1, **numbers)  # type: ignore[arg-type]  # by name
     position = data.draw(st.integers(0, len(part.indices)))
-    rest = chunk_order(SMALL, seed, 1, position=position, **numbers)  # type: ignore[arg-type]
+    rest = chunk_order(SMALL, seed, 1, position=position, **numbers)  # type: ignore[arg-type]  # by name
     assert rest.indices.tolist() == part.indices[position:].tolist()
     for order in (part, rest):
         assert order.ends.tolist() == sorted(set(order.ends.tolist()))
@@ -208,7 +208,7 @@ def test_chunks_are_ordered_by_their_ids_alone() -> None:
     ],
 )
 def test_numbers_without_meaning(numbers: dict[str, int]) -> None:
-    asked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]
+    asked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
     with pytest.raises(UsageError, match=r"^bad "):
         asked(SMALL, **{"seed": 1, "epoch": 2, **numbers})
 
@@ -216,7 +216,7 @@ def test_numbers_without_meaning(numbers: dict[str, int]) -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     seed, epoch = np.int64(7), np.int64(2**63 - 1)
     assert (
-        chunk_shuffle(SMALL, seed, epoch).tolist()  # type: ignore[arg-type]
+        chunk_shuffle(SMALL, seed, epoch).tolist()  # type: ignore[arg-type]  # numpy's
         == chunk_shuffle(SMALL, 7, 2**63 - 1).tolist()
     )
 
