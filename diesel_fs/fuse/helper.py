@@ -125,6 +125,7 @@ class Helper:
             if self._mountinfo in self._server.ready and not _is_mounted(device):
                 return
             wait_s = self._act(now_s)
+            self._board.want(each_miss=self._residency.wants_misses)
             self._residents.rest()
             self._tell(now_s)
 

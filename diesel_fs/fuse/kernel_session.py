@@ -237,7 +237,7 @@ class KernelSession:
             self._send(unique, (found,))
         else:
             self._later(unique, node, "read", vfs.read, node, offset, size)
-        if ours:
+        if ours and self._board is not None and self._board.is_told():
             self._missed(node - 1)
 
     async def _read_held(self, node: int, offset: int, size: int) -> Bytes:

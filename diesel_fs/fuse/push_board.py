@@ -1,17 +1,22 @@
-"""What server and helper of a mount both see: what a plan has pushed in a moment, and progress.
+"""What server and helper of a mount both see: what is pushed in a moment, and whether misses count.
 
 A reader that is faster than the helper overtakes it. Each READ that is then answered at once lets
 the reader run on, into the next; one that waits a moment lets the helper get ahead by hundreds of
 files. So the server holds the answer for what is `soon` while the helper goes on, and the helper
 leaves out what is being read: it would wait for the page that the READ has locked.
 
-Owned here: the layout of the shared memory: the helper's count, then two bytes for each entry, of
-which the helper writes the first and the server the second. A torn or late value costs a moment,
-nothing else.
+Where nothing more has room and nothing is planned, what is missed changes nothing: the server tells
+the helper of few misses then, and both leave the processors to the readers.
+
+Owned here: the layout of the shared memory: the helper's count, whether it wants few misses, then
+two bytes for each entry, of which the helper writes the first and the server the second. A torn or
+late value costs a moment, nothing else.
 """
 
+import math
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -29,7 +34,11 @@ STILL_STEPS = 2
 HOLD_STEPS = 5
 """A READ is held no longer than so many steps: some thousand small files are pushed meanwhile."""
 
-_COUNT_BYTES = 64
+FEW_S = 0.01
+"""Where few misses are wanted, so long lies between two that the helper is told of."""
+
+_COUNT_BYTES = 64  # a count of 8 bytes; at 8 a byte that is not 0 where few misses are wanted
+_FEW_AT = 8
 
 _Entries = npt.NDArray[np.uint32]
 _NONE: _Entries = np.empty(0, np.uint32)
@@ -45,6 +54,8 @@ class PushBoard:
         self._soon = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES)
         self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
         self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
+        self._few = memoryview(shared)[_FEW_AT : _FEW_AT + 1]
+        self._told_s = -math.inf
         self._marked = _NONE
 
     @classmethod
@@ -67,6 +78,10 @@ class PushBoard:
         if len(self._marked):
             self.announce(_NONE)
 
+    def want(self, *, each_miss: bool) -> None:
+        """Of how many misses to be told from now on."""
+        self._few[0] = not each_miss
+
     def went_on(self) -> None:
         """Some more have been pushed."""
         self._count += np.uint64(1)
@@ -80,6 +95,16 @@ class PushBoard:
     def is_soon(self, entry: int) -> bool:
         """Whether an entry is about to be pushed."""
         return self._soon_seen[entry] != 0
+
+    def is_told(self) -> bool:
+        """Whether the helper is told of this miss."""
+        if not self._few[0]:
+            return True
+        now_s = time.monotonic()
+        if now_s - self._told_s < FEW_S:
+            return False
+        self._told_s = now_s
+        return True
 
     @contextmanager
     def reading(self, entry: int) -> Iterator[None]:

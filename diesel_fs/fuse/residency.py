@@ -23,7 +23,6 @@ What a READ alone brought into the cache is not counted: it is the kernel's, whi
 import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +34,7 @@ from .held import NONE, Held, Mask
 from .members import Members
 from .streams import LAG_ENTRIES, STRIDE, Follow, Watches
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
+from .unplanned import Unplanned
 
 STILL_S = 60.0
 """A stream without a sign for so long, while others go on, gives its memory up: validation waits
@@ -98,8 +98,9 @@ class Residency:
         self._held = Held(self._cost)
         self._since_s = np.zeros(count, np.float32)  # pushed then, counted from `_start_s`
         self._lost: deque[Entries] = deque()
-        self._wanted: dict[int, None] = {}  # chunks that were missed
-        self._fill = 0 if policy == "oneshot" else chunk_count  # the next chunk of a oneshot
+        self._unplanned = Unplanned(
+            self._members, self._held, chunk_count, everything=policy == "oneshot"
+        )
         self._follows: dict[str, Follow] = {}
         self._watches = Watches()
         self._share_bytes = 0
@@ -114,6 +115,13 @@ class Residency:
     def held_bytes(self) -> int:
         """What is believed resident, in whole pages."""
         return self._held.bytes
+
+    @property
+    def wants_misses(self) -> bool:
+        """Whether each miss counts. Where nothing is planned and nothing more has room, a few of
+        them show if pages are lost.
+        """
+        return bool(self._follows) or self._unplanned.has_room(self._room())
 
     # Facts: the plan
 
@@ -203,10 +211,9 @@ class Residency:
                 self._lose(entry, follow, position)
             return
         self._held.read(entry, now_s - self._start_s)
-        if follow is None and self._cost[entry] <= self._room():
-            chunk = int(self._chunk[entry])
-            if self._members.may_push(chunk, self._now_s):
-                self._wanted[chunk] = None
+        if follow is None:
+            chunk, need = int(self._chunk[entry]), int(self._cost[entry])
+            self._unplanned.missed(chunk, need, self._room(), self._now_s)
 
     def forgotten(self, entries: Order) -> None:
         """The kernel has forgotten these; their pages went along."""
@@ -267,7 +274,7 @@ class Residency:
             or self._unwatch_many(UNWATCH_MIN)
             or self._push_lost()
             or self._push_planned(now_s)
-            or self._push_chunk()
+            or self._push_unplanned()
             or self._sample(now_s)
             or self._unwatch_many(1)
         )
@@ -276,11 +283,10 @@ class Residency:
 
     def upcoming(self, count: int) -> list[Entries]:
         """What the next pushes will probably be, the soonest first: to be fetched ahead."""
-        found = list(map(self._members.of, islice(self._wanted, count)))
+        found = []
         for follow in sorted(self._follows.values(), key=self._ahead_s):
             found += follow.units_ahead(count)
-        filling = range(self._fill, min(self._fill + count, self._columns.chunk_count))
-        return [*found, *map(self._members.of, filling)][:count]
+        return [*found, *self._unplanned.upcoming(count)][:count]
 
     def planned(self, count: int) -> list[Entries]:
         """What each stream's next pushes will be, so many of each."""
@@ -391,22 +397,10 @@ class Residency:
             return self._push(NONE, markers)  # there may be more
         return self._push(NONE, markers) if markers else None
 
-    def _push_chunk(self) -> Push | None:
+    def _push_unplanned(self) -> Push | None:
         """What was missed, then what a oneshot still lacks; only into room that is free."""
-        while self._wanted:
-            chunk = next(iter(self._wanted))
-            del self._wanted[chunk]
-            entries = self._held.missing(self._members.of(chunk))
-            if len(entries) and int(self._cost[entries].sum()) <= self._room():
-                return self._push(entries, [])
-        while self._fill < self._columns.chunk_count:
-            entries = self._held.missing(self._members.of(self._fill))
-            if int(self._cost[entries].sum()) > self._room():
-                return None  # full; it goes on where there is room again
-            self._fill += 1
-            if len(entries):
-                return self._push(entries, [])
-        return None
+        entries = self._unplanned.next(self._room())
+        return None if entries is None else self._push(entries, [])
 
     def _sample(self, now_s: float) -> Sample | None:
         """A few of what will be read next, of the stream whose turn it is."""

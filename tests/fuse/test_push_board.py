@@ -1,13 +1,14 @@
 """The board that server and helper share: what is pushed soon, and how long a READ waits for it."""
 
 import os
+import time
 
 import numpy as np
 import trio
 import trio.lowlevel
 import trio.testing
 
-from diesel_fs.fuse.push_board import HOLD_STEP_S, HOLD_STEPS, STILL_STEPS, PushBoard
+from diesel_fs.fuse.push_board import FEW_S, HOLD_STEP_S, HOLD_STEPS, STILL_STEPS, PushBoard
 
 
 def boards(entry_count: int = 1000) -> tuple[PushBoard, PushBoard]:
@@ -40,6 +41,19 @@ def test_what_is_being_read_is_seen_while_it_is() -> None:
         assert helper.being_read(entries).tolist() == [False, True, False]
         assert soon(server) == []
     assert not helper.being_read(entries).any()
+
+
+def test_of_many_misses_few_are_told_where_few_are_wanted() -> None:
+    server, helper = boards()
+    assert all(server.is_told() for _ in range(1000))
+    helper.want(each_miss=False)
+    start_s = time.monotonic()
+    told = sum(server.is_told() for _ in range(1000))
+    assert 1 <= told <= 2 + (time.monotonic() - start_s) / FEW_S
+    time.sleep(FEW_S)
+    assert server.is_told()  # misses that come slowly are all told
+    helper.want(each_miss=True)
+    assert all(server.is_told() for _ in range(1000))
 
 
 def held_s(signs: int, *, rest: int = 1000) -> float:

@@ -1,0 +1,64 @@
+"""What is pushed where no plan says what comes: chunks that were missed, or all of them in turn.
+
+Owned here: `Unplanned`: which chunks wait, and whether telling of further misses would change
+anything. Not owned: room (`residency.py`), and how soon a chunk may come again (`members.py`). Used
+by one thread.
+"""
+
+from itertools import islice
+
+from ..plans import Entries
+from .held import Held
+from .members import Members
+
+
+class Unplanned:
+    """The chunks to push into room that is free: those missed first, then, if all, in turn."""
+
+    def __init__(self, members: Members, held: Held, chunk_count: int, *, everything: bool) -> None:
+        self._members = members
+        self._held = held
+        self._count = chunk_count
+        self._missed: dict[int, None] = {}
+        self._fill = 0 if everything else chunk_count  # the next chunk in turn
+        self._too_large_bytes: int | None = None  # of what last had no room
+
+    def missed(self, chunk: int, need_bytes: int, room_bytes: int, now_s: float) -> None:
+        """A file of a chunk was read by request; it alone needs so much room."""
+        if need_bytes > room_bytes:
+            self._too_large_bytes = need_bytes
+        elif self._members.may_push(chunk, now_s):
+            self._missed[chunk] = None
+
+    def next(self, room_bytes: int) -> Entries | None:
+        """The entries to push next, of one chunk; None where none is left or has room."""
+        while self._missed:
+            chunk = next(iter(self._missed))
+            del self._missed[chunk]
+            entries = self._held.missing(self._members.of(chunk))
+            if len(entries) and self._fits(entries, room_bytes):
+                return entries
+        while self._fill < self._count:
+            entries = self._held.missing(self._members.of(self._fill))
+            if not self._fits(entries, room_bytes):
+                return None  # full; it goes on where there is room again
+            self._fill += 1
+            if len(entries):
+                return entries
+        return None
+
+    def has_room(self, room_bytes: int) -> bool:
+        """Whether the next miss may lead to a push; where the last had no room, none will."""
+        return self._too_large_bytes is None or room_bytes >= self._too_large_bytes
+
+    def upcoming(self, count: int) -> list[Entries]:
+        """What will probably come next, at most so many chunks."""
+        found = list(map(self._members.of, islice(self._missed, count)))
+        turn = range(self._fill, min(self._fill + count - len(found), self._count))
+        return [*found, *map(self._members.of, turn)]
+
+    def _fits(self, entries: Entries, room_bytes: int) -> bool:
+        need = self._held.bytes_of(entries)
+        fits = need <= room_bytes
+        self._too_large_bytes = None if fits else need
+        return fits
