@@ -225,7 +225,7 @@ class Helper:
 
     def _without_read(self, batch: Batch) -> Batch:
         """A batch without what is being read: its pages are locked, and come by the READ."""
-        being_read = self._board.being_read(batch.entries)
+        being_read = self._board.store_now(batch.entries)
         if not being_read.any():
             return batch
         kept = np.flatnonzero(~being_read)

@@ -223,30 +223,32 @@ class KernelSession:
     def _read(self, read: Read, nursery: trio.Nursery) -> None:
         """A READ is answered at once from memory; else in a task, and delays no other."""
         unique, node, offset, size = read
-        vfs = self._vfs
+        vfs, board = self._vfs, self._board
         vfs.requests["read"] += 1
-        try:
-            found = vfs.read_now(node, offset, size)
-        except BaseException as fault:
-            self._send(unique, (), vfs.errno_of(fault, "read", node))
-            return
-        ours = node < HIDDEN_ROOT
-        if ours and self._board is not None and self._board.is_soon(node - 1):
+        if board is not None and board.is_held(node - 1):
             self._later(unique, node, "read", self._read_held, node, offset, size)
-        elif found is not None:
-            self._send(unique, (found,))
         else:
-            self._later(unique, node, "read", vfs.read, node, offset, size)
-        if ours and self._board is not None and self._board.is_told():
+            try:
+                found = vfs.read_now(node, offset, size)
+            except BaseException as fault:
+                self._send(unique, (), vfs.errno_of(fault, "read", node))
+                return
+            if found is not None:
+                self._send(unique, (found,))
+            else:
+                self._later(unique, node, "read", vfs.read, node, offset, size)
+        if board is not None and node < HIDDEN_ROOT and board.is_told():
             self._missed(node - 1)
 
     async def _read_held(self, node: int, offset: int, size: int) -> Bytes:
         """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
         assert self._board is not None
         self._vfs.reads["held"] += 1
-        with self._board.reading(node - 1):
+        try:
             await self._board.hold(node - 1)
             return await self._vfs.read(node, offset, size)
+        finally:
+            self._board.answered(node - 1)
 
     def _later(
         self,

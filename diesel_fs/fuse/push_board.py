@@ -3,7 +3,9 @@
 A reader that is faster than the helper overtakes it. Each READ that is then answered at once lets
 the reader run on, into the next; one that waits a moment lets the helper get ahead by hundreds of
 files. So the server holds the answer for what is `soon` while the helper goes on, and the helper
-leaves out what is being read: it would wait for the page that the READ has locked.
+leaves out what is being read: it would wait for the page that the READ has locked. A READ of what
+the helper is storing `now` comes too late for that, and is answered at once. Each of the two marks
+what it does before it looks what the other does.
 
 Where nothing more has room and nothing is planned, what is missed changes nothing: the server tells
 the helper of few misses then, and both leave the processors to the readers.
@@ -17,8 +19,6 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Self
 
 import numpy as np
@@ -36,6 +36,8 @@ HOLD_STEPS = 5
 
 FEW_S = 0.01
 """Where few misses are wanted, so long lies between two that the helper is told of."""
+
+_SOON, _NOW = 1, 2
 
 _COUNT_BYTES = 64  # a count of 8 bytes; at 8 a byte that is not 0 where few misses are wanted
 _FEW_AT = 8
@@ -70,7 +72,7 @@ class PushBoard:
     def announce(self, entries: _Entries) -> None:
         """These, and no others, are pushed next."""
         self._soon[self._marked] = 0
-        self._soon[entries] = 1
+        self._soon[entries] = _SOON
         self._marked = entries
 
     def rest(self) -> None:
@@ -86,15 +88,12 @@ class PushBoard:
         """Some more have been pushed."""
         self._count += np.uint64(1)
 
-    def being_read(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of these have a READ that is held."""
+    def store_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """These are stored now, but those of them that have a READ that is held: which have."""
+        self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
     # the server
-
-    def is_soon(self, entry: int) -> bool:
-        """Whether an entry is about to be pushed."""
-        return self._soon_seen[entry] != 0
 
     def is_told(self) -> bool:
         """Whether the helper is told of this miss."""
@@ -106,14 +105,26 @@ class PushBoard:
         self._told_s = now_s
         return True
 
-    @contextmanager
-    def reading(self, entry: int) -> Iterator[None]:
-        """While a READ of an entry is held."""
+    def is_held(self, entry: int) -> bool:
+        """Whether a READ of an entry is to wait in `hold`; if so, it counts as held from now on.
+
+        Never one of what is no entry.
+        """
+        if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
+            return False
         self._being_read[entry] = 1
-        try:
-            yield
-        finally:
+        if self._soon_seen[entry] == _NOW:  # the helper may not have seen it
             self._being_read[entry] = 0
+            return False
+        return True
+
+    def answered(self, entry: int) -> None:
+        """A READ that was held has been answered, or is no longer wanted."""
+        self._being_read[entry] = 0
+
+    def is_soon(self, entry: int) -> bool:
+        """Whether an entry is about to be pushed, or is being pushed."""
+        return self._soon_seen[entry] != 0
 
     async def hold(self, entry: int) -> None:
         """Returns when the helper has stood still for some steps, or gone on for many."""

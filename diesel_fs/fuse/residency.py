@@ -554,7 +554,7 @@ class Residency:
                 return None, -1
             if position < follow.floor:  # let go too early, rather than never there
                 follow.widen(position)
-        if not follow.sign(position, now_s):
+        if not follow.read(position, now_s):
             return None, -1
         follow.planned_reads += 1
         return follow, position

@@ -44,6 +44,9 @@ SIGNS = 3
 the same file; three mean that the reader is there (it resumed, or events were lost), where they are
 also most of the marks that were not believed: many workers leave stray ones all over an epoch."""
 
+SPREAD_SIGNS = 16
+"""Over so many signs about, the spread of a stream's readers follows them when it shrinks."""
+
 PENDING_MAX = 64
 
 RATE_PERIOD_S = 0.1
@@ -134,6 +137,7 @@ class Follow:
     high: int = 0
     lag: int = LAG_ENTRIES
     slack: int = 0
+    spread: int = 0  # how far behind the high signs have come lately
     capacity: int = 0  # entries that the stream's share of the budget holds
     rate: float = 0.0  # positions a second; 0 until measured
     rate_at: tuple[float, int] = (0.0, 0)
@@ -190,10 +194,10 @@ class Follow:
             units = part.units
             while part.next_unit < len(units):
                 first = part.base + int(units.first[part.next_unit])
-                if first >= self.high:
+                if first >= self.passed:
                     return first
                 positions = units.positions(part.next_unit)
-                if part.base + int(positions[-1]) >= self.high:
+                if part.base + int(positions[-1]) >= self.passed:
                     return first
                 self._leave(part, positions)
                 part.next_unit += 1
@@ -224,8 +228,8 @@ class Follow:
         part = self.parts[self.pushing]
         assert part.units is not None
         positions = part.units.positions(part.next_unit)
-        if part.base + int(positions[0]) < self.high:
-            late = positions < self.high - part.base  # read, or it will have been by then
+        if part.base + int(positions[0]) < self.passed:
+            late = positions < self.passed - part.base  # read, or it will have been by then
             self._leave(part, positions[late])
             positions = positions[~late]
         entries = part.epoch.entries[positions]
@@ -300,6 +304,13 @@ class Follow:
             self.opened_markers += 1
             self.sign(position, now_s)
 
+    def read(self, position: int, now_s: float) -> bool:
+        """A READ came for a position. Whether the reader is believed to be there."""
+        part = next((part for part in self.parts if part.base <= position < part.end), None)
+        if part is not None and part.is_marker(np.array([position - part.base]))[0]:
+            part.opened[part.number(position - part.base)] = True  # before its watch stood, or late
+        return self.sign(position, now_s)
+
     def sign(self, position: int, now_s: float) -> bool:
         """The reader may have been at a position. Whether that is believed: it may be another's."""
         reach = self.reach()
@@ -313,6 +324,8 @@ class Follow:
             position = max(near)
             self.pending.clear()
         self.last_sign_s, self.tentative = now_s, False
+        behind = max(self.high - position, 0)
+        self.spread = max(behind, self.spread - (self.spread - behind) // SPREAD_SIGNS)
         if position >= self.high:
             self.high = position + 1
             self._measure(now_s)
@@ -321,6 +334,11 @@ class Follow:
                     part.opened[:] = True
         self._advance()
         return True
+
+    @property
+    def passed(self) -> int:
+        """Before this most has been read: what is not yet claimed there is left to READs."""
+        return max(self.floor, self.high - self.spread)
 
     def reach(self) -> int:
         """How far from the reader a sign is believed at once, and a marker is waited for."""

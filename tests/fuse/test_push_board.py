@@ -34,13 +34,32 @@ def test_what_is_announced_is_soon_until_something_else_is() -> None:
     assert soon(server) == []
 
 
-def test_what_is_being_read_is_seen_while_it_is() -> None:
+def test_what_is_being_read_is_left_out_while_it_is() -> None:
     server, helper = boards()
+    helper.announce(np.array([4, 5, 6], np.uint32))
+    assert server.is_held(5)
     entries = np.array([4, 5, 6])
-    with server.reading(5):
-        assert helper.being_read(entries).tolist() == [False, True, False]
-        assert soon(server) == []
-    assert not helper.being_read(entries).any()
+    assert helper.store_now(entries).tolist() == [False, True, False]
+    server.answered(5)
+    assert not helper.store_now(entries).any()
+
+
+def test_a_READ_of_what_is_being_stored_is_answered_at_once() -> None:
+    """The helper waits for the page that the READ has locked."""
+    server, helper = boards()
+    assert not server.is_held(4)  # it is not soon
+    helper.announce(np.array([4, 5], np.uint32))
+    helper.store_now(np.array([4]))
+    assert not server.is_held(4)
+    assert server.is_held(5)
+    helper.announce(np.array([5], np.uint32))
+    assert not server.is_held(4)
+
+
+def test_what_is_no_entry_is_never_held() -> None:
+    server, helper = boards(1000)
+    helper.announce(np.arange(1000, dtype=np.uint32))
+    assert [server.is_held(entry) for entry in (-1, 1000, 1 << 62)] == [False] * 3
 
 
 def test_of_many_misses_few_are_told_where_few_are_wanted() -> None:
