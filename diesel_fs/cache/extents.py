@@ -184,9 +184,9 @@ class ExtentReader:
 
     def _checked(self, rows: _Rows, held: memoryview) -> Batch:
         """The contents of one part."""
-        begin, starts = int(rows["offset"][0]), rows["offset"].tolist()
-        places = zip(starts, rows["stored"].tolist(), strict=True)
-        contents = [held[start - begin : start - begin + size] for start, size in places]
+        first = rows["offset"] - rows["offset"][0]
+        places = zip(first.tolist(), (first + rows["stored"]).tolist(), strict=True)
+        contents = [held[begin:end] for begin, end in places]
         right = list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
         if right and not rows["codec"].any():
             return Batch(rows["entry"], rows["start"], contents)

@@ -8,9 +8,13 @@ holds: so it runs in the helper process, in one thread, and never in the server.
 
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import repeat
+from operator import length_hint
 from os import POSIX_FADV_DONTNEED
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +37,7 @@ _STORE = np.dtype(
         "itemsize": STORE.size,
     }
 )
+_PACKED = np.dtype((np.void, STORE.size))
 
 _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
@@ -151,14 +156,17 @@ class Residents:
         headers["length"], headers["code"] = sizes + STORE.size, NOTIFY_STORE
         headers["node"], headers["offset"] = batch.entries + 1, batch.starts
         headers["size"] = sizes
-        packed, unknown = headers.tobytes(), []
-        device, step, write = self._device, STORE.size, os.writev
-        for at, content in enumerate(batch.contents):
+        left = iter(batch.contents)
+        messages = zip(cast(list[bytes], headers.view(_PACKED).tolist()), left, strict=True)
+        written = map(os.writev, repeat(self._device), messages)
+        unknown: list[int] = []
+        while True:
             try:
-                write(device, (packed[at * step : at * step + step], content))
+                deque(written, 0)  # a loop without Python, which costs as much as the calls
             except FileNotFoundError:
-                unknown.append(at)
-        return unknown
+                unknown.append(len(batch.contents) - length_hint(left) - 1)
+            else:
+                return unknown
 
     def forget(self, node: int) -> None:
         """Have the kernel drop what it keeps of a node of ours: it asks again when it is needed.
