@@ -6,6 +6,7 @@
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some)
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
+#   make fuzz      fuzzes each parser of foreign bytes for a minute (SECONDS=600 for ten)
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv; else prepare.sh finds one.
 
@@ -21,6 +22,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
+SECONDS ?= 60
 
 # torchvision names one exact torch; its wheel is often built for CUDA where torch is not, and then
 # would pull that torch in, hence --no-deps. deploy/torchvision_operators.py makes the pair import.
@@ -30,7 +32,7 @@ TORCHVISION := torchvision==0.28.0
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming ratarmount matplotlib
 
-.PHONY: help install demo test lint bench clean system-install system-test system-bench
+.PHONY: help install demo test lint bench fuzz clean system-install system-test system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -52,6 +54,12 @@ lint: $(MADE)/tools
 
 bench: $(MADE)/tools $(MADE)/peers | system-test system-bench
 	@$(VENV)/bin/python -m tests.bench $(ARGS)
+
+fuzz: $(MADE)/tools
+	@for target in $$($(VENV)/bin/python -m tests.fuzz); do
+		$(VENV)/bin/python -m tests.fuzz $$target build/fuzz/$$target -max_total_time=$(SECONDS) \
+			-timeout=10 -max_len=65536 -artifact_prefix=build/fuzz/$$target- || exit 1
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -135,8 +135,8 @@ def _chunk_wise_rows(setting: _Setting, rounds: Rounds, readers: int) -> list[Ro
     return [
         Row(name, RATE, rounds.ours(RATE), RESIDENT, fully, target, how),
         Row(again, RATE, rounds.ours(RATE_AGAIN), RESIDENT, fully, target),
-        within(name, READS, worst(rounds.ours(READS)), READS_MAX, most=True),
-        within(again, READS, worst(rounds.ours(READS_AGAIN)), READS_MAX, most=True, note=stays),
+        within(name, READS, rounds.ours(READS), READS_MAX, most=True),
+        within(again, READS, rounds.ours(READS_AGAIN), READS_MAX, most=True, note=stays),
         within(name, PEAK, worst(rounds.ours(PEAK)), limit_mb, most=True, note=memory),
     ]
 

@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of every parser of bytes from outside: `make fuzz`."""

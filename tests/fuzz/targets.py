@@ -1,0 +1,114 @@
+"""What is fuzzed: parsers of bytes from outside, with what each may raise (FAULTS, rule 8).
+
+Whatever else a target raises is a finding. Imported under atheris' instrumentation.
+"""
+
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from uuid import UUID
+
+from xxhash import xxh3_64_intdigest
+
+from diesel_fs.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
+from diesel_fs.chunk_builder import ChunkBuilder
+from diesel_fs.control_wire import frame, unpacked
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import CorruptError, FormatError
+from diesel_fs.fuse import protocol
+from diesel_fs.fuse.helper import residency_of
+from diesel_fs.fuse.plan_messages import PlanMessages
+from diesel_fs.fuse.protocol import Malformed, Op
+from diesel_fs.snapshot import Snapshot
+from tests.fuse.test_plan_messages import OF_VERSION, SNAPSHOT, announce
+
+SNAPSHOT_HEADER_BYTES = 640
+_HEADER = struct.Struct("<IIQQIIIHH")
+
+
+def request(content: bytes) -> None:
+    """The kernel session's requests: header, then the body that its kind has."""
+    message = memoryview(content)
+    try:
+        protocol.parse_if_read(message)
+        head = protocol.parse_header(message)
+        bodies = {
+            Op.LOOKUP: protocol.parse_name,
+            Op.READ: protocol.parse_read,
+            Op.READDIRPLUS: protocol.parse_read,
+            Op.INTERRUPT: protocol.parse_interrupt,
+            Op.INIT: protocol.parse_init,
+        }
+        if head.op in (Op.FORGET, Op.BATCH_FORGET):
+            protocol.parse_forgets(head, message)
+        elif head.op in bodies:
+            bodies[Op(head.op)](message)
+    except Malformed:
+        pass
+
+
+def control(content: bytes) -> None:
+    """One message to the control socket, with all that is behind it."""
+    try:
+        message = unpacked(content)
+    except CorruptError:
+        return
+    plans = PlanMessages(SNAPSHOT, residency_of(SNAPSHOT, 1 << 30, "on-demand"))
+    plans.answer(message, 1.0)
+
+
+def chunk(content: bytes) -> None:
+    """The front of a chunk, preamble and header, as one who can compute checksums forges it."""
+    front = bytearray(content.ljust(PREAMBLE_BYTES, b"\0"))
+    stored = bytes(front[PREAMBLE_BYTES:])
+    front[80:88] = _sum(stored[: int.from_bytes(front[64:68], "little")])
+    front[88:96] = _sum(bytes(front[:88]))
+    with suppress(FormatError):
+        parse_header(parse_preamble(bytes(front[:PREAMBLE_BYTES])), stored)
+
+
+def snapshot(content: bytes) -> None:
+    """A forged snapshot, and all that may be asked of it where it is taken for one."""
+    forged = bytearray(content)
+    if len(forged) >= SNAPSHOT_HEADER_BYTES:
+        for at in range(160, 592, 24):
+            start, length, _ = struct.unpack_from("<QQQ", forged, at)
+            forged[at + 16 : at + 24] = _sum(bytes(forged[start : start + length]))
+        forged[632:640] = _sum(bytes(forged[:632]))
+    try:
+        found = Snapshot(bytes(forged))
+    except FormatError:
+        return
+    for index in range(min(len(found), 100)):
+        found.path(index)
+        found.stat(index)
+    found.lookup(b"a/b")
+
+
+def _sum(content: bytes) -> bytes:
+    return xxh3_64_intdigest(content).to_bytes(8, "little")
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """What is good, to begin with, by target."""
+    builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
+    builder.add_tombstone((b"a", b"b"))
+    parts, _ = builder.seal(ChunkId(bytes(range(16))))
+    return {
+        "request": [_HEADER.pack(_HEADER.size, op.value, 1, 1, 0, 0, 0, 0, 0) for op in Op],
+        "control": [
+            frame({"do": "stats"})[4:],
+            frame(announce())[4:],
+            frame({"do": "progress", "stream": "s", "position": 3, **OF_VERSION})[4:],
+        ],
+        "chunk": [b"".join(map(bytes, parts[:2]))],
+        "snapshot": [bytes(SNAPSHOT.buffer)],
+    }
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "request": request,
+    "control": control,
+    "chunk": chunk,
+    "snapshot": snapshot,
+}
