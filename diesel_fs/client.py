@@ -98,8 +98,8 @@ class Dataset:
 
     @property
     def url(self) -> str:
-        """The repository's address."""
-        return str(self._repository.url)
+        """The repository's address, with all that it holds: not to be shown."""
+        return self._repository.url.whole
 
     @property
     def version(self) -> int:

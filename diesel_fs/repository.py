@@ -56,18 +56,14 @@ from .layout import (
     chunk_prefix,
     dataset_object,
 )
-from .settings import RepositoryUrl, parse_url
 from .snapshot import Snapshot
 from .snapshots import SnapshotShelf
-from .storage.folder import FolderStore
 from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
 from .storage.objects import ObjectStore
-from .storage.sqlite import SqliteMetadata
+from .stores import open_metadata, open_objects, set_metadata_aside
+from .urls import RepositoryUrl, parse_url
 
 log = logging.getLogger("diesel.repository")
-
-METADATA_FILE = "meta.sqlite"
-"""The embedded metadata store, beside the objects."""
 
 _TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
 
@@ -95,36 +91,28 @@ class Repository:
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
         """Open the repository at `url`; `create` makes a new one in a new or empty folder.
 
-        Raises ConfigError for a scheme that this version does not have, ObjectStoreError where
+        Raises ConfigError for an address that this process cannot open, ObjectStoreError where
         there is no repository.
         """
         where = parse_url(url) if isinstance(url, str) else url
-        if where.scheme != "file" or where.meta:
-            raise ConfigError(
-                f"this version has no {where.scheme}:// repository and no ?meta=",
-                advice="use file:///folder",
-            )
-        objects = FolderStore.create(where.path) if create else FolderStore.open(where.path)
-        found = cls(objects, None, url=where)
+        found = cls(open_objects(where, create=create), None, url=where)
         found.open_metadata(create=create)
         return found
 
     def open_metadata(self, *, create: bool, anew: bool = False) -> None:
-        """Open the embedded metadata store; `anew` moves one that cannot be used aside first.
+        """Open the metadata store; `anew` moves an embedded one that cannot be used aside first.
 
         Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
         """
-        assert isinstance(self.objects, FolderStore)
-        path = Path(self.objects.root) / METADATA_FILE
         self.close()
         self._meta, self._meta_problem = None, None
         if anew:
-            for file in path.parent.glob(f"{METADATA_FILE}*"):
-                if ".unusable-" not in file.name:
-                    file.rename(file.with_name(f"{file.name}.unusable-{time.time_ns()}"))
+            set_metadata_aside(self.url)
         try:
-            self._meta = SqliteMetadata.open(path, create=create)
+            self._meta = open_metadata(self.url, create=create)
             self._meta.markers()  # a damaged file opens, and fails when it is read
+        except ConfigError:
+            raise
         except DieselError as error:
             self.close()
             self._meta, self._meta_problem = None, error
@@ -390,9 +378,9 @@ class Repository:
 
     def refuse_recursion(self, source: Path) -> None:
         """Raise UsageError where `source` lies in this repository, or it in `source`."""
-        if not isinstance(self.objects, FolderStore):
+        if self.url.scheme != "file":
             return
-        real, store = Path(os.path.realpath(source)), Path(self.objects.root)
+        real, store = Path(os.path.realpath(source)), self.url.path.resolve()
         if real == store or store in real.parents or real in store.parents:
             raise UsageError(
                 f"{source} and the repository {store} lie in each other",

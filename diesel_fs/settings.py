@@ -10,53 +10,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from .errors import ConfigError, PermissionDenied
 
 READ_DEADLINE_S = 30.0
 """How long a read may wait for the object store before it is an error (FAULTS, 6)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepositoryUrl:
-    """A parsed repository address. `path` is set for `file`, `host` otherwise."""
-
-    scheme: str
-    path: Path
-    host: str
-    meta: str  # the URL of the metadata store; empty: the embedded one
-
-    def __str__(self) -> str:
-        place = self.path.as_uri() if self.scheme == "file" else f"{self.scheme}://{self.host}"
-        return f"{place}?meta={self.meta}" if self.meta else place
-
-
-def parse_url(text: str) -> RepositoryUrl:
-    """The repository that a URL names. Raises ConfigError for anything but a known form."""
-    if "://" not in text:
-        raise ConfigError(f"bad repository URL {text!r}", advice="write it as file:///folder")
-    if "#" in text:  # else what stands behind it would be left out, and another folder opened
-        raise ConfigError(f"bad repository URL {text!r}", advice="write # as %23")
-    try:
-        parts = urlsplit(text)
-        path = unquote(parts.path, errors="strict")  # SQLite opens no path that is no text
-    except ValueError as error:
-        raise ConfigError(f"bad repository URL {text!r}: {error}") from error
-    if "\0" in path:
-        raise ConfigError(f"bad repository URL {text!r}: no path holds a NUL byte")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(set(query) - {"meta"}):
-        raise ConfigError(f"bad repository URL: unknown parameter {unknown[0]!r}")
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise ConfigError(
-                f"bad repository URL {text!r}", advice="a file:// URL has three slashes: file:///x"
-            )
-        return RepositoryUrl("file", Path(path), "", query.get("meta", ""))
-    if parts.scheme in ("diesel", "diesel+tls", "s3"):
-        return RepositoryUrl(parts.scheme, Path(), parts.netloc, query.get("meta", ""))
-    raise ConfigError(f"bad repository URL: unknown scheme {parts.scheme!r}")
 
 
 @dataclass(frozen=True, slots=True)

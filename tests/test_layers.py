@@ -17,6 +17,7 @@ import pytest
 TABLE = """
 L0  errors
 L0  settings: errors
+L0  urls: errors
 L0  metrics: errors
 
 L1  cache
@@ -40,10 +41,11 @@ L1  wire: entries chunk_id
 L2  storage/
 L2  rpc
 
+L3  stores
 L3  snapshots
 L3  catalogue
 L3  commits
-L3  repository: snapshots catalogue commits
+L3  repository: snapshots catalogue commits stores
 L3  recovery: repository snapshots catalogue commits
 L3  cache.followed
 L3  cache.chunks: cache.followed

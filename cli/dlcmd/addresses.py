@@ -9,8 +9,8 @@ from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
 from diesel_fs.errors import ObjectMissing
 from diesel_fs.repository import Repository
-from diesel_fs.settings import parse_url
 from diesel_fs.snapshot import Snapshot
+from diesel_fs.urls import parse_url
 
 from .options import dataset, flags
 
@@ -51,7 +51,7 @@ def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repositor
         repository = Repository.open(url, create=create or rebuild)
     except ObjectMissing as error:
         where = parse_url(url)
-        if not settings.url or not where.path.exists():
+        if where.scheme == "file" and (not settings.url or not where.path.exists()):
             error.message = f"there is no repository at {where}"
             error.advice = "`dlcmd put` makes one, --url or DIESEL_URL names another"
         raise

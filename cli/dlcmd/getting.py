@@ -65,7 +65,7 @@ def _destination(repository: Repository, dest: str, name: bytes) -> Path:
     """DEST, which may end in a slash. Raises UsageError where it lies in the repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
-    if real == store or store in real.parents:
+    if repository.url.scheme == "file" and (real == store or store in real.parents):
         raise UsageError(f"{dest} lies in the repository {store}", advice="name another folder")
     if dest.endswith("/") and name:
         path.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.repository import Repository
-from diesel_fs.settings import parse_url
+from diesel_fs.urls import parse_url
 from diesel_fs.writer import PutOptions, PutReport, put_file, put_tar, put_tree
 from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX
 from diesel_fs.writer.options import Progress as Report
@@ -152,8 +152,10 @@ def _repository(*, dry_run: bool) -> Iterator[Repository]:
         try:
             repository = stack.enter_context(opened(create=not dry_run))
         except ObjectMissing:
-            path = parse_url(flags().settings().repository_url).path
-            if not dry_run or (path.exists() and any(path.iterdir())):
+            where = parse_url(flags().settings().repository_url)
+            if not dry_run:
+                raise
+            if where.scheme == "file" and where.path.exists() and any(where.path.iterdir()):
                 raise
             folder = stack.enter_context(TemporaryDirectory())
             url = Path(folder).as_uri()

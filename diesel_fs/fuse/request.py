@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from ..settings import READ_DEADLINE_S, parse_url
+from ..settings import READ_DEADLINE_S
+from ..urls import parse_url
 
 Policy = Literal["on-demand", "oneshot"]
 

@@ -18,8 +18,8 @@ from diesel_fs.fuse import protocol
 from diesel_fs.fuse.daemon import WATCHDOG_S, main
 from diesel_fs.fuse.request import MountRequest
 from diesel_fs.fuse.source import Source, SourceOpener
-from diesel_fs.settings import parse_url
 from diesel_fs.snapshot import Snapshot
+from diesel_fs.urls import parse_url
 from tests.fuse.folder_dataset import MANY, FolderPieces, FolderReader, many, snapshot_of
 
 WATCHDOG = "TEST_WATCHDOG_S"

@@ -33,7 +33,7 @@ class DatasetModel(RuleBasedStateMachine):
         self.small.start()
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: dict[str, bytes] = {}
-        self.pending: dict[str, bytes] = {}
+        self.pending: dict[str, list[bytes]] = {}  # what was put and not flushed, oldest first
 
     def teardown(self) -> None:
         if hasattr(self, "dataset"):
@@ -44,13 +44,12 @@ class DatasetModel(RuleBasedStateMachine):
     @rule(path=PATHS, content=CONTENTS)
     def put(self, path: str, content: bytes) -> None:
         self.dataset.put(content, path)
-        self.pending[path] = content
+        self.pending.setdefault(path, []).append(content)
 
     @rule()
     def flush(self) -> None:
         self.dataset.flush()
-        self.model |= self.pending
-        self.pending = {}
+        self._acknowledged()
 
     @rule(path=PATHS)
     def delete(self, path: str) -> None:
@@ -80,21 +79,21 @@ class DatasetModel(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.dataset.close()  # which flushes
-        self.model |= self.pending
-        self.pending = {}
+        self._acknowledged()
         self.dataset = connect("ds", self.url)
 
     @rule()
     def lose_what_is_pending(self) -> None:
-        """Leaving `with` after an exception flushes nothing."""
+        """Leaving `with` after an exception flushes nothing; what filled a chunk is committed."""
         try:
             with self.dataset:
                 raise RuntimeError
         except RuntimeError:
             pass
         self.dataset = connect("ds", self.url)
-        committed = {p for p in self.pending if self._shows(p) == self.pending[p]}
-        self.model |= {path: self.pending[path] for path in committed}
+        for path, contents in self.pending.items():
+            if (shows := self._shows(path)) in contents and shows is not None:
+                self.model[path] = shows
         self.pending = {}
 
     @rule(lose_everything=st.booleans())
@@ -122,6 +121,10 @@ class DatasetModel(RuleBasedStateMachine):
         paths = sorted(self.model)
         for path, content in zip(paths, self.dataset.read_many(paths), strict=True):
             assert bytes(content) == self.model[path]
+
+    def _acknowledged(self) -> None:
+        self.model |= {path: contents[-1] for path, contents in self.pending.items()}
+        self.pending = {}
 
     def _shows(self, path: str) -> bytes | None:
         try:

@@ -124,7 +124,8 @@ def test_O16_O17_stores_that_are_none(filled: Repository, tmp_path: Path) -> Non
     for url in ((tmp_path / "link with space").as_uri(), f"{filled.url}/"):
         with Repository.open(url) as same:
             assert shown(same) == facts(tmp_path / "source")
-    for bad in ("s3://bucket", "diesel://h:1", "file:///x?meta=redis://h", "x", "file://x/y"):
+    meta = f"{filled.url}?meta=mysql://h"
+    for bad in ("s3://bucket", "diesel://h:1", meta, "file:///x?meta=redis", "x", "file://x/y"):
         with pytest.raises(ConfigError):
             Repository.open(bad)
 

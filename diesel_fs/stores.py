@@ -1,0 +1,77 @@
+"""Which store an address opens: the one place that knows all kinds of stores.
+
+Owned here: the choice. Not owned: what an address means (`urls.py`), the stores (`storage/`). The
+stores of a cloud are opened by functions that our own programs bring along (`can_open`): the
+library that speaks to them hangs in a forked child, and users' training processes fork.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import ConfigError, MetadataError
+from .storage.folder import FolderStore
+from .storage.metadata import MetadataStore
+from .storage.objects import ObjectStore
+from .storage.sqlite import SqliteMetadata
+from .urls import CLOUD_SCHEMES, RepositoryUrl, shown_url
+
+METADATA_FILE = "meta.sqlite"
+"""The embedded metadata store, beside the objects."""
+
+ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
+"""Opens the objects at an address; with True makes a store where there is none."""
+
+
+def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:
+    return FolderStore.create(url.path) if create else FolderStore.open(url.path)
+
+
+_OPENERS: dict[str, ObjectsOpener] = {"file": _folder}
+
+
+def can_open(scheme: str, opener: ObjectsOpener) -> None:
+    """This process may open addresses of a scheme."""
+    _OPENERS[scheme] = opener
+
+
+def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
+    """The object store of a repository. Raises ConfigError, ObjectStoreError, ObjectMissing."""
+    opener = _OPENERS.get(url.scheme)
+    if opener is not None:
+        return opener(url, create)
+    if url.scheme in CLOUD_SCHEMES:
+        raise ConfigError(
+            f"{url.scheme}:// is not opened in this process, which may fork",
+            advice="mount the dataset with dlcmd, or go through a server (diesel://)",
+        )
+    raise ConfigError(
+        f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
+    )
+
+
+def open_metadata(url: RepositoryUrl, *, create: bool) -> MetadataStore:
+    """The metadata store of a repository. Raises DieselError: reading goes on without."""
+    scheme = url.meta.partition("://")[0]
+    if scheme:
+        raise ConfigError(f"this version has no metadata store {shown_url(url.meta)}")
+    if url.scheme != "file":
+        raise MetadataError(
+            f"{url} names no metadata store: nothing can be written",
+            advice="add ?meta=redis://host:port",
+        )
+    return SqliteMetadata.open(_embedded(url), create=create)
+
+
+def set_metadata_aside(url: RepositoryUrl) -> None:
+    """Moves an embedded metadata store that cannot be used out of the way; others stay."""
+    if url.meta or url.scheme != "file":
+        return
+    path = _embedded(url)
+    for file in path.parent.glob(f"{METADATA_FILE}*"):
+        if ".unusable-" not in file.name:
+            file.rename(file.with_name(f"{file.name}.unusable-{time.time_ns()}"))
+
+
+def _embedded(url: RepositoryUrl) -> Path:
+    return url.path.resolve() / METADATA_FILE

@@ -1,0 +1,58 @@
+"""What addresses mean, and that none shows a password."""
+
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import ConfigError
+from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("file:///a/b", RepositoryUrl("file", path=Path("/a/b"))),
+        ("file://localhost/a%20b", RepositoryUrl("file", path=Path("/a b"))),
+        (
+            "file:///a?meta=redis://h:1/2",
+            RepositoryUrl("file", path=Path("/a"), meta="redis://h:1/2"),
+        ),
+        ("s3://bucket", RepositoryUrl("s3", host="bucket")),
+        ("s3://bucket/a/b/", RepositoryUrl("s3", host="bucket", prefix="a/b")),
+        (
+            "gs://b/p?meta=rediss://u:p@h",
+            RepositoryUrl("gs", host="b", prefix="p", meta="rediss://u:p@h"),
+        ),
+        ("diesel://h:9300", RepositoryUrl("diesel", host="h:9300")),
+        ("diesel+tls://a:1,b:2", RepositoryUrl("diesel+tls", host="a:1,b:2")),
+    ],
+)
+def test_what_an_address_means(text: str, meant: RepositoryUrl) -> None:
+    assert parse_url(text) == meant
+    assert parse_url(meant.whole) == meant
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "/a/b", "file://host/a", "file:a", "s3://", "s3:///a", "s3://key:secret@bucket/a",
+        "s3://b/../c", "s3://b/a//b", "file:///a#b", "file:///a?x=1", "file:///a%00b",
+        "file:///a?meta=redis", "http://h", "diesel://", "diesel://h/x", "diesel://u:p@h:1",
+        "diesel://h?meta=redis://x", "file:///%ff",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_and_shows_no_password(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_url(text)
+    assert "secret" not in str(refused.value)
+
+
+def test_no_password_is_shown() -> None:
+    url = parse_url("file:///a?meta=redis://me:hush@h:1/2")
+    assert "hush" in url.whole
+    for shown in (str(url), repr(url), shown_url(url.whole), shown_url(url.meta)):
+        assert "hush" not in shown
+        assert "h:1/2" in shown
+    assert shown_url("redis://:hush@h") == "redis://***@h"
+    assert shown_url("redis+sentinel://u:hush@a:1,b:2/m") == "redis+sentinel://***@a:1,b:2/m"
+    assert shown_url("file:///a@b") == "file:///a@b"
