@@ -9,9 +9,9 @@ from uuid import uuid4
 
 from ..entries import Kind, Stat, shown, split
 from ..errors import NoSuchDataset
-from ..repository import Repository
+from ..repository import Repository, WriteSession
 from ..snapshot import ROOT_INDEX, Snapshot
-from .options import Filter, PutOptions
+from .options import Filter, PutOptions, PutReport
 
 
 def view_unchanged(repository: Repository, dataset: str) -> Snapshot:
@@ -54,6 +54,22 @@ def keeps_place(view: Snapshot, index: int, prefix: bytes, chosen: Filter, delet
         chosen.leaves_out(view.path(i)[start:], is_folder=view.stat(i).kind == Kind.FOLDER)
         for i in view.walk(index)[1:].tolist()
     )
+
+
+def leave_out_shadowed(
+    repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, why: str
+) -> None:
+    """After a put of a source that has files where it has folders, too: these files go again."""
+    shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
+    if shadowed:
+        session.delete(shadowed)
+        for path in shadowed:
+            report.fail(path, f"left out: {why}")
+        report.version = session.finish()
+
+
+def _shadowed(view: Snapshot) -> set[bytes]:
+    return {view.path(index) for index in view.shadowed().tolist()}
 
 
 class Standing:

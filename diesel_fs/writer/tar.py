@@ -32,7 +32,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Unsettled
 from .plan import RESERVED
 from .single import new_packer
-from .standing import Standing, view_unchanged
+from .standing import Standing, leave_out_shadowed, view_unchanged
 
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
@@ -91,11 +91,7 @@ def put_tar(
         if whole and (gone := put.gone()):
             report.deleted = session.delete(gone)
         report.version = session.finish()
-        if shadowed := sorted(_shadowed(repository.view(dataset)) - _shadowed(view)):
-            session.delete(shadowed)
-            for path in shadowed:
-                report.fail(path, "left out: it is a folder of the tar, too")
-            report.version = session.finish()
+        leave_out_shadowed(repository, session, view, report, "it is a folder of the tar, too")
         progress(report)
         return report
     finally:
@@ -462,7 +458,3 @@ def _ends(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 def _checksums(view: Snapshot, index: int) -> list[tuple[int, int]]:
     return [(extent.size, extent.checksum) for extent in view.extents(index)]
-
-
-def _shadowed(view: Snapshot) -> set[bytes]:
-    return {view.path(index) for index in view.shadowed().tolist()}

@@ -1,0 +1,275 @@
+"""Putting objects that lie in a bucket already: each becomes a file named after its key.
+
+Owned here: what of a listing becomes which entry, and how far fetching runs ahead of packing. Not
+owned: listing and fetching themselves (a `Bucket` is handed in). Keys that end in a slash are what
+consoles show as folders: they are left out, and so are keys that can be no path, which are named.
+Modes are 0644, times are when the object was written.
+
+Concurrency: one thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
+"""
+
+import io
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from ..entries import Kind, Stat, join, path_fault, split
+from ..errors import ConflictError, NotFoundError, UsageError
+from ..repository import Repository, WriteSession
+from ..snapshot import Snapshot, same_content
+from .options import Filter, Progress, PutOptions, PutReport, quiet
+from .pack import Unsettled
+from .plan import RESERVED
+from .single import new_packer
+from .standing import Standing, leave_out_shadowed, view_unchanged
+
+FETCHES = 32
+"""Requests at once: an object store answers each after tens of milliseconds."""
+
+PIECE_BYTES = 8 << 20
+"""Larger objects are fetched in such pieces."""
+
+AHEAD_BYTES_MAX = 64 << 20
+"""What may be fetched and not packed yet; one piece more at most."""
+
+_MODE = 0o644
+_PROGRESS_OBJECTS = 64
+
+
+class BucketObject(NamedTuple):
+    """One object of a listing; `key` is below the prefix that was asked for."""
+
+    key: bytes
+    size: int
+    modified_ns: int
+    tag: str  # the store's name for just these bytes (an ETag)
+
+
+class Bucket(Protocol):
+    """Objects below a prefix of a bucket. `read` may be called from many threads."""
+
+    def objects(self) -> Iterator[BucketObject]:
+        """All of them, in order of their keys. Raises ObjectStoreError, PermissionDenied."""
+        ...
+
+    def read(self, found: BucketObject, start: int, size: int) -> bytes:
+        """Just so many bytes of it, as it was listed.
+
+        Raises NotFoundError where it is gone, ConflictError where it has changed,
+        ObjectStoreError.
+        """
+        ...
+
+
+def put_bucket(
+    repository: Repository,
+    dataset: str,
+    bucket: Bucket,
+    prefix: bytes = b"",
+    options: PutOptions | None = None,
+    progress: Progress = quiet,
+) -> PutReport:
+    """Put the objects of a bucket below `prefix` of a dataset; as `put_tree` otherwise."""
+    options = options or PutOptions()
+    if prefix.split(b"/", 1)[0] == RESERVED:
+        raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
+    session = None if options.dry_run else repository.begin(dataset)
+    view = session.view if session else view_unchanged(repository, dataset)
+    put = _BucketPut(view, bucket, prefix, options, progress)
+    if session is None:
+        put.report.seen = sum(1 for _ in put.wanted())
+        put.report.deleted = len(put.gone())
+        return put.report
+    put.run(session)
+    if gone := put.gone():
+        put.report.deleted = session.delete(gone)
+    put.report.version = session.finish()
+    leave_out_shadowed(repository, session, view, put.report, "it is a folder of the bucket, too")
+    progress(put.report)
+    return put.report
+
+
+class _BucketPut:
+    """One put of a bucket."""
+
+    def __init__(
+        self,
+        view: Snapshot,
+        bucket: Bucket,
+        prefix: bytes,
+        options: PutOptions,
+        progress: Progress,
+    ) -> None:
+        self.report = PutReport()
+        self._bucket = bucket
+        self._prefix = prefix
+        self._options = options
+        self._chosen = Filter(options)
+        self._standing = Standing(view, prefix, options)
+        self._progress = progress
+        self._any = False
+
+    def run(self, session: WriteSession) -> None:
+        """Pack all that is wanted. Raises DieselError; what was committed by then stays."""
+        packer = new_packer(session, self._options, self.report)
+        fetched = _Fetched(self._bucket, self.wanted())
+        try:
+            for each in fetched:
+                try:
+                    target = join(self._prefix, each.key)
+                    packer.add_stream(
+                        io.BufferedReader(fetched.content()), each.size, split(target),
+                        _MODE, each.modified_ns,
+                    )  # fmt: skip
+                except (Unsettled, NotFoundError, ConflictError) as error:
+                    self.report.fail(each.key, str(error))
+            packer.finish()
+        finally:
+            fetched.close()
+            packer.close()
+
+    def wanted(self) -> Iterator[BucketObject]:
+        """The objects to put, looked at as they are listed."""
+        for number, each in enumerate(self._bucket.objects()):
+            if number % _PROGRESS_OBJECTS == 0:
+                self._progress(self.report)
+            if each.key.endswith(b"/") or not each.key:
+                continue
+            target = join(self._prefix, each.key)
+            if reason := _refusal(target):
+                self.report.fail(each.key, reason)
+                continue
+            if self._chosen.leaves_out(each.key, is_folder=False):
+                continue
+            self._any = True
+            index = self._standing.find(target)
+            if reason := self._standing.obstacle(target, index, Kind.FILE):
+                self.report.fail(each.key, reason)
+                continue
+            entry = Stat(Kind.FILE, _MODE, each.size, each.modified_ns)
+            if self._standing.unchanged(index, entry) and self._holds(index, each):
+                self.report.unchanged += 1
+                continue
+            self.report.seen += 1
+            self._standing.put_over(index, Kind.FILE)
+            yield each
+        self.report.walked = True
+
+    def gone(self) -> list[bytes]:
+        """What --delete removes."""
+        if not self._options.delete or not (self._any or self._options.allow_empty):
+            return []
+        return self._standing.gone()
+
+    def _holds(self, index: int, each: BucketObject) -> bool:
+        """Whether the dataset has these very bytes, where that is asked for."""
+        if not self._options.checksum:
+            return True
+        try:
+            return same_content(
+                self._standing.view.extents(index),
+                lambda size, start: self._bucket.read(each, start, size),
+            )
+        except (NotFoundError, ConflictError):
+            return False  # which fetching it will tell
+
+
+class _Piece(NamedTuple):
+    owner: int  # which of the wanted objects
+    size: int
+    content: "Future[bytes]"
+
+
+class _Fetched:
+    """The wanted objects one by one, and each one's content, fetched ahead."""
+
+    def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
+        self._bucket = bucket
+        self._threads = ThreadPoolExecutor(FETCHES, "fetch")
+        self._objects: deque[tuple[int, BucketObject]] = deque()  # begun to be fetched
+        self._ahead: deque[_Piece] = deque()
+        self._ahead_bytes = 0
+        self._current = -1
+        self._begin = self._begun(wanted)
+
+    def __iter__(self) -> Iterator[BucketObject]:
+        while self._objects or self._fill():
+            self._current, found = self._objects.popleft()
+            yield found
+            while self._ahead and self._ahead[0].owner == self._current:  # it has failed
+                self._drop()
+
+    def content(self) -> "_Content":
+        """The content of the object that is the iterator's turn, to be read once."""
+        return _Content(self)
+
+    def piece(self) -> bytes:
+        """The next piece of this object; empty at its end."""
+        self._fill()
+        if not self._ahead or self._ahead[0].owner != self._current:
+            return b""
+        try:
+            return self._ahead[0].content.result()
+        finally:
+            self._drop()
+
+    def close(self) -> None:
+        """Fetches no more."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _drop(self) -> None:
+        piece = self._ahead.popleft()
+        piece.content.cancel()
+        self._ahead_bytes -= piece.size
+
+    def _fill(self) -> bool:
+        """Fetches ahead as far as that may go; whether an object is there to be taken."""
+        while (
+            max(len(self._ahead), len(self._objects)) < 2 * FETCHES
+            and self._ahead_bytes < AHEAD_BYTES_MAX
+            and next(self._begin, False)
+        ):
+            pass
+        return bool(self._objects)
+
+    def _begun(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
+        """Begins to fetch a piece, or an empty object, each time it is asked."""
+        for number, found in enumerate(wanted):
+            self._objects.append((number, found))
+            if not found.size:
+                yield True
+            for start in range(0, found.size, PIECE_BYTES):
+                size = min(PIECE_BYTES, found.size - start)
+                content = self._threads.submit(self._bucket.read, found, start, size)
+                self._ahead.append(_Piece(number, size, content))
+                self._ahead_bytes += size
+                yield True
+
+
+class _Content(io.RawIOBase):
+    """One object as a file that is read from its beginning to its end."""
+
+    def __init__(self, fetched: _Fetched) -> None:
+        self._fetched = fetched
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "memoryview[int]") -> int:  # type: ignore[override]  # it is one
+        if not self._left:
+            self._left = memoryview(self._fetched.piece())
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+
+def _refusal(target: bytes) -> str:
+    """Why no file can be put at a path, or the empty string."""
+    if fault := path_fault(target):
+        return f"refused: its name has {fault}"
+    if target.split(b"/", 1)[0] == RESERVED:
+        return "refused: it is the name of a mount's own folder"
+    return ""
