@@ -29,6 +29,7 @@ from diesel_fs.writer.options import Progress as Report
 from .addresses import Address, address, opened
 from .options import flags, size, verb
 from .output import bytes_text, count_text, end_partial, json_failed, say, say_json
+from .packing import PROGRAM
 from .progress import Progress, shown_progress
 
 
@@ -175,7 +176,7 @@ def _put(
         return put_tar(repository, name, source.tar, path, options, progress)
     folder = Path(source.name)
     if folder.is_dir():
-        return put_tree(repository, name, folder, path, options, progress, source.paths)
+        return put_tree(repository, name, folder, path, options, progress, source.paths, PROGRAM)
     if target.into or _is_folder(repository, target):
         path = join(path, os.fsencode(folder.name))
     return put_file(repository, name, folder, path, options, progress)

@@ -5,7 +5,7 @@ retry, latency, counting and faults are made. Does not own: the names (`layout.p
 an object, and when one may be deleted (the repository decides that).
 
 Concurrency: every method of a store may be called from many threads and processes at once; all
-are synchronous and block. A store may be used in a forked child.
+are synchronous and block. Unless it says so (`forks`), a store may be used in a forked child.
 """
 
 import json
@@ -113,6 +113,9 @@ class ObjectStore(ABC):
 
     store_id: uuid.UUID
 
+    forks: bool = True
+    """Whether a forked child may use it. Else the child must become a program that opens it."""
+
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """Create an object from `parts`, one after the other (they are not joined).
@@ -202,6 +205,7 @@ class StoreWrapper(ObjectStore):
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
         self.store_id = inner.store_id
+        self.forks = inner.forks
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         self.inner.put(name, parts)

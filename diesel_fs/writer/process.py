@@ -1,8 +1,11 @@
 """A packing process, and the messages between it and the coordinator (`put.py`).
 
-A message is a msgpack list: a word and its values, over a pipe between a process and its fork.
+A message is a msgpack list: a word and its values, over a pipe. The process is the coordinator's
+fork; where the object store does not survive that, it is a program of its own, whose first message
+is its task.
 
-    to the process      ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
+    to the process      ["task", source, prefix, identity, URL, chunk bytes, compression]
+                        ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
                         ["id", chunk ID]     the answer to "id"
                         ["finish"]
     from the process    ["id", first chunk or nil]
@@ -20,7 +23,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -166,12 +169,31 @@ def pack_process(
     """
     for end in coordinators:
         end.close()
+    gc.freeze()  # what was made before the fork stays, and its pages stay shared
+    _live(pipe, task)
+
+
+def pack_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
+    """The life of a packing process that is a program, with the pipe at `descriptor`."""
+    pipe: Connection[bytes, bytes] = Connection(descriptor)
+    try:
+        _, root, prefix, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+    try:
+        objects = open_objects(url)
+    except DieselError as error:
+        pipe.send_bytes(msgpack.packb(["error", type(error).__name__, error.message, error.advice]))
+        os._exit(0)
+    _live(pipe, PackTask(root, prefix, UUID(bytes=identity), objects, chunk_bytes, compress))
+
+
+def _live(pipe: "Connection[bytes, bytes]", task: PackTask) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-    gc.freeze()  # what was made before the fork stays, and its pages stay shared
     process = _PackProcess(pipe, task)
     try:
         process.run()

@@ -7,13 +7,15 @@ store has one writer for a put. The coordinator is one thread; it forks before i
 
 import os
 import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import msgpack
@@ -48,22 +50,63 @@ class _Batch:
 class _Worker:
     """One packing process, as the coordinator sees it."""
 
-    def __init__(self, task: PackTask, others: "list[_Worker]") -> None:
-        context = get_context("fork")
-        pipe, theirs = context.Pipe()
-        self.pipe: Connection[bytes, bytes] = pipe
-        ours = [pipe, *(other.pipe for other in others)]
-        self.process = context.Process(target=pack_process, args=(theirs, ours, task), daemon=True)
+    def __init__(
+        self, task: PackTask, others: "list[_Worker]", program: Sequence[str], url: str
+    ) -> None:
+        self._context = get_context("fork")
+        self.pipe: Connection[bytes, bytes]
+        self.pipe, theirs = self._context.Pipe()
         # A signal between the fork and the process's own handlers would run the coordinator's there
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
-            self.process.start()
+            self._process: ForkProcess | subprocess.Popen[bytes]
+            if task.objects.forks:
+                self._process = self._forked(theirs, others, task)
+            else:
+                self._process = self._started(theirs, program, task, url)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.outstanding = 0
         self.finishing = False
         self.finished = False
+
+    def _forked(
+        self, theirs: "Connection[bytes, bytes]", others: "list[_Worker]", task: PackTask
+    ) -> ForkProcess:
+        ours = [self.pipe, *(other.pipe for other in others)]
+        process = self._context.Process(target=pack_process, args=(theirs, ours, task), daemon=True)
+        process.start()
+        return process
+
+    def _started(
+        self, theirs: "Connection[bytes, bytes]", program: Sequence[str], task: PackTask, url: str
+    ) -> subprocess.Popen[bytes]:
+        """A program that inherits the pipe and the source alone, with the signals still blocked."""
+        if not program:
+            raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
+        process = subprocess.Popen(
+            [*program, str(theirs.fileno())], pass_fds=(theirs.fileno(), task.root)
+        )
+        self.send(
+            "task", task.root, task.prefix, task.identity.bytes, url, task.chunk_bytes,
+            task.compress,
+        )  # fmt: skip
+        return process
+
+    def end(self) -> None:
+        """Waits for its end, which its pipe's has begun; makes it end where it does not."""
+        if isinstance(self._process, subprocess.Popen):
+            try:
+                self._process.wait(_GOODBYE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            return
+        self._process.join(_GOODBYE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
     def send(self, *message: object) -> None:
         try:
@@ -204,12 +247,15 @@ def put_tree(
     options: PutOptions | None = None,
     progress: Progress = quiet,
     paths: list[bytes] | None = None,
+    program: Sequence[str] = (),
 ) -> PutReport:
     """Pack the contents of the folder `source` (or of its `paths`) below `prefix` of a dataset.
 
     Skips what is already there unchanged, so it can be repeated and resumed. Returns when all of
     it is durable and the snapshot of the new version lies in the repository. What could not be
-    put is named in the report. Raises DieselError; what was committed by then stays.
+    put is named in the report. Where the store does not work in forked children, `program` packs:
+    a command that takes a descriptor and calls `process.pack_program`. Raises DieselError; what was
+    committed by then stays.
     """
     options = options or PutOptions()
     if options.delete and paths is not None:
@@ -242,7 +288,7 @@ def put_tree(
             put = _Put(session, prefix, batches, report)
             workers: list[_Worker] = []
             for _ in range(options.processes):
-                workers.append(_Worker(task, workers))
+                workers.append(_Worker(task, workers, program, repository.url.whole))
             put.run(workers, progress)
             if not put.stale:
                 break
@@ -297,10 +343,7 @@ def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.pipe.close()
     for worker in workers:
-        worker.process.join(_GOODBYE_S)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
+        worker.end()
 
 
 def _revived(kind: str, message: str, advice: str) -> DieselError:
