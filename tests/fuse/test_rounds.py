@@ -3,6 +3,7 @@
 `DIESEL_ROUNDS=1000` runs as many; `make test` runs some.
 """
 
+import faulthandler
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "50"))
 TIME_MAX_S = 40.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
 ROUNDS_MIN = 20
 """On a busy machine the time ends it sooner."""
+
+HANG_S = 300.0
 
 
 def own(place: Path) -> Iterator[str]:
@@ -66,6 +69,8 @@ def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
         umount(at)
         assert os.listdir(at) == []
         rounds += 1
+        if rounds % 100 == 0:  # a thousand rounds take longer than any test may hang
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
     assert not set(own(tmp_path)) - before
     # Others may have been given a number since: theirs is a mount, ours would be none.
     connections = Path("/sys/fs/fuse/connections")
