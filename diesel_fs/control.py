@@ -27,14 +27,11 @@ from .control_wire import (
     FRAME_BYTES_MAX,
     LENGTH,
     PROTOCOL,
-    Message,
-    Value,
-    error_in,
     frame,
     packed_entries,
-    unpacked,
 )
 from .errors import DeadlineError, DieselError, PermissionDenied, UsageError
+from .messages import Message, Value, error_in, unpacked
 from .plans import Order
 
 DEADLINE_S = 30.0

@@ -35,8 +35,9 @@ L1  snapshot_merge: entries chunk_id snapshot snapshot_layout snapshot_plan
 L1  plans: entries snapshot
 L1  shuffle: entries snapshot
 L1  order_lists: entries snapshot shuffle
-L1  control_wire: entries plans shuffle snapshot
-L1  wire: entries chunk_id
+L1  messages
+L1  control_wire: entries messages plans shuffle snapshot
+L1  wire: entries chunk_id messages
 
 L2  storage/
 L2  rpc

@@ -24,16 +24,7 @@ from pathlib import Path
 
 import trio
 
-from ..control_wire import (
-    FRAME_BYTES_MAX,
-    HELLO_BYTES_MAX,
-    LENGTH,
-    PROTOCOL,
-    Message,
-    described,
-    frame,
-    unpacked,
-)
+from ..control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, LENGTH, PROTOCOL, frame
 from ..errors import (
     BusyError,
     CorruptError,
@@ -42,6 +33,7 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
+from ..messages import Message, described, unpacked
 from .helper_link import HelperLink
 
 log = logging.getLogger("diesel.mount")

@@ -12,8 +12,8 @@ Concurrency: trio, in the server; only `list_name` and `looked_up` wait, and not
 
 from xxhash import xxh3_64_hexdigest
 
-from ..control_wire import Message
 from ..hidden import ListRef
+from ..messages import Message
 from ..order_lists import ListName
 from ..shuffle import SEED_MAX
 from .helper_link import HelperLink

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..control_wire import Fields, Message, Value, described, epoch_of, epochs_of
+from ..control_wire import entries_of, epoch_of, epochs_of
 from ..errors import ConflictError, DieselError, UsageError
+from ..messages import Fields, Message, Value, described
 from ..order_lists import ListName
 from ..plans import EPOCH_ENTRIES_MAX, Epoch, Stream
 from ..shuffle import chunk_shuffle
@@ -128,7 +129,7 @@ class PlanMessages:
 
     def _value(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)
-        entries = fields.entries()
+        entries = entries_of(fields)
         importance = fields.number("importance")
         fields.end()
         self._residency.value(entries, importance)
@@ -136,7 +137,7 @@ class PlanMessages:
 
     def _resident(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)
-        entries = fields.entries()
+        entries = entries_of(fields)
         fields.end()
         mask = self._residency.resident(entries)
         return {"count": len(mask), "bitmap": np.packbits(mask, bitorder="little").tobytes()}

@@ -15,11 +15,12 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diesel_fs.control_wire import LENGTH, PROTOCOL, Message, unpacked
+from diesel_fs.control_wire import LENGTH, PROTOCOL
 from diesel_fs.fuse.control_socket import REQUESTS, ControlSocket
 from diesel_fs.fuse.helper import residency_of
 from diesel_fs.fuse.helper_link import Frames, HelperLink, frame
 from diesel_fs.fuse.plan_messages import PlanMessages
+from diesel_fs.messages import Message, unpacked
 from tests.fuse.test_plan_messages import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
 
 DEADLINE_S = 20.0

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs import control_wire
 from diesel_fs.control import drawn, explicit
-from diesel_fs.control_wire import (
-    DEPTH_MAX,
-    ITEMS_MAX,
-    Message,
-    Value,
-    error_in,
-    packed_entries,
-    unpacked,
-)
+from diesel_fs.control_wire import packed_entries
 from diesel_fs.errors import ConflictError, CorruptError, UsageError
 from diesel_fs.fuse.decisions import Drop, Idle, Push, Sample, StreamStats
 from diesel_fs.fuse.helper import residency_of
@@ -28,6 +19,7 @@ from diesel_fs.fuse.plan_messages import (
     LISTS_FOLLOWED_MAX,
     PlanMessages,
 )
+from diesel_fs.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, error_in, unpacked
 from diesel_fs.shuffle import chunk_shuffle, full_shuffle
 from diesel_fs.snapshot import Snapshot
 from tests.shuffle.datasets import dataset
@@ -269,7 +261,7 @@ def test_any_message_is_answered(message: Message) -> None:
         return
     answer = Bench().messages.answer({**read, **OF_VERSION}, 1.0)
     assert isinstance(answer, dict)
-    assert control_wire.error_in(answer) is None or set(answer) == {"error", "message", "advice"}
+    assert error_in(answer) is None or set(answer) == {"error", "message", "advice"}
 
 
 # lists --------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ from xxhash import xxh3_64_intdigest
 
 from diesel_fs.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
 from diesel_fs.chunk_builder import ChunkBuilder
-from diesel_fs.control_wire import frame, unpacked
+from diesel_fs.control_wire import frame
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import CorruptError, FormatError
 from diesel_fs.fuse import protocol
 from diesel_fs.fuse.helper import residency_of
 from diesel_fs.fuse.plan_messages import PlanMessages
 from diesel_fs.fuse.protocol import Malformed, Op
+from diesel_fs.messages import unpacked
 from diesel_fs.snapshot import Snapshot
 from tests.fuse.test_plan_messages import OF_VERSION, SNAPSHOT, announce
 
