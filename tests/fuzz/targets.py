@@ -10,11 +10,12 @@ from uuid import UUID
 
 from xxhash import xxh3_64_intdigest
 
+from diesel_fs import wire
 from diesel_fs.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.control_wire import frame
 from diesel_fs.entries import ChunkId
-from diesel_fs.errors import CorruptError, FormatError
+from diesel_fs.errors import CorruptError, ForeignError, FormatError
 from diesel_fs.fuse import protocol
 from diesel_fs.fuse.helper import residency_of
 from diesel_fs.fuse.plan_messages import PlanMessages
@@ -86,6 +87,17 @@ def snapshot(content: bytes) -> None:
     found.lookup(b"a/b")
 
 
+def wires(content: bytes) -> None:
+    """What a server gets of a client, and a client of a server: greeting, then a frame."""
+    for parse in (wire.parse_greeting, wire.parse_welcome):
+        with suppress(ForeignError):
+            parse(content[: wire.GREETING_BYTES])
+    with suppress(CorruptError):
+        if len(content) >= wire.LENGTHS_BYTES:
+            wire.parse_lengths(content[: wire.LENGTHS_BYTES], wire.BEFORE_LOGIN)
+        wire.parse_head(content[wire.LENGTHS_BYTES :], wire.REQUEST)
+
+
 def _sum(content: bytes) -> bytes:
     return xxh3_64_intdigest(content).to_bytes(8, "little")
 
@@ -104,6 +116,7 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],
+        "wire": [wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST)],
     }
 
 
@@ -112,4 +125,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "control": control,
     "chunk": chunk,
     "snapshot": snapshot,
+    "wire": wires,
 }

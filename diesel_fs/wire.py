@@ -1,0 +1,165 @@
+"""What clients and servers exchange, as bytes: `WIRE.md`.
+
+Owned here: greeting, frames, what a login signs, and every limit. Not owned: sockets and time
+(`rpc`), which requests there are, who may do what. Any bytes give a value or one error; nothing is
+allocated for a length before that is known to be allowed. Pure.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgpack
+
+from .errors import CorruptError, ForeignError, MetadataError, UsageError
+from .messages import Message, unpacked
+
+VERSION = 1
+
+GREETING_BYTES = 16
+NONCE_BYTES = 32
+BINDING_BYTES = 32
+NO_BINDING = bytes(BINDING_BYTES)
+SIGNATURE_BYTES = 64
+USER_BYTES_MAX = 64
+TAIL_BYTES_MAX = 4096
+
+_MAGIC = b"\x93DIESNET"
+_GREETING = struct.Struct("<8sH6s")
+_WELCOME = struct.Struct("<8sHHI")
+_LENGTHS = struct.Struct("<II")
+LENGTHS_BYTES = _LENGTHS.size
+_GO_ON, _REFUSED = 0, 1
+_LOGIN = b"diesel-fs login 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a frame may be, in bytes and items."""
+
+    head_bytes: int
+    items: int
+    payload_bytes: int
+
+
+BEFORE_LOGIN = Limits(4 << 10, 64, 0)
+REQUEST = Limits(8 << 20, 1 << 18, (1 << 30) + (64 << 20))
+ANSWER = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
+
+
+# greeting -----------------------------------------------------------------------------------------
+
+
+def greeting() -> bytes:
+    """What a client sends first."""
+    return _GREETING.pack(_MAGIC, VERSION, bytes(6))
+
+
+def parse_greeting(content: bytes) -> int:
+    """The version that a client speaks. Raises ForeignError for what is no greeting."""
+    if len(content) != GREETING_BYTES:
+        raise ForeignError("not a DIESEL-FS client: it sent no greeting")
+    magic, version, zeros = _GREETING.unpack(content)
+    if magic != _MAGIC or zeros != bytes(6):
+        raise ForeignError("not a DIESEL-FS client: it sent something else than a greeting")
+    return int(version)
+
+
+def welcome(nonce: bytes) -> bytes:
+    """The server's answer to a greeting that it takes."""
+    assert len(nonce) == NONCE_BYTES
+    return _WELCOME.pack(_MAGIC, VERSION, _GO_ON, NONCE_BYTES) + nonce
+
+
+def refusal(sentence: str) -> bytes:
+    """The server's answer to a greeting that it does not take."""
+    tail = sentence.encode()[:TAIL_BYTES_MAX]
+    return _WELCOME.pack(_MAGIC, VERSION, _REFUSED, len(tail)) + tail
+
+
+def other_version(version: int) -> str:
+    """What to tell a client of another version."""
+    which = "an older" if version > VERSION else "a newer"
+    return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
+
+
+def parse_welcome(content: bytes) -> tuple[bool, int, int]:
+    """Whether the server takes us, its version, and how long the tail is.
+
+    Raises ForeignError for what is no DIESEL-FS server.
+    """
+    if len(content) != GREETING_BYTES:
+        raise ForeignError("not a DIESEL-FS server: it sent no greeting")
+    magic, version, outcome, length = _WELCOME.unpack(content)
+    if magic != _MAGIC or outcome not in (_GO_ON, _REFUSED) or length > TAIL_BYTES_MAX:
+        raise ForeignError("not a DIESEL-FS server: it sent something else than a greeting")
+    if outcome == _GO_ON and (version != VERSION or length != NONCE_BYTES):
+        raise ForeignError(f"the server takes version {VERSION} and speaks version {version}")
+    return outcome == _GO_ON, version, length
+
+
+def refused(version: int, tail: bytes) -> MetadataError:
+    """The error that a refusal is."""
+    sentence = tail.decode(errors="replace")
+    reason = "gave no reason" if version == VERSION else f"speaks version {version} of the wire"
+    return MetadataError(f"the server refused: {sentence or reason}")
+
+
+def signed(nonce: bytes, binding: bytes, user: str) -> bytes:
+    """What a login signs; `binding` is SHA-256 of the server's certificate, or `NO_BINDING`.
+
+    Raises UsageError for a name that no user has.
+    """
+    name = user.encode()
+    if not 0 < len(name) <= USER_BYTES_MAX:
+        raise UsageError(f"a user's name has 1 to {USER_BYTES_MAX} bytes")
+    assert (len(nonce), len(binding)) == (NONCE_BYTES, BINDING_BYTES)
+    return _LOGIN + nonce + binding + name
+
+
+# frames -------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """How long the two parts of a frame are, in bytes."""
+
+    head: int
+    payload: int
+
+
+def frame(message: Message, limits: Limits, payload_bytes: int = 0) -> bytes:
+    """A frame without its payload, which is sent behind it. Raises UsageError beyond the limits."""
+    head: bytes = msgpack.packb(message)
+    _check(Lengths(len(head), payload_bytes), limits)
+    return _LENGTHS.pack(len(head), payload_bytes) + head
+
+
+def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
+    """What a frame's first 8 bytes say. Raises CorruptError beyond the limits."""
+    lengths = Lengths(*_LENGTHS.unpack(content))
+    try:
+        _check(lengths, limits)
+    except UsageError as error:
+        raise CorruptError(error.message) from None
+    return lengths
+
+
+def parse_head(content: bytes | bytearray | memoryview, limits: Limits) -> Message:
+    """The message of a frame. Raises CorruptError."""
+    return unpacked(content, limits.items)
+
+
+def check_known(message: Message) -> None:
+    """Raises UsageError where a message has a field that must be understood and is not."""
+    for name in message:
+        if name.endswith("!"):
+            raise UsageError(
+                f"this version does not know the field {name[:64]!r}", advice="update diesel-fs"
+            )
+
+
+def _check(lengths: Lengths, limits: Limits) -> None:
+    if not 0 < lengths.head <= limits.head_bytes:
+        raise UsageError(f"a message of {lengths.head} bytes (at most {limits.head_bytes})")
+    if lengths.payload > limits.payload_bytes:
+        raise UsageError(f"{lengths.payload} bytes at once (at most {limits.payload_bytes})")
