@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from ..chunk import decode
 from ..chunk_id import chunk_id_text
 from ..entries import Kind, shown
-from ..errors import CorruptError
+from ..errors import CorruptError, ObjectMissing
 from ..layout import chunk_object
 from ..snapshot import Snapshot
 from ..snapshot_layout import CODEC_SHIFT, MANY, kinds
@@ -74,7 +74,9 @@ class ExtentReader:
     def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
         self._snapshot = snapshot
         self._objects = objects
-        self._counts = Counter(dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged"), 0))
+        self._counts = Counter(
+            dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
+        )
         self._room = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
         self._read_s = 0.0  # a moving average
         self._flights: dict[_Span, Future[memoryview]] = {}
@@ -83,15 +85,20 @@ class ExtentReader:
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
         """Everything that these files hold, sorted by chunk and place in it.
 
-        What is damaged is logged, counted and left out. Raises ObjectStoreError, ObjectMissing.
+        What is damaged or has no chunk any more is logged, counted and left out. Raises
+        ObjectStoreError: the store fails.
         """
         parts = self._parts(entries)
         if self._is_slow and len(parts) > 1:
             self._begin([_span_of(rows) for rows in parts])
         for chunk, group in groupby(parts, lambda rows: int(rows["chunk"][0])):
             same = list(group)
-            for rows, held in zip(same, self._held(chunk, same), strict=True):
-                yield self._checked(rows, held)
+            try:
+                for rows, held in zip(same, self._held(chunk, same), strict=True):
+                    yield self._checked(rows, held)
+            except ObjectMissing as error:
+                self._counts["lost"] += 1
+                log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
 
     def ahead(self, units: Sequence[_SomeEntries]) -> None:
         """Begin to read what `batches` will be asked for, unit by unit, where the store is slow.

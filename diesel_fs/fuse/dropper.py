@@ -5,6 +5,7 @@ behind whom files are dropped waits for pushing alone. The process is forked whe
 dropped for the first time, and ends with its pipe, or with the helper. Used by one thread.
 """
 
+import logging
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import kernel
+
+log = logging.getLogger("diesel.mount")
 
 PIECE_ENTRIES = 256
 """Files in a message; they fit a pipe's buffer many times over."""
@@ -44,12 +47,27 @@ class Dropper:
             self._start()
         for start in range(0, len(entries), PIECE_ENTRIES):
             piece = entries[start : start + PIECE_ENTRIES].astype("<u4")
-            while self._waiting >= PIECES_MAX:
-                self._waiting -= len(os.read(self._answers, PIECES_MAX)) or PIECES_MAX
-                went_on()
-            with suppress(BrokenPipeError):  # then nothing is dropped, and the kernel does it
+            try:
+                while self._waiting >= PIECES_MAX:
+                    if not (answered := len(os.read(self._answers, PIECES_MAX))):
+                        raise BrokenPipeError
+                    self._waiting -= answered
+                    went_on()
                 os.write(self._pieces, len(piece).to_bytes(4, "little") + piece.tobytes())
                 self._waiting += 1
+            except BrokenPipeError:
+                self._died()
+                return
+
+    def _died(self) -> None:
+        """The process was killed, or failed: the next drop starts another. What it was told and did
+        not do, the kernel frees when it needs room.
+        """
+        os.close(self._pieces)
+        os.close(self._answers)
+        _, status = os.waitpid(self._child, 0)
+        log.error("the process that drops contents has ended (%d): starting another", status)
+        self._child = self._waiting = 0
 
     def close(self) -> None:
         """Ends the process."""
@@ -79,8 +97,10 @@ class Dropper:
             if os.getppid() == parent:
                 _close_all_but(theirs, answers)
                 _serve(self._make(), theirs, answers)
-        finally:
-            os._exit(0)
+        except BaseException:
+            log.exception("contents cannot be dropped")
+            os._exit(1)
+        os._exit(0)
 
 
 def _serve(drop: Drop, pieces: int, answers: int) -> None:

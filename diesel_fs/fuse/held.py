@@ -36,7 +36,7 @@ class Held:
         self.claims = np.zeros(len(cost), np.int32)
         self.bytes = 0
         self.unclaimed_bytes = 0  # of what is resident
-        self._read_s = np.full(len(cost), -np.inf, np.float32)
+        self._read_s = np.full(len(cost), -np.inf)
         self._leaving: Mask = np.zeros(len(cost), np.bool_)  # given out by `victims`
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first

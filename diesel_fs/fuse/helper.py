@@ -9,11 +9,13 @@ lock that a READ under way holds. Where it is killed or fails, the mount goes on
 One thread; the store is read ahead in others.
 """
 
+import errno
 import logging
 import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -46,10 +48,17 @@ _NONE = np.empty(0, np.uint32)
 UNITS_AHEAD = 16
 """So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
 
+MISSES_MAX = 512
+"""Of the misses of one message so many are looked at, evenly taken: each is looked up in every
+stream, and no flood of them may keep what is planned from being pushed."""
+
 UNITS_SOON = 12
 """So many pushes of each stream are near enough for a READ to wait for the helper."""
 
 BEGIN_DEADLINE_S = 10.0
+
+_ENDED = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
+"""What the connection says when the mount has gone."""
 
 
 def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
@@ -60,7 +69,7 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
         if not descriptors:
             return 0  # no session that could be helped
         device, file, shared = descriptors
-        [begin, *_] = server.messages(BEGIN_DEADLINE_S)
+        [begin, *early] = server.messages(BEGIN_DEADLINE_S)
         snapshot = snapshot_at(file)
         os.close(file)
         push_bytes, name = begin["push_bytes"], begin["device"]
@@ -75,7 +84,7 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
             PushBoard(shared),
         )
         try:
-            helper.run(str(name))
+            helper.run(str(name), early)
         finally:
             helper.close()
     except EOFError:
@@ -108,13 +117,17 @@ class Helper:
         self._told_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
-    def run(self, device: str) -> None:
-        """Helps until the mount is gone from the tree or the server has ended."""
+    def run(self, device: str, early: Sequence[Message] = ()) -> None:
+        """Helps until the mount is gone from the tree or the server has ended; `early` are messages
+        that have come already.
+        """
         self._server.watch(self._residents.events)
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         wait_s = 0.0
         while True:
-            for message in self._server.messages(wait_s):
+            messages = [*early, *self._server.messages(wait_s)]
+            early = ()
+            for message in messages:
                 if message.get("do") == "end":
                     return
                 self._obey(message)
@@ -138,7 +151,8 @@ class Helper:
         now_s = time.monotonic()
         do, packed = message.get("do"), message.get("entries")
         if do == "missed" and isinstance(packed, bytes):
-            for entry in np.frombuffer(packed, "<i8").tolist():
+            missed = np.frombuffer(packed, "<i8")
+            for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
                 self._residency.missed(entry, now_s)
             return
         if do == "forgotten" and isinstance(packed, bytes):
@@ -187,7 +201,7 @@ class Helper:
         self._pieces.ahead([push.entries, *self._residency.upcoming(UNITS_AHEAD)])
         self._board.announce(np.concatenate([push.entries, *self._residency.planned(UNITS_SOON)]))
         self._residents.watch(push.markers.tolist())
-        count, seen = 0, []
+        count, seen, failed = 0, [], False
         absent: list[int] = []
         try:
             for batch in self._pieces.batches(push.entries):
@@ -196,13 +210,16 @@ class Helper:
                 self._board.went_on()
                 count += len(batch.entries)
                 seen.append(batch.entries)
-        except DieselError as error:
+        except (DieselError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _ENDED:
+                raise
+            failed = True
             self._failed += 1
             log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
         done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
         if absent or count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(seen), absent) if seen else _NONE
-        self._residency.pushed(push, done, absent, time.monotonic())
+        self._residency.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._residency.known(self._residents.walked_entries)
 
     def _walk_above(self, batch: Batch) -> None:

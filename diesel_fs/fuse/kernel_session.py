@@ -180,6 +180,10 @@ class KernelSession:
         """
         self._missed, self._forgotten, self._board = missed, forgotten, board
 
+    def observe_no_more(self) -> None:
+        """Nobody is told any more, and nothing is held: the helper has gone."""
+        self._missed, self._forgotten, self._board = _nobody, _nobody, None
+
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview, nursery: trio.Nursery) -> None:
@@ -226,7 +230,7 @@ class KernelSession:
         vfs, board = self._vfs, self._board
         vfs.requests["read"] += 1
         if board is not None and board.is_held(node - 1):
-            self._later(unique, node, "read", self._read_held, node, offset, size)
+            self._later(unique, node, "read", self._read_held, board, node, offset, size)
         else:
             try:
                 found = vfs.read_now(node, offset, size)
@@ -240,15 +244,14 @@ class KernelSession:
         if board is not None and node < HIDDEN_ROOT and board.is_told():
             self._missed(node - 1)
 
-    async def _read_held(self, node: int, offset: int, size: int) -> Bytes:
+    async def _read_held(self, board: PushBoard, node: int, offset: int, size: int) -> Bytes:
         """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
-        assert self._board is not None
         self._vfs.reads["held"] += 1
         try:
-            await self._board.hold(node - 1)
+            await board.hold(node - 1)
             return await self._vfs.read(node, offset, size)
         finally:
-            self._board.answered(node - 1)
+            board.answered(node - 1)
 
     def _later(
         self,

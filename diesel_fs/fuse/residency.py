@@ -51,6 +51,9 @@ KNOWN_PART = 8
 before contents can be pushed: of small files they take a quarter of what the contents do, whatever
 the budget is, and the kernel frees both alike."""
 
+PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
+"""A store that fails is not asked for all that is planned, one unit after the other."""
+
 SAMPLE_S = 2.0
 """Between samples: idle pages have been seen to go after some 5 s."""
 SAMPLE_ENTRIES = 32
@@ -96,7 +99,7 @@ class Residency:
         self._known = 0
         self._members = Members(self._columns, offset)
         self._held = Held(self._cost)
-        self._since_s = np.zeros(count, np.float32)  # pushed then, counted from `_start_s`
+        self._since_s = np.zeros(count)  # pushed then, counted from `_start_s`
         self._lost: deque[Entries] = deque()
         self._unplanned = Unplanned(
             self._members, self._held, chunk_count, everything=policy == "oneshot"
@@ -106,6 +109,8 @@ class Residency:
         self._share_bytes = 0
         self._outstanding: Push | Drop | Sample | None = None
         self._start_s = math.nan
+        self._pause_s = 0.0  # after the last push failed
+        self._paused_until_s = -math.inf
         self._now_s = 0.0
         self._pushes = self._pushed_entries = self._pushed_bytes = self._absent = 0
         self._drops = self._dropped_entries = self._lost_entries = 0
@@ -142,9 +147,7 @@ class Residency:
         """An epoch is another, whole or from a position on."""
         follow = self._follow(name)
         stream = self._plan.replace(name, epoch, position)
-        released = follow.replaced(stream, epoch.number, position)
-        self._held.unclaim(released, behind=False)
-        self._watches.remove(follow.stream.name, follow.unwatched())
+        self._release(follow, follow.replaced(stream, epoch.number, position), behind=False)
         self._share_bytes = 0
 
     def withdraw(self, name: str) -> None:
@@ -164,7 +167,7 @@ class Residency:
             part = next((each for each in follow.parts if each.epoch.number == epoch), None)
         if part is None or not 0 <= position <= len(part.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
-        if part.base + position < follow.floor:
+        if follow.is_left(part.base + position):
             self._take_back(follow, 0)  # what lies there was let go: all from there again
         follow.progress(part.base + position, now_s)
 
@@ -195,9 +198,11 @@ class Residency:
             return
         # Others may read the same file elsewhere in their orders: it was who is nearest to it.
         nearest = min(follow.find(entry)[1] for follow in self._follows.values())
-        for name, position in users:
+        for name in {name for name, _ in users}:
             follow = self._follows[name]
-            if abs(position - follow.high) <= nearest + STRIDE:
+            high, places = follow.high, [at for user, at in users if user == name]
+            position = min(places, key=lambda at: abs(at - high))
+            if abs(position - high) <= nearest + STRIDE:
                 follow.opened(position, now_s)
 
     def missed(self, entry: int, now_s: float) -> None:
@@ -211,17 +216,20 @@ class Residency:
                 self._lose(entry, follow, position)
             return
         self._held.read(entry, now_s - self._start_s)
-        if follow is None:
-            chunk, need = int(self._chunk[entry]), int(self._cost[entry])
-            self._unplanned.missed(chunk, need, self._room(), self._now_s)
+        need = int(self._cost[entry])
+        if follow is None and need <= self._whole():
+            self._unplanned.missed(int(self._chunk[entry]), need, self._room(), self._now_s)
 
     def forgotten(self, entries: Order) -> None:
         """The kernel has forgotten these; their pages went along."""
         self._held.remove(np.unique(self._checked(entries)))
 
-    def pushed(self, push: Push, done: Order, absent: Order, now_s: float) -> None:
-        """What came of a push. `absent`: the kernel does not know them, so they are not tried again
-        before they are missed; the others, if any, failed and are tried once more.
+    def pushed(
+        self, push: Push, done: Order, absent: Order, now_s: float, *, failed: bool = False
+    ) -> None:
+        """What came of a push. `absent`: the kernel does not know them. These and what is left out
+        are not tried again before they are missed; where the store has `failed`, what is left out
+        is, after a pause that doubles.
         """
         self._tick(now_s)
         assert push is self._outstanding, "another decision is outstanding"
@@ -233,16 +241,11 @@ class Residency:
         self._pushed_entries += len(resident)
         self._pushed_bytes += int(self._cost[resident].sum())
         self._absent += len(unknown)
-        if len(resident) + len(unknown) < len(push.entries):
-            failed = push.entries[~np.isin(push.entries, np.concatenate([resident, unknown]))]
-            again = failed[
-                [
-                    self._members.may_push(chunk, self._now_s)
-                    for chunk in self._chunk[failed].tolist()
-                ]
-            ]
-            if len(again):
-                self._lost.append(again)
+        self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
+        self._paused_until_s = now_s + self._pause_s
+        if failed:
+            gone = np.concatenate([resident, unknown])
+            self._lost.append(push.entries[~np.isin(push.entries, gone)])
 
     def dropped(self, drop: Drop) -> None:
         """A drop was carried out."""
@@ -272,14 +275,15 @@ class Residency:
         decision = (
             self._shrink()
             or self._unwatch_many(UNWATCH_MIN)
-            or self._push_lost()
-            or self._push_planned(now_s)
-            or self._push_unplanned()
+            or (None if now_s < self._paused_until_s else self._next_push(now_s))
             or self._sample(now_s)
             or self._unwatch_many(1)
         )
         self._outstanding = decision
         return decision or Idle(self._until(now_s))
+
+    def _next_push(self, now_s: float) -> Push | Drop | None:
+        return self._push_lost() or self._push_planned(now_s) or self._push_unplanned()
 
     def upcoming(self, count: int) -> list[Entries]:
         """What the next pushes will probably be, the soonest first: to be fetched ahead."""
@@ -352,10 +356,10 @@ class Residency:
         if not self._follows:
             return None
         share = self._shared()
-        ahead_max = max(MARKERS_MAX // len(self._follows), 16) * STRIDE
+        ahead_max = max(MARKERS_MAX // max(self._active(), 1), 16) * STRIDE
         refused: set[str] = set()
         markers: list[int] = []
-        signs = [follow.last_sign_s for follow in self._follows.values()]
+        signs = [each.last_sign_s for each in self._follows.values()]
         for _ in range(PASSES_MAX):
             near, near_s = None, math.inf
             for name, follow in self._follows.items():
@@ -374,11 +378,12 @@ class Residency:
             if not ahead.once:
                 _, first = np.unique(entries, return_index=True)
                 entries = entries[np.sort(first)]
+            entries = entries[self._cost[entries] <= self._whole()]  # else its reads are served
             need = int(self._cost[entries].sum())
             room = self._room()
             if need > self._whole():
-                entries, need = NONE, 0  # it will never fit: its reads are served
-            still = not near.tentative and self._is_still(near, signs, now_s)
+                entries, need = NONE, 0  # it will never fit
+            still = self._is_still(near, signs, now_s)
             if need > room - still * self._budget_bytes // STILL_ROOM:
                 if near.tentative or still:
                     refused.add(near.stream.name)
@@ -418,7 +423,7 @@ class Residency:
 
     def _until(self, now_s: float) -> float | None:
         """When time alone will have changed something."""
-        times = []
+        times = [self._paused_until_s]
         for follow in self._follows.values():
             if follow.tentative:
                 times.append(follow.last_sign_s + TENTATIVE_S)
@@ -443,19 +448,21 @@ class Residency:
 
     def _ahead_s(self, follow: Follow, frontier: int | None = None) -> float:
         """How long the reader needs to the frontier; at equal rates until they are measured."""
-        if frontier is None:
-            frontier = follow.frontier(self._shared())
-        distance = (follow.end if frontier is None else frontier) - follow.high
+        distance = (self._frontier(follow) if frontier is None else frontier) - follow.high
         rate = follow.rate
         if not rate:
             rates = [each.rate for each in self._follows.values() if each.rate]
             rate = sum(rates) / len(rates) if rates else 1.0
         return distance / rate
 
+    def _active(self) -> int:
+        """The streams that have something left to be read."""
+        return sum(1 for follow in self._follows.values() if follow.parts)
+
     def _shared(self) -> int:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
-            self._share_bytes = max(self._whole() // max(len(self._follows), 1), 1)
+            self._share_bytes = max(self._whole() // max(self._active(), 1), 1)
             for follow in self._follows.values():
                 follow.give_share(self._share_bytes)
         return self._share_bytes
@@ -473,23 +480,29 @@ class Residency:
                 return drop
         far = max(others, key=self._ahead_s, default=None)
         # Within two markers nobody knows who is nearer.
-        if far is None or self._ahead_s(far) <= 2 * near_s + 2 * STRIDE / (far.rate or 1.0):
+        if far is None or self._ahead_s(far) <= 2 * max(near_s, 0) + 2 * STRIDE / (far.rate or 1):
             return None
         return self._drop(need) if self._retreat(far) else None
 
+    def _frontier(self, follow: Follow) -> int:
+        frontier = follow.frontier(self._shared())
+        return follow.end if frontier is None else frontier
+
     def _retreat(self, follow: Follow) -> bool:
         """Take back the farther half of what a stream has claimed ahead of its reader."""
-        frontier = follow.frontier(self._shared())
-        frontier = follow.end if frontier is None else frontier
-        middle = follow.high + max(frontier - follow.high, 0) // 2
+        middle = follow.high + max(self._frontier(follow) - follow.high, 0) // 2
         return self._take_back(follow, middle) or self._take_back(follow, follow.floor)
 
     def _take_back(self, follow: Follow, position: int) -> bool:
         """All that a stream has claimed from a position on, the farthest to go first."""
         released = follow.retreat(position)
-        self._held.unclaim(released[::-1], behind=True)
-        self._watches.remove(follow.stream.name, follow.unwatched())
+        self._release(follow, released[::-1], behind=True)
         return len(released) > 0
+
+    def _release(self, follow: Follow, entries: Entries, *, behind: bool) -> None:
+        """A stream has given up claims, and perhaps watches."""
+        self._held.unclaim(entries, behind=behind)
+        self._watches.remove(follow.stream.name, follow.unwatched())
 
     def _drop(self, need: int) -> Drop | None:
         """Give up what nobody has claimed, at least so many bytes where there are as many."""
@@ -499,8 +512,6 @@ class Residency:
     def _next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
         uses = [follow.next_use(entries) for follow in self._follows.values()]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
-
-    # State
 
     def _tick(self, now_s: float) -> None:
         if math.isnan(self._start_s):
@@ -513,12 +524,10 @@ class Residency:
             if follow.tentative and now_s - follow.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
                 continue
-            for released in follow.pass_floor():
-                self._held.unclaim(released, behind=True)
-            self._watches.remove(follow.stream.name, follow.unwatched())
+            self._release(follow, follow.pass_floor(), behind=True)
             if follow.finished:
                 self._plan.finish(name, follow.finished)
-                follow.finished = 0
+                follow.finished, self._share_bytes = 0, 0
 
     def _follow(self, name: str) -> Follow:
         self._plan.stream(name)
@@ -527,8 +536,7 @@ class Residency:
     def _end(self, name: str) -> None:
         follow = self._follows.get(name)
         if follow is not None:
-            self._held.unclaim(follow.retreat(0), behind=False)
-            self._watches.remove(follow.stream.name, follow.unwatched())
+            self._release(follow, follow.retreat(0), behind=False)
             del self._follows[name]
             self._opened += follow.opened_markers
             self._planned_reads += follow.planned_reads

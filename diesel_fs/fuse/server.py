@@ -238,6 +238,7 @@ class _Server:
             os.dup2(2, 1)  # whoever started us sees the end of the report
         if isinstance(self._session, KernelSession) and self._begin_helping(self._session):
             await self._link.run()
+            self._session.observe_no_more()
         else:
             self._link.close()
         if isinstance(self._session, Pyfuse3Session):

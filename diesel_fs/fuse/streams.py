@@ -15,6 +15,7 @@ claimed is not dropped. The floor stays `slack` behind the low, since workers re
 """
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +85,10 @@ class Part:
         """The marker at a position that has one."""
         return position // STRIDE if position % STRIDE == 0 else len(self.opened) - 1
 
+    def has_marker(self, position: int) -> bool:
+        """Whether there is a marker at a position."""
+        return position % STRIDE == 0 or position == len(self.epoch) - 1
+
     def is_marker(self, positions: Positions) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = positions % STRIDE == 0
         found |= positions == len(self.epoch) - 1
@@ -142,6 +147,7 @@ class Follow:
     rate: float = 0.0  # positions a second; 0 until measured
     rate_at: tuple[float, int] = (0.0, 0)
     pending: dict[int, None] = field(default_factory=dict)
+    late: deque[int] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
     watched: list[tuple[int, int]] = field(default_factory=list)  # a heap of position, entry
     retreated: int | None = None  # where claims were given up since the watches were looked at
     sampled_s: float = 0.0
@@ -181,6 +187,7 @@ class Follow:
             if self.slack < 0:
                 # A quarter of a group of half the share: the next group is fetched in the rest.
                 self.slack = min(self.lag, self.capacity // 8)
+            self.slack = min(self.slack, self.capacity // SLACK_PART)
 
     def frontier(self, share_bytes: int) -> int | None:
         """The first position not yet claimed, None at the end; what the reader is past is left."""
@@ -234,7 +241,7 @@ class Follow:
             positions = positions[~late]
         entries = part.epoch.entries[positions]
         marks = np.flatnonzero(part.is_marker(positions))
-        places = (positions[marks] + part.base).tolist()
+        places = (positions[marks].astype(np.int64) + part.base).tolist()
         markers = list(zip(places, entries[marks].tolist(), strict=True))
         return Ahead(part, positions, entries, part.units.once, markers)
 
@@ -295,33 +302,51 @@ class Follow:
 
     def opened(self, position: int, now_s: float) -> None:
         """The marker at a position was opened."""
-        part = next((part for part in self.parts if part.base <= position < part.end), None)
-        if part is None:
-            return
-        number = part.number(position - part.base)
-        if not part.opened[number]:
-            part.opened[number] = True
-            self.opened_markers += 1
-            self.sign(position, now_s)
+        if not self._is_opened(position) and self.sign(position, now_s):
+            self.opened_markers += self._mark(position)
 
     def read(self, position: int, now_s: float) -> bool:
         """A READ came for a position. Whether the reader is believed to be there."""
-        part = next((part for part in self.parts if part.base <= position < part.end), None)
-        if part is not None and part.is_marker(np.array([position - part.base]))[0]:
-            part.opened[part.number(position - part.base)] = True  # before its watch stood, or late
-        return self.sign(position, now_s)
+        believed = self.sign(position, now_s)
+        if believed:
+            self._mark(position)  # before its watch stood, or late
+        return believed
+
+    def _part_at(self, position: int) -> Part | None:
+        return next((part for part in self.parts if part.base <= position < part.end), None)
+
+    def _is_opened(self, position: int) -> bool:
+        part = self._part_at(position)
+        if part is None or not part.has_marker(position - part.base):
+            return False
+        return bool(part.opened[part.number(position - part.base)])
+
+    def _mark(self, position: int) -> bool:
+        """The reader was at a position; whether there is a marker that had not been opened."""
+        part = self._part_at(position)
+        if part is None or not part.has_marker(position - part.base):
+            return False
+        number = part.number(position - part.base)
+        fresh = not part.opened[number]
+        part.opened[number] = True
+        self._advance()
+        return fresh
 
     def sign(self, position: int, now_s: float) -> bool:
-        """The reader may have been at a position. Whether that is believed: it may be another's."""
+        """The reader may have been at a position. Whether that is believed: it may be another's.
+
+        At once only inside what is claimed: a reader that is served does not get far beyond.
+        """
         reach = self.reach()
-        if position + 1 - self.high > reach:
+        near = max(min(reach, self.claimed_end() - self.high), 2 * STRIDE)
+        if self.tentative or position + 1 - self.high > near:
             if len(self.pending) >= PENDING_MAX:
                 del self.pending[next(iter(self.pending))]
             self.pending[position] = None
-            near = [other for other in self.pending if abs(other - position) <= reach]
-            if len(near) < SIGNS or 2 * len(near) < len(self.pending):
+            same = [other for other in self.pending if abs(other - position) <= reach]
+            if len(same) < self._signs_needed() or 2 * len(same) < len(self.pending):
                 return False
-            position = max(near)
+            position = max(same)
             self.pending.clear()
         self.last_sign_s, self.tentative = now_s, False
         behind = max(self.high - position, 0)
@@ -334,6 +359,11 @@ class Follow:
                     part.opened[:] = True
         self._advance()
         return True
+
+    def _signs_needed(self) -> int:
+        """An epoch of fewer markers than SIGNS may never show so many."""
+        part = next((part for part in self.parts if self.high < part.end), None)
+        return SIGNS if part is None else min(SIGNS, len(part.opened))
 
     @property
     def passed(self) -> int:
@@ -367,7 +397,13 @@ class Follow:
                 break
 
     def widen(self, position: int) -> None:
-        """A read came from behind the low: its workers lie further apart than was thought."""
+        """A read came from behind the low: its workers lie further apart than was thought, where
+        several come from there; single ones are another reader's.
+        """
+        self.late.append(position)
+        same = sum(abs(other - position) <= STRIDE for other in self.late)
+        if same < SIGNS or 2 * same < len(self.late):
+            return
         if self.high - position <= LAG_ENTRIES_MAX:
             behind = self.low - position + STRIDE
             # Most of what its memory holds stays for what lies ahead: a few late READs cost less.
@@ -394,16 +430,24 @@ class Follow:
         self.rate_at = now_s, position
         if position >= self.floor:
             return
-        # Back to what was let go. Recut from there; what is claimed further ahead stays.
+        # Back to what was let go. Cut again from there; what is claimed further ahead stays.
         self.floor = max(position, self.parts[0].base if self.parts else position)
         for number, part in enumerate(self.parts):
             if part.end > self.floor:
                 part.units = None
                 self.pushing = min(self.pushing, number)
 
+    def is_left(self, position: int) -> bool:
+        """Whether something from a position to the high is claimed no more, or never was."""
+        spans = [(max(position - part.base, 0), self.high - part.base) for part in self.parts]
+        return position < self.floor or any(
+            end > start and not part.claimed[start:end].all()
+            for part, (start, end) in zip(self.parts, spans, strict=True)
+        )
+
     # Letting go
 
-    def pass_floor(self) -> list[Entries]:
+    def pass_floor(self) -> Entries:
         """Move the floor up behind the low; the entries whose claims end, with repeats."""
         over = self.low >= self.end
         target = self.low if over else max(self.floor, self.low - max(self.slack, 0))
@@ -420,7 +464,7 @@ class Follow:
             self._forget_first()
         while self.parts and self.parts[0].end <= self.floor:  # empty epochs
             self._forget_first()
-        return released
+        return np.concatenate(released) if released else np.empty(0, np.uint32)
 
     def _forget_first(self) -> None:
         del self.parts[0]

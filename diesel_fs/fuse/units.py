@@ -63,9 +63,9 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
     """The units of these positions (ascending) of an epoch, for a stream with so much memory.
 
     Where all positions of a chunk's entries lie near together (the bytes from its first to its last
-    are at most half the share), the unit is that chunk with all of its entries: so in chunk-wise
-    order, where two groups fit into the share, each chunk is fetched once. All other positions go
-    into mixed units of up to 256 consecutive ones, fewer where files are large: a unit takes about
+    are at most three quarters of the share), the unit is that chunk with all of its entries: so in
+    chunk-wise order, where two groups fit into the share, each chunk is fetched once. All other
+    positions go into mixed units of up to 256, fewer where files are large: a unit takes about
     an eighth of the share at most.
     """
     count = len(positions)

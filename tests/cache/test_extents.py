@@ -13,7 +13,7 @@ from diesel_fs.cache import extents as extents_module
 from diesel_fs.cache.extents import FETCH_THREADS, ExtentReader
 from diesel_fs.cache.extents import _span_of as span_of
 from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.errors import ObjectStoreError
+from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import ObjectStore, StoreWrapper
 from tests.storage.faulty_store import Fault, FaultyStore
@@ -33,7 +33,7 @@ def contents(
             found[entry][start] = bytes(part)
     whole = {}
     for entry, pieces in found.items():
-        at = 0
+        at = min(pieces)
         for start in sorted(pieces):
             assert start == at, "pieces leave no gap"
             at += len(pieces[start])
@@ -123,6 +123,32 @@ def test_B3_what_is_damaged_is_left_out_and_named(
     assert found == {entry: each for entry, each in expected(view).items() if entry != damaged}
     assert reader.stats()["damaged"] == 1
     assert "ds/n007" in caplog.text
+
+
+def test_a_chunk_that_is_lost_costs_its_own_files_alone(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = ExtentReader(view, store)
+    [extent] = view.extents(view.lookup(b"n007"))
+    lost = reader._name(extent.chunk)
+
+    def missing(name: str, buffer: memoryview) -> None:
+        if name == lost:
+            raise ObjectMissing(f"no object {name}")
+
+    store.change = missing
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    inside = {
+        entry
+        for entry in expected(view)
+        if any(part.chunk == extent.chunk for part in view.extents(entry))
+    }
+    assert 0 < len(inside) < len(expected(view))
+    assert found.keys() >= expected(view).keys() - inside
+    assert all(found[entry] == expected(view)[entry] for entry in found.keys() - inside)
+    assert reader.stats()["lost"] == 1
+    assert lost in caplog.text
 
 
 def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None:

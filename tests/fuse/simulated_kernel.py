@@ -107,6 +107,7 @@ class Machine:
     busy_until_s: float = 0.0
     held_max: int = 0
     unknown: set[int] = field(default_factory=set)
+    failing: bool = False  # the store: half of each push
 
     def help(self) -> bool:
         """Carry out one decision. Whether there was one."""
@@ -120,8 +121,9 @@ class Machine:
                 assert len(set(entries)) == len(entries)
                 assert not self.residency.resident(decision.entries).any()
                 self.watched.update(decision.markers.tolist())
-                done = [entry for entry in entries if entry not in self.unknown]
-                absent = [entry for entry in entries if entry in self.unknown]
+                seen = entries[: len(entries) // 2] if self.failing else entries
+                done = [entry for entry in seen if entry not in self.unknown]
+                absent = [entry for entry in seen if entry in self.unknown]
                 self.cached.update(done)
                 self.pushed += len(done)
                 if decision.chunk >= 0:
@@ -129,7 +131,9 @@ class Machine:
                 for chunk in {entry // CHUNK_ENTRIES for entry in entries}:
                     self.pushes_of[chunk] += 1
                 self.busy_until_s = self.now_s + len(entries) / self.helper_files_per_s
-                self.residency.pushed(decision, done, absent, self.now_s)
+                self.residency.pushed(
+                    decision, done, absent, self.now_s, failed=self.failing and len(entries) > 0
+                )
             case Drop():
                 markers, entries = decision.markers.tolist(), decision.entries.tolist()
                 assert self.watched.issuperset(markers)

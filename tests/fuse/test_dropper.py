@@ -1,5 +1,6 @@
 """The process that drops: it drops what it is given, says so, and never outlives its helper."""
 
+import logging
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diesel_fs.fuse.dropper import PIECE_ENTRIES, PIECES_MAX, Dropper
 
@@ -90,10 +92,46 @@ def test_a_dropper_that_was_killed_stops_nobody(tmp_path: Path) -> None:
     """What it does not drop the kernel frees when it needs the memory."""
     dropper = Dropper(recording(tmp_path / "log"))
     dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-    os.kill(dropper._child, signal.SIGKILL)
+    first = dropper._child
+    os.kill(first, signal.SIGKILL)
     for _ in range(2 * PIECES_MAX):
         dropper.drop(np.arange(PIECE_ENTRIES, dtype=np.uint32), lambda: None)
+    assert dropper._child not in (0, first)
+    assert gone(first)
     dropper.close()
+
+
+def test_one_that_fails_says_so_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
+    monkeypatch.setattr(logging.getLogger("diesel.mount"), "handlers", [said])
+    made = tmp_path / "made"
+    made.write_text("")
+
+    def make() -> Callable[[list[int]], None]:
+        made.write_text(made.read_text() + "x")
+
+        def drop(entries: list[int]) -> None:
+            if made.read_text() == "x":
+                raise OSError("no folder")
+            with (tmp_path / "log").open("a") as log:
+                print(*entries, file=log)
+
+        return drop
+
+    dropper = Dropper(make)
+    for number in range(4 * PIECES_MAX):
+        dropper.drop(np.array([number], np.uint32), lambda: None)
+        time.sleep(0.01)
+    dropper.close()
+    assert made.read_text() == "xx"
+    dropped = [int(word) for word in (tmp_path / "log").read_text().split()]
+    assert dropped[-1] == 4 * PIECES_MAX - 1
+    assert len(dropped) >= 2 * PIECES_MAX
+    text = capfd.readouterr().err
+    assert "no folder" in text
+    assert "starting another" in text
 
 
 def test_one_that_hangs_is_killed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from diesel_fs.errors import UsageError
 from diesel_fs.fuse.decisions import Drop, Idle, Push, Sample
-from diesel_fs.fuse.residency import Residency
+from diesel_fs.fuse.residency import PAUSE_S_MAX, Residency
 from diesel_fs.plans import Epoch
 
 from .simulated_kernel import (
@@ -236,7 +236,8 @@ def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
     machine.residency.announce(stream("list", listed, tentative=True), machine.now_s)
     machine.settle()
     assert (machine.pushed, machine.dropped) == (pushed, 0)
-    machine.open_and_read("list", listed[0])
+    for entry in listed[:6]:  # a single one is anybody's
+        machine.open_and_read("list", entry)
     machine.settle()
     assert machine.residency.resident(listed[300:600]).all()
 
@@ -450,8 +451,15 @@ class AnyFacts(RuleBasedStateMachine):
         for _ in range(steps):
             self.machine.help()
 
+    @rule(steps=st.integers(1, 8))
+    def work_with_a_store_that_fails(self, steps: int) -> None:
+        self.machine.failing = True
+        self.work(steps)
+        self.machine.failing = False
+
     @rule()
     def rest(self) -> None:
+        self.machine.now_s += PAUSE_S_MAX  # after failures
         self.machine.settle(2_000)
         stats = self.residency.stats()
         assert stats["resident_bytes"] <= stats["budget_bytes"]
@@ -474,7 +482,7 @@ class AnyFacts(RuleBasedStateMachine):
 
 
 TestAnyFacts = AnyFacts.TestCase
-TestAnyFacts.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestAnyFacts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_decisions_are_reported_before_the_next() -> None:
