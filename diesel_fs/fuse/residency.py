@@ -32,9 +32,10 @@ from ..plans import Entries, Epoch, Order, Plan, Stream
 from .decisions import Decision, Drop, Idle, Policy, Push, ResidencyStats, Sample
 from .held import NONE, Held, Mask
 from .members import Members
-from .streams import LAG_ENTRIES, STRIDE, Follow, Watches
+from .streams import STRIDE, Follow
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
 from .unplanned import Unplanned
+from .watches import Watches
 
 STILL_S = 60.0
 """A stream without a sign for so long, while others go on, gives its memory up: validation waits
@@ -557,11 +558,10 @@ class Residency:
         follow, position = self._place_of(entry)
         if follow is None:
             return None, -1
-        if position < follow.low:
-            if follow.high - position > max(2 * follow.reach(), LAG_ENTRIES):
-                return None, -1
-            if position < follow.floor:  # let go too early, rather than never there
-                follow.widen(position)
+        if position < follow.floor:  # let go too early, rather than never there
+            self._release(follow, follow.fell_behind(position, now_s), behind=True)
+        if position < follow.low and follow.is_far(position):
+            return None, -1
         if not follow.read(position, now_s):
             return None, -1
         follow.planned_reads += 1

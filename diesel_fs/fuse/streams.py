@@ -1,8 +1,8 @@
 """Following one stream: where its reader is, what has been claimed for it, what comes next.
 
-Owned here: `Follow` (water marks, markers, claims and the frontier of one stream) and `Watches`
-(which entries have an inotify watch, and for whom). Not owned: the budget, what is resident, and
-the choice between streams (`residency.py`); the stream's orders (`plans.py`).
+Owned here: `Follow` (water marks, markers, claims and the frontier of one stream). Not owned: the
+budget, what is resident, and the choice between streams (`residency.py`); the stream's orders
+(`plans.py`); watches (`watches.py`).
 
 Positions are counted over the concatenation of the stream's epochs. Used by one thread. In order:
 
@@ -15,6 +15,7 @@ claimed is not dropped. The floor stays `slack` behind the low, since workers re
 """
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -49,6 +50,10 @@ SPREAD_SIGNS = 16
 """Over so many signs about, the spread of a stream's readers follows them when it shrinks."""
 
 PENDING_MAX = 64
+
+STILL_BACK_S = 5.0
+"""A reader that has gone no further for so long may have begun again, where marks far behind it say
+so: a program that was stopped and started once more."""
 
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this long: single events come in bursts."""
@@ -151,6 +156,7 @@ class Follow:
     watched: list[tuple[int, int]] = field(default_factory=list)  # a heap of position, entry
     retreated: int | None = None  # where claims were given up since the watches were looked at
     sampled_s: float = 0.0
+    moved_s: float = -math.inf  # when the high last rose
     finished: int = 0  # epochs that were passed since somebody asked
     opened_markers: int = 0
     planned_reads: int = 0
@@ -352,7 +358,7 @@ class Follow:
         behind = max(self.high - position, 0)
         self.spread = max(behind, self.spread - (self.spread - behind) // SPREAD_SIGNS)
         if position >= self.high:
-            self.high = position + 1
+            self.high, self.moved_s = position + 1, now_s
             self._measure(now_s)
             for part in self.parts:
                 if part.end <= position:  # an epoch begins when the one before has been read
@@ -396,20 +402,32 @@ class Follow:
             if part.done < len(part.opened):
                 break
 
-    def widen(self, position: int) -> None:
-        """A read came from behind the low: its workers lie further apart than was thought, where
-        several come from there; single ones are another reader's.
+    def is_far(self, position: int) -> bool:
+        """Whether a place is too far behind to be one of this reader's workers."""
+        return self.high - position > max(2 * self.reach(), LAG_ENTRIES)
+
+    def fell_behind(self, position: int, now_s: float) -> Entries:
+        """A READ came from below the floor. Single ones are another reader's. Where several say so,
+        this one's workers lie further apart than was thought; or, where it has stood still, it has
+        begun again there. What is no longer claimed, with repeats.
         """
         self.late.append(position)
-        same = sum(abs(other - position) <= STRIDE for other in self.late)
-        if same < SIGNS or 2 * same < len(self.late):
-            return
-        if self.high - position <= LAG_ENTRIES_MAX:
+        same = [other for other in self.late if abs(other - position) <= STRIDE]
+        if len(same) < SIGNS or 2 * len(same) < len(self.late):
+            return np.empty(0, np.uint32)
+        if now_s - self.moved_s >= STILL_BACK_S:
+            released = self.retreat(0)
+            self.late.clear()
+            self.progress(max(same) + 1, now_s)
+            self.moved_s = now_s
+            return released
+        if not self.is_far(position):
             behind = self.low - position + STRIDE
             # Most of what its memory holds stays for what lies ahead: a few late READs cost less.
             most = min(LAG_ENTRIES_MAX, self.capacity // SLACK_PART)
             self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
             self.lag = max(self.lag, min(self.high - position + STRIDE, LAG_ENTRIES_MAX))
+        return np.empty(0, np.uint32)
 
     def progress(self, position: int, now_s: float) -> None:
         """The reader says that its next position is this one."""
@@ -558,40 +576,3 @@ class Follow:
         self.end = part.base
         for each in self.parts[at:]:
             each.base, self.end = self.end, self.end + len(each.epoch)
-
-
-@dataclass(slots=True)
-class Watches:
-    """Which entries have a watch, for which streams and positions; and which need it no longer."""
-
-    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    unneeded: dict[int, None] = field(default_factory=dict)
-
-    def add(self, entry: int, name: str, position: int) -> bool:
-        """Whether the watch has to be made."""
-        users = self.users.setdefault(entry, [])
-        users.append((name, position))
-        if entry in self.unneeded:
-            del self.unneeded[entry]  # it still stands
-            return False
-        return len(users) == 1
-
-    def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
-        """One use less of each (position, entry) of a stream."""
-        for position, entry in markers:
-            users = self.users.get(entry, [])
-            if (name, position) in users:
-                users.remove((name, position))
-                if not users:
-                    del self.users[entry]
-                    self.unneeded[entry] = None
-
-    def stands(self, entry: int) -> bool:
-        """Whether an open of the entry is told."""
-        return entry in self.users or entry in self.unneeded
-
-    def take_unneeded(self) -> Entries:
-        """The entries whose watch may go; it counts as gone."""
-        entries = np.fromiter(self.unneeded, np.uint32)
-        self.unneeded.clear()
-        return entries

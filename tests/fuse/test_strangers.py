@@ -123,6 +123,21 @@ def test_a_flood_of_misses_of_one_large_file_keeps_no_others_from_counting() -> 
     assert isinstance(test.next(100.0), Idle)
 
 
+def test_a_reader_that_begins_again_is_followed() -> None:
+    """A script that was stopped in mid-epoch and started once more, some seconds later."""
+    machine = Machine(residency(N, 0.1), N)
+    order = shuffled(1)
+    machine.residency.announce(stream("a", order), machine.now_s)
+    machine.settle()
+    machine.run({"a": Reader(order[: N // 2], 20_000)})
+    before = machine.misses["a"]
+    machine.now_s += 6
+    machine.run({"a": Reader(order, 20_000, start_s=machine.now_s - 100)})
+    assert machine.misses["a"] - before < 0.02 * N
+    machine.settle()
+    assert place(machine) == (-1, 0)
+
+
 # A store that fails
 
 
