@@ -127,13 +127,13 @@ class Helper:
         while True:
             messages = [*early, *self._server.messages(wait_s)]
             early = ()
+            self._hear_opens(time.monotonic())  # before misses, which came after them
             for message in messages:
                 if message.get("do") == "end":
                     return
                 self._obey(message)
                 self._is_news = True
             now_s = time.monotonic()
-            self._hear_opens(now_s)
             self._plans.foresee(now_s)
             if self._mountinfo in self._server.ready and not _is_mounted(device):
                 return

@@ -46,6 +46,10 @@ SIGNS = 3
 the same file; three mean that the reader is there (it resumed, or events were lost), where they are
 also most of the marks that were not believed: many workers leave stray ones all over an epoch."""
 
+SPREADS = 4
+"""A marker so many times the spread of the readers behind the high is given up: it was read by
+request while nobody watched, or is never read. What waits for it holds memory."""
+
 SPREAD_SIGNS = 16
 """Over so many signs about, the spread of a stream's readers follows them when it shrinks."""
 
@@ -146,6 +150,7 @@ class Follow:
     low: int = 0
     high: int = 0
     lag: int = LAG_ENTRIES
+    lag_is_known: bool = False  # as the stream says, not as was guessed
     slack: int = 0
     spread: int = 0  # how far behind the high signs have come lately
     capacity: int = 0  # entries that the stream's share of the budget holds
@@ -168,6 +173,7 @@ class Follow:
         batch = max((epoch.batch_entries_max for epoch in self.stream.epochs), default=0)
         lag = self.stream.lag_entries or batch * BATCHES_IN_FLIGHT or LAG_ENTRIES
         self.lag = min(max(lag, 2 * STRIDE), LAG_ENTRIES_MAX)
+        self.lag_is_known = lag != LAG_ENTRIES
         self.slack = -1  # set with the first share
         self._append(self.stream.epochs)
 
@@ -390,10 +396,13 @@ class Follow:
             self.rate_at = now_s, self.high
 
     def _advance(self) -> None:
+        patience = self.reach()
+        if not self.lag_is_known:
+            patience = min(patience, SPREADS * self.spread + 2 * STRIDE)
         for part in self.parts:
             while part.done < len(part.opened):
                 position = part.base + part.marker(part.done)
-                if not part.opened[part.done] and self.high - position < self.reach():
+                if not part.opened[part.done] and self.high - position < patience:
                     break
                 part.done += 1
             if part.done:
