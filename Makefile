@@ -4,6 +4,7 @@
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
 #   make demo      packs a folder of images, mounts it, trains on it, cleans up
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some)
+#   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes each parser of foreign bytes for a minute (SECONDS=600 for ten)
@@ -32,7 +33,8 @@ TORCHVISION := torchvision==0.28.0
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming ratarmount matplotlib
 
-.PHONY: help install demo test lint bench fuzz clean system-install system-test system-bench
+.PHONY: help install demo test test-s3 lint bench fuzz clean system-install system-test system-s3 \
+	system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -44,6 +46,10 @@ demo: $(MADE)/demo
 
 test: $(MADE)/tools $(MADE)/demo | system-test
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-s3: $(MADE)/tools | system-s3
+	@$(VENV)/bin/python -m tests.storage.swift_server $(VENV)/bin/python -m pytest -k cloud \
+		tests/storage/test_objects_contract.py $(ARGS)
 
 lint: $(MADE)/tools
 	@failed=0
@@ -70,6 +76,9 @@ system-install:
 
 system-test:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install test
+
+system-s3:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install s3
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench

@@ -2,7 +2,7 @@
 # Sees to it that the system packages are there, and that .venv is. Looks first and installs only
 # what is missing, with apt-get, as root or through sudo; where that cannot be, says what to do.
 #
-#   deploy/prepare.sh install|test|bench...      (PYTHON=... chooses the interpreter)
+#   deploy/prepare.sh install|test|s3|bench...      (PYTHON=... chooses the interpreter)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -80,8 +80,18 @@ look_for() {
         need bindfs bindfs
         need mkfs.ext4 e2fsprogs
         need debugfs e2fsprogs
+        need redis-server redis-server
+        need openssl openssl
+        need setpriv util-linux
         look_for_c
         wish linux.uml user-mode-linux
+        ;;
+    s3)
+        need swift-ring-builder swift
+        need swift-account-server swift-account
+        need swift-container-server swift-container
+        need swift-object-server swift-object
+        need swift-proxy-server swift-proxy
         ;;
     bench)
         need squashfuse_ll squashfuse

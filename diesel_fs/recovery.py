@@ -7,6 +7,7 @@ them again, `verify` folds them beside the live metadata and compares. Blocking;
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -18,6 +19,7 @@ from .entries import ChunkId, shown
 from .errors import (
     DieselError,
     FormatError,
+    MetadataBehind,
     NewerVersionError,
     ObjectMissing,
     ObjectStoreError,
@@ -73,7 +75,10 @@ def recover(
                 repository.begin(other.name)
     info = repository.dataset(name)
     meta = repository.meta
-    known = {record.id for record in meta.chunks(info.identity)} if info.marker else set()
+    known: set[ChunkId] = set()
+    with suppress(MetadataBehind):  # it has lost some, and says no more
+        if info.marker:
+            known.update(record.id for record in meta.chunks(info.identity))
     if since_s is None:
         meta.rebuild(name, info.identity, _batches(repository, info, LOWEST, known, findings, tell))
     else:

@@ -109,7 +109,7 @@ class Repository:
         if anew:
             set_metadata_aside(self.url)
         try:
-            self._meta = open_metadata(self.url, create=create)
+            self._meta = open_metadata(self.url, self.objects, create=create)
             self._meta.markers()  # a damaged file opens, and fails when it is read
         except ConfigError:
             raise
@@ -159,7 +159,7 @@ class Repository:
         if self._meta is not None:
             try:
                 marker = self._meta.marker(name)
-            except NoSuchDataset:
+            except (NoSuchDataset, MetadataBehind):
                 pass
             else:
                 with suppress(CorruptError):  # then the metadata store's word is as good

@@ -14,7 +14,7 @@ from .storage.folder import FolderStore
 from .storage.metadata import MetadataStore
 from .storage.objects import ObjectStore
 from .storage.sqlite import SqliteMetadata
-from .urls import CLOUD_SCHEMES, RepositoryUrl, shown_url
+from .urls import CLOUD_SCHEMES, RepositoryUrl
 
 METADATA_FILE = "meta.sqlite"
 """The embedded metadata store, beside the objects."""
@@ -43,18 +43,21 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
     if url.scheme in CLOUD_SCHEMES:
         raise ConfigError(
             f"{url.scheme}:// is not opened in this process, which may fork",
-            advice="mount the dataset with dlcmd, or go through a server (diesel://)",
+            advice="mount the dataset with dlcmd, and read it there",
         )
     raise ConfigError(
         f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
     )
 
 
-def open_metadata(url: RepositoryUrl, *, create: bool) -> MetadataStore:
-    """The metadata store of a repository. Raises DieselError: reading goes on without."""
-    scheme = url.meta.partition("://")[0]
-    if scheme:
-        raise ConfigError(f"this version has no metadata store {shown_url(url.meta)}")
+def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> MetadataStore:
+    """The metadata store of a repository whose objects are open. Raises ConfigError; DieselError
+    otherwise: reading goes on without.
+    """
+    if url.meta:
+        from .storage.redis_metadata import RedisMetadata  # noqa: PLC0415  # a tenth of a second
+
+        return RedisMetadata.open(url.meta, store=objects.store_id)
     if url.scheme != "file":
         raise MetadataError(
             f"{url} names no metadata store: nothing can be written",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
 from diesel_fs.errors import ObjectMissing
@@ -43,6 +44,7 @@ def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repositor
 
     With `create` a new one is made where there is none, with `rebuild` a new metadata store.
     """
+    clouds.enable()
     settings = flags().settings()
     url = settings.repository_url
     try:

@@ -5,6 +5,7 @@
 
 import sys
 
+from diesel_fs import clouds
 from diesel_fs.storage.objects import ObjectStore
 from diesel_fs.stores import open_objects
 from diesel_fs.urls import parse_url
@@ -18,4 +19,5 @@ def _opened(url: str) -> ObjectStore:
 
 
 if __name__ == "__main__":
+    clouds.enable()
     pack_program(int(sys.argv[1]), _opened)

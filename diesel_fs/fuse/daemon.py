@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from .. import clouds
 from ..errors import DieselError
 from . import kernel
 from .helper import help_mount
@@ -66,6 +67,7 @@ def main(
     what it warns of, and that it is ready or what went wrong. The mount point is an argument only
     to be seen in `ps`.
     """
+    clouds.enable()
     lines = logging.StreamHandler(sys.stderr)
     lines.addFilter(LogLimit())
     logging.basicConfig(

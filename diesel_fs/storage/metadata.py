@@ -3,7 +3,7 @@
 A metadata store keeps the fold over the chunks of each dataset (FORMAT.md, section 5) so that it
 can be asked, and nothing that the chunks do not say: it can be thrown away and made again. Owned
 here: what every such store promises. Not owned: bytes of chunks and objects, which chunks may be
-committed (the repository decides that), tables and keys (`sqlite.py`).
+committed (the repository decides that), tables (`sqlite_schema.py`) and keys (`redis_keys.py`).
 
 Concurrency: every method may be called from many threads and processes at once; all are
 synchronous, block no longer than the store's deadline, and work in a forked child.

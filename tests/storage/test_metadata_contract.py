@@ -23,6 +23,7 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.storage.metadata import Batch, MetadataStore, chunks_digest
+from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.sqlite import SqliteMetadata
 from tests.storage.batches import (
     Chunk,
@@ -35,6 +36,7 @@ from tests.storage.batches import (
     seen,
     tombstones,
 )
+from tests.storage.redis_servers import shared_cluster, shared_server
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -65,7 +67,34 @@ def sqlite_opener(folder: Path, clock: Clock) -> Opener:
     return opened
 
 
-STORES: dict[str, Callable[[Path, Clock], Opener]] = {"sqlite": sqlite_opener}
+def redis_opener(clock: Clock, buckets: int) -> Opener:
+    server = shared_server()
+    server.client().flushall()
+
+    def opened(*, deadline_s: float = 10.0) -> MetadataStore:
+        return RedisMetadata.open(
+            server.url, deadline_s=deadline_s, clock_ns=clock, buckets=buckets
+        )
+
+    return opened
+
+
+def cluster_opener(folder: Path, clock: Clock) -> Opener:
+    cluster = shared_cluster()
+    cluster.flush()
+
+    def opened(*, deadline_s: float = 10.0) -> MetadataStore:
+        return RedisMetadata.open(cluster.url, deadline_s=deadline_s, clock_ns=clock)
+
+    return opened
+
+
+STORES: dict[str, Callable[[Path, Clock], Opener]] = {
+    "sqlite": sqlite_opener,
+    "redis": lambda _, clock: redis_opener(clock, 1),
+    "redis-buckets": lambda _, clock: redis_opener(clock, 5),
+    "redis-cluster": cluster_opener,
+}
 
 
 @pytest.fixture
@@ -73,17 +102,18 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=[1, 10**9], ids=["runs", "rows"])
-def run_entries_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded store's two ways to keep entries, each for all that it can hold."""
-    monkeypatch.setattr("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", request.param)
-
-
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["sqlite-rows", *STORES])
 def open_meta(
-    request: pytest.FixtureRequest, tmp_path: Path, clock: Clock, run_entries_min: None
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Opener:
-    return STORES[request.param](tmp_path, clock)
+    kind: str = request.param
+    # The embedded store's two ways to keep entries, each for all that it can hold
+    entries_min = 10**9 if kind == "sqlite-rows" else 1
+    monkeypatch.setattr("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", entries_min)
+    return STORES[kind.removesuffix("-rows")](tmp_path, clock)
 
 
 @pytest.fixture

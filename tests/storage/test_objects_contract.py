@@ -21,6 +21,7 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.layout import MARKER, OBJECT_NAME
+from diesel_fs.storage.cloud import open_cloud
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import (
     ObjectStore,
@@ -28,6 +29,7 @@ from diesel_fs.storage.objects import (
     parse_marker,
 )
 from tests.storage.faulty_store import Fault, FaultyStore
+from tests.storage.s3_server import Server
 
 DATASET = "datasets/" + "0f" * 16
 LEASE = f"{DATASET}/leases/node-1"
@@ -40,12 +42,17 @@ def chunk(text: str) -> str:
     return f"{DATASET}/chunks/{text[:4]}/{text}"
 
 
-@pytest.fixture(params=["folder", "wrapped"])
+@pytest.fixture(params=["folder", "wrapped", "cloud"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     """An empty store of each sort."""
-    made: ObjectStore = FolderStore.create(tmp_path / "store")
-    if request.param == "wrapped":
-        made = StoreWrapper(made)
+    made: ObjectStore
+    if request.param == "cloud":
+        server: Server = request.getfixturevalue("s3")
+        made = open_cloud(server.place(), create=True, environ=server.environ)
+    else:
+        made = FolderStore.create(tmp_path / "store")
+        if request.param == "wrapped":
+            made = StoreWrapper(made)
     yield made
     assert not [*made.leftovers()], "a method left a temporary behind"
 
@@ -264,6 +271,9 @@ def test_stat_says_what_the_listing_says(store: ObjectStore) -> None:
 
 
 def test_of_several_putters_of_one_name_exactly_one_wins(store: ObjectStore) -> None:
+    store.put(chunk("first"), [b"x"])
+    if getattr(getattr(store, "inner", None), "conditional", None) is False:
+        pytest.skip("this server knows no conditional requests, which `CloudStore.put` explains")
     putters = 8
     start = threading.Barrier(putters)
 

@@ -1,0 +1,174 @@
+"""Where a store in the cloud lies, and how to get in: from a URL and the user's environment.
+
+Owns: which URLs are taken, which endpoint, region and credentials are in force (those that the
+vendors' own tools would use: the environment, then the profile in `~/.aws`), and that plain http is
+spoken only where the endpoint's own URL says so. Does not own: what comes from the network
+(instance and container roles), which the client library asks for by itself.
+
+Values only, made anew whenever credentials are to be read again. Any thread.
+"""
+
+import re
+from collections.abc import Mapping
+from configparser import ConfigParser
+from configparser import Error as ParseError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, cast
+from urllib.parse import unquote, urlsplit
+
+from diesel_fs.errors import ConfigError
+
+Scheme = Literal["s3", "gs", "az"]
+
+_SCHEMES: Final = ("s3", "gs", "az")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
+# What every store, and the client's own rules for paths, takes without encoding it.
+_COMPONENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
+_PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and our own names some 100
+_FILE_BYTES_MAX = 1 << 20
+
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+# With any of these the client library finds credentials by itself.
+_OTHER_CREDENTIALS = (
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_SKIP_SIGNATURE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bucket (Azure: a container), and the prefix below which a store lies ("": all of it)."""
+
+    scheme: Scheme
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+    def key(self, name: str) -> str:
+        """The key of an object, or of a folder, of the store."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach a place. `options` holds secrets, so it is in no repr and no message."""
+
+    host: str
+    plain_http: bool
+    options: Mapping[str, str] = field(repr=False)
+
+
+def parse_place(url: str) -> Place:
+    """The place that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
+
+    Raises ConfigError, which repeats no more of the URL than is surely no secret.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError("the object store's URL is malformed") from None
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{parts.scheme or 'no scheme'}: not an object store", advice="s3://, gs:// or az://"
+        )
+    scheme = cast("Scheme", parts.scheme)
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{scheme}://: credentials do not belong into a URL",
+            advice="set them in the environment, as the vendor's own tools read them",
+        )
+    if not _BUCKET.fullmatch(parts.netloc):
+        raise ConfigError(f"{scheme}://: {parts.netloc!r} is not the name of a bucket")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{scheme}://{parts.netloc}: nothing may follow ? or # here")
+    prefix = unquote(parts.path).strip("/")
+    components = prefix.split("/") if prefix else []
+    if len(prefix) > _PREFIX_CHARS_MAX or not all(map(_COMPONENT.fullmatch, components)):
+        raise ConfigError(
+            f"{scheme}://{parts.netloc}: {prefix[:80]!r} cannot be a prefix",
+            advice="letters, digits, spaces and !_.*'()=+@,:- between single slashes",
+        )
+    return Place(scheme, parts.netloc, prefix)
+
+
+def access_to(place: Place, environ: Mapping[str, str]) -> Access:
+    """What is in force now. Raises ConfigError."""
+    match place.scheme:
+        case "s3":
+            return _access_to_s3(environ)
+        case "gs":
+            return Access("storage.googleapis.com", False, {})
+        case "az":
+            account = environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+            endpoint = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
+            if endpoint:
+                host, plain_http = _parse_endpoint(endpoint)
+                return Access(host, plain_http, {"endpoint": endpoint})
+            return Access(f"{account}.blob.core.windows.net", False, {})
+
+
+def _access_to_s3(environ: Mapping[str, str]) -> Access:
+    profile = _profile(environ)
+    endpoint = (
+        environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+        or environ.get("AWS_ENDPOINT")
+        or profile.get("endpoint_url", "")
+    )
+    options = {
+        "region": environ.get("AWS_REGION")
+        or environ.get("AWS_DEFAULT_REGION")
+        or profile.get("region", "us-east-1")
+    }
+    found: Mapping[str, str] = {n.lower(): environ[n] for n in _KEYS if environ.get(n)}
+    if not found and not any(map(environ.get, _OTHER_CREDENTIALS)):
+        found = profile
+    options |= {name[4:]: found[name] for name in map(str.lower, _KEYS) if name in found}
+    if not endpoint:
+        return Access(f"s3.{options['region']}.amazonaws.com", False, options)
+    host, plain_http = _parse_endpoint(endpoint)
+    return Access(host, plain_http, {**options, "endpoint": endpoint.rstrip("/")})
+
+
+def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
+    """Its host and port, and whether it is plain http."""
+    try:
+        parts = urlsplit(endpoint)
+        host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+    except ValueError:
+        raise ConfigError("the object store's endpoint URL is malformed") from None
+    if parts.scheme not in ("http", "https") or not host or "@" in parts.netloc:
+        raise ConfigError(
+            "the object store's endpoint is no http:// or https:// URL",
+            advice="AWS_ENDPOINT_URL=https://host:port",
+        )
+    return host, parts.scheme == "http"
+
+
+def _profile(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The user's AWS profile: `credentials` over `config`; empty where there is none."""
+    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
+    home = environ.get("HOME", "")
+    config = environ.get("AWS_CONFIG_FILE") or f"{home}/.aws/config"
+    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/.aws/credentials"
+    section = name if name == "default" else f"profile {name}"
+    return {**_section(Path(config), section), **_section(Path(credentials), name)}
+
+
+def _section(path: Path, name: str) -> Mapping[str, str]:
+    parser = ConfigParser(interpolation=None, default_section="")
+    try:
+        with path.open(encoding="utf-8") as file:
+            parser.read_string(file.read(_FILE_BYTES_MAX))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    except (OSError, UnicodeDecodeError, ParseError):  # its text may show a line with a secret
+        raise ConfigError(
+            f"cannot read {path}", advice="see the AWS command line's manual"
+        ) from None
+    return dict(parser[name]) if parser.has_section(name) else {}

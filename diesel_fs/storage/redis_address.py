@@ -1,0 +1,145 @@
+"""Where a Redis is and who we are there: URLs, the environment, and the file of a password.
+
+    redis://host:port/db           rediss:// the same with TLS
+    unix:///path/of/socket?db=0
+    redis+sentinel://host:port,host:port/service/db          (rediss+sentinel://)
+    redis+cluster://host:port,host:port                      (rediss+cluster://)
+
+`?ca=FILE` names the certificates to trust, `?cert=FILE&key=FILE` our own. User and password are
+`DIESEL_REDIS_USER` and `DIESEL_REDIS_PASSWORD` or the content of `DIESEL_REDIS_PASSWORD_FILE`
+(those of sentinels, which seldom have any, `DIESEL_REDIS_SENTINEL_PASSWORD`); what stands in a URL
+wins, but everybody on the machine can read a command line. Neither is ever printed.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from diesel_fs.errors import ConfigError
+
+PORT = 6379
+SENTINEL_PORT = 26379
+_OPTIONS = {"ca", "cert", "key", "db"}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """One Redis, its sentinels, or some nodes of a cluster."""
+
+    kind: str  # "redis", "sentinel" or "cluster"
+    hosts: Sequence[tuple[str, int]]
+    socket: str = ""
+    database: int = 0
+    service: str = ""
+    tls: bool = False
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    sentinel_password: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        """For people: no user, no password."""
+        hosts = ",".join(
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts
+        )
+        return self.socket or (f"{self.service} by {hosts}" if self.service else hosts)
+
+    @property
+    def local(self) -> bool:
+        """Whether nobody else's machine is on the way."""
+        return all(_is_loopback(host) for host, _ in self.hosts)
+
+
+def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
+    """The address that a URL means. Raises ConfigError, which does not repeat the URL."""
+    env = os.environ if environment is None else environment
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError("the URL of the metadata store is malformed") from None
+    scheme, _, kind = parts.scheme.partition("+")
+    if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
+        raise ConfigError(
+            f"no metadata store has a URL that starts with {parts.scheme!r}",
+            advice="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
+        )
+    options = dict(parse_qsl(parts.query))
+    if unknown := options.keys() - _OPTIONS:
+        raise ConfigError(f"a Redis URL has no option {sorted(unknown)[0]!r}")
+    userinfo, _, place = parts.netloc.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    user, password = unquote(user), unquote(password)
+    service, database = _path(parts, kind, options)
+    if scheme == "unix" and not parts.path:
+        raise ConfigError("a unix:// URL names the path of a socket")
+    return RedisAddress(
+        kind=kind or "redis",
+        hosts=[] if scheme == "unix" else _hosts(place, kind),
+        socket=unquote(parts.path) if scheme == "unix" else "",
+        database=database,
+        service=service,
+        tls=scheme == "rediss",
+        ca=options.get("ca", ""),
+        certificate=options.get("cert", ""),
+        key=options.get("key", ""),
+        user=user or env.get("DIESEL_REDIS_USER", ""),
+        password=password or _password(env),
+        sentinel_password=env.get("DIESEL_REDIS_SENTINEL_PASSWORD", ""),
+    )
+
+
+def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[str, int]:
+    """The service of a sentinel and the number of a database."""
+    words = [] if parts.scheme == "unix" else [word for word in parts.path.split("/") if word]
+    service = ""
+    if kind == "sentinel":
+        if not words:
+            raise ConfigError("a sentinel's URL names the service: redis+sentinel://host/service")
+        service = unquote(words.pop(0))
+    text = words.pop(0) if words else options.get("db", "0")
+    if words or not text.isdecimal() or (kind == "cluster" and text != "0"):
+        raise ConfigError("the number of a Redis database is a number, and a cluster has only 0")
+    return service, int(text)
+
+
+def _hosts(place: str, kind: str) -> list[tuple[str, int]]:
+    found = []
+    for each in place.split(","):
+        try:
+            parts = urlsplit(f"//{each}")
+            port = parts.port
+        except ValueError:
+            raise ConfigError("a Redis URL with a malformed host or port") from None
+        if not parts.hostname:
+            raise ConfigError("a Redis URL without a host")
+        found.append((parts.hostname, port or (SENTINEL_PORT if kind == "sentinel" else PORT)))
+    if len(found) > 1 and not kind:
+        raise ConfigError(
+            "a Redis URL with several hosts", advice="say redis+sentinel:// or redis+cluster://"
+        )
+    return found
+
+
+def _password(env: Mapping[str, str]) -> str:
+    if env.get("DIESEL_REDIS_PASSWORD"):
+        return env["DIESEL_REDIS_PASSWORD"]
+    name = env.get("DIESEL_REDIS_PASSWORD_FILE")
+    if not name:
+        return ""
+    try:
+        return Path(name).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        fault = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"cannot read the password in {name}: {fault}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,242 @@
+"""Building the state of a dataset in Redis anew, beside the one that stands; and what is left over.
+
+Owned here: generations that are not, or no longer, anybody's state. One that is being built says so
+again and again; where it does not, or has been replaced or dropped, its keys go, in bounded steps
+that its own index names. `dead` lists it for some minutes after that, since a writer who has not
+yet noticed may leave something behind.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from uuid import UUID
+
+from diesel_fs.chunk_id import LOWEST
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import BusyError, ConflictError, DieselError, MetadataError, NoSuchDataset
+from diesel_fs.storage.metadata import HOLD_S_MAX, Batch, Hold, chunks_digest
+from diesel_fs.storage.redis_commits import (
+    Commits,
+    Head,
+    Refused,
+    Tally,
+    Unknown,
+    chunk_record,
+    piece_keys,
+    tally_of,
+)
+from diesel_fs.storage.redis_keys import (
+    BUCKET_KEYS,
+    DEAD_KEY,
+    NAMES_KEY,
+    STATE,
+    DatasetKeys,
+    FolderId,
+    Generation,
+)
+from diesel_fs.storage.redis_link import Command, RedisLink, ScriptCommand, Word, log
+from diesel_fs.storage.redis_pieces import Cut, cut
+from diesel_fs.storage.redis_rows import GenerationReader, packed_dict
+from diesel_fs.storage.redis_scripts import APPLY, BUILD, CONDEMN, SWITCH
+
+_ROWS_AT_ONCE = 16_384
+_SAY_S = 20.0
+_ABANDONED_S = 600
+_KEYS_AT_ONCE = 1000
+
+TakeHold = Callable[[UUID, float], Hold]
+
+
+def new_generation(buckets: int) -> Generation:
+    """One that nobody has ever had."""
+    return Generation(secrets.token_hex(8).encode(), buckets)
+
+
+class Building:
+    """One rebuild of a dataset."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        commits: Commits,
+        take_hold: TakeHold,
+        generation: Generation,
+        identity: UUID,
+    ) -> None:
+        self._link = link
+        self._commits = commits
+        self._take_hold = take_hold
+        self._generation = generation
+        self._identity = identity
+        self._known: dict[ChunkId, None] = {}
+        self._tallies: dict[int, Tally] = {}
+        self._pieces = Counter[int]()
+        self._hold: Hold | None = None
+        self._said_s = 0.0
+
+    def run(self, name: str, batches: Iterable[Batch], clock_us: Callable[[], int]) -> int:
+        """The version of the new state."""
+        link, identity = self._link, self._identity
+        old = link.patiently(lambda: self._old(name))
+        runs = link.patiently(link.run_ids)
+        try:
+            self._say(old)
+            waiting: list[tuple[Cut, Batch]] = []
+            rows = 0
+            for batch in batches:
+                if batch.check().chunk.id in self._known:
+                    continue
+                self._known[batch.chunk.id] = None
+                waiting.append((cut(batch, self._generation), batch))
+                rows += len(batch.rows)
+                if rows >= _ROWS_AT_ONCE:
+                    self._add(waiting)
+                    waiting, rows = [], 0
+                    self._say(old)
+            self._add(waiting)
+            told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
+            if link.patiently(link.run_ids) != runs or told != self._pieces:
+                raise BusyError("Redis has been restarted in the middle of a rebuild")
+            return link.patiently(lambda: self._switch(name, old, clock_us()))
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            if self._hold is not None:
+                self._hold.release()
+            self._commits.forget_generation(identity)
+
+    def _old(self, name: str) -> Head | None:
+        identity = self._identity
+        (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
+        if isinstance(owner, bytes) and owner != identity.bytes:
+            raise ConflictError(f"dataset {name!r} has the identity {UUID(bytes=owner)}")
+        try:
+            old = self._commits.look(identity)  # what it has lost is no obstacle
+        except NoSuchDataset:
+            return None
+        if old.marker.name != name:
+            raise ConflictError(f"dataset {old.marker.name!r} has the identity {identity}")
+        return old
+
+    def _say(self, old: Head | None) -> None:
+        """Say that this is being built, and hold commits back, which would be lost."""
+        if time.monotonic() < self._said_s + _SAY_S:
+            return
+        generation = self._generation
+        words = generation.name, generation.buckets
+        self._link.patiently(lambda: self._commits.ask(BUILD, [DEAD_KEY], *words))
+        if old is not None:
+            before, self._hold = self._hold, self._take_hold(self._identity, HOLD_S_MAX)
+            if before is not None:
+                before.release()
+        self._said_s = time.monotonic()
+
+    def _add(self, cuts: Sequence[tuple[Cut, Batch]]) -> None:
+        generation = self._generation
+        commands = list[Command]()
+        runs = list[tuple[int, Command]]()
+        for each, batch in cuts:
+            words = ("HSET", generation.chunks, each.chunk, chunk_record(each, batch))
+            commands.append(Command(generation.chunks, words))
+            for piece in each.pieces:
+                keys = piece_keys(generation, piece.name.bucket, piece.folders)
+                run = ScriptCommand(APPLY, keys, (b"", piece.name.field, piece.packed))
+                runs.append((piece.name.bucket, run.command()))
+        replies = self._link.patiently(
+            lambda: self._link.run([*(command for _, command in runs), *commands])
+        )
+        for (bucket, _), reply in zip(runs, replies, strict=False):
+            self._tallies[bucket] = tally_of(reply)
+            self._pieces[bucket] += 1
+
+    def _switch(self, name: str, old: Head | None, now_us: int) -> int:
+        generation, keys = self._generation, DatasetKeys(self._identity)
+        words = list[Word]()
+        for bucket, tally in self._tallies.items():
+            words += (bucket, " ".join(map(str, tally)))
+        try:
+            (version,) = self._commits.ask(
+                SWITCH,
+                [
+                    NAMES_KEY,
+                    DEAD_KEY,
+                    keys.marker,
+                    keys.chunks,
+                    keys.tallies,
+                    keys.unapplied,
+                    keys.begun,
+                    keys.holds,
+                    generation.chunks,
+                ],
+                name,
+                self._identity.bytes,
+                generation.name,
+                generation.buckets,
+                old.generation.name if old else b"",
+                old.marker.version if old else 0,
+                now_us,
+                sum(files for _, files, _ in self._tallies.values()),
+                sum(total for _, _, total in self._tallies.values()),
+                len(self._known),
+                chunks_digest(self._known).to_bytes(16, "big"),
+                max(self._known, default=LOWEST),
+                *words,
+            )
+        except Refused as refused:
+            return self._refused(refused.word, name)
+        assert isinstance(version, bytes)
+        return int(version)
+
+    def _refused(self, word: str, name: str) -> int:
+        try:
+            head = self._commits.look(self._identity)
+        except NoSuchDataset:
+            head = None
+        if head is not None and head.generation.name == self._generation.name:
+            return head.marker.version  # the answer to an earlier try was lost
+        if word == "lost":
+            raise MetadataError(f"Redis has lost the rebuild of {name!r} that was under way")
+        raise BusyError(f"dataset {name!r} was changed while it was rebuilt")
+
+    def _give_up(self) -> None:
+        """Remove what has been built, as far as that is possible now."""
+        try:
+            self._link.patiently(lambda: condemn(self._link, self._commits, self._generation, 0))
+        except DieselError as error:
+            log.info("the rest of a rebuild stays until the next one: %s", error)
+
+
+def clean(link: RedisLink, commits: Commits) -> None:
+    """Remove generations that are nobody's."""
+    (reply,) = link.run([Command(DEAD_KEY, ("HGETALL", DEAD_KEY))])
+    for name, state in packed_dict(reply).items():
+        buckets = int.from_bytes(state[STATE.size :], "little")
+        condemn(link, commits, Generation(name, buckets), _ABANDONED_S)
+
+
+def condemn(link: RedisLink, commits: Commits, generation: Generation, age_s: int) -> None:
+    """Remove a generation that is nobody's, unless it is being built."""
+    try:
+        (age,) = commits.ask(CONDEMN, [DEAD_KEY], generation.name, age_s)
+    except (Unknown, Refused):
+        return
+    reader = GenerationReader(link, generation)
+    for bucket in range(generation.buckets):
+        for page in reader.hash_pages(bucket, b"f"):
+            folders = [FolderId(folder) for folder in page]
+            names = [generation.entries(folder) for folder in folders]
+            names += [generation.below(folder) for folder in folders]
+            for start in range(0, len(names), _KEYS_AT_ONCE):
+                some = names[start : start + _KEYS_AT_ONCE]
+                link.run([Command(some[0], ("UNLINK", *some))])
+    fixed = [
+        Command(key, ("UNLINK", key))
+        for bucket in range(generation.buckets)
+        for key in (generation.key(bucket, what) for what in BUCKET_KEYS)
+    ]
+    fixed.append(Command(generation.chunks, ("UNLINK", generation.chunks)))
+    if isinstance(age, int) and age >= _ABANDONED_S:
+        fixed.append(Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name)))
+    link.run(fixed)

@@ -1,0 +1,342 @@
+"""Reading entries out of one generation of a dataset in Redis, few or all of them, as columns.
+
+Owned here: which keys are asked, in replies of bounded size, and how packed entries become `Rows`.
+Not owned: whether the generation is still the dataset's and nothing moved meanwhile (the caller
+asks before and after). Nothing is remembered, so nothing can be stale.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, islice
+from typing import TypeVar
+
+import numpy as np
+
+from diesel_fs.entries import EXTENT, RECORD, ROOT, ChunkId, Kind, Rows, join
+from diesel_fs.errors import CorruptError
+from diesel_fs.storage.redis_keys import (
+    EXTENDED_BYTES,
+    FOLDER_BYTES,
+    PLAIN_BYTES,
+    ROOT_FOLDER,
+    FolderId,
+    Generation,
+    child_folder,
+)
+from diesel_fs.storage.redis_link import Command, RedisLink
+
+Found = tuple[bytes, Sequence[bytes], Sequence[bytes]]
+"""The path of a folder, names in it, and their packed entries."""
+
+_FOLDERS_AT_ONCE = 64
+_SCAN_ROWS = 32_768  # of all folders that are asked at once
+_NAMES_AT_ONCE = 1000
+_COMMANDS_AT_ONCE = 1000
+"""A reply is of megabytes at most, whatever a folder holds."""
+
+_EXTENTS_AT = 40
+_KIND_AT = 34
+_DEAD = int(Kind.TOMBSTONE)
+
+T = TypeVar("T")
+
+
+def implied_entry() -> bytes:
+    """The entry of a folder that has none."""
+    record = np.zeros(1, RECORD)
+    record["kind"], record["mode"] = Kind.FOLDER, 0o755
+    return record.tobytes() + bytes(16)
+
+
+def kind_of(entry: bytes) -> int:
+    """What a packed entry is, a `Kind`."""
+    return entry[_KIND_AT]
+
+
+def chunks_of(entry: bytes) -> list[bytes]:
+    """The chunks that hold an entry, one for each extent."""
+    if (
+        len(entry) <= EXTENDED_BYTES
+        or int.from_bytes(entry[_EXTENTS_AT : _EXTENTS_AT + 4], "little") <= 1
+    ):
+        return [entry[48:64]]
+    starts = range(EXTENDED_BYTES, len(entry), EXTENT.itemsize)
+    return [entry[at : at + 16] for at in starts]
+
+
+class GenerationReader:
+    """What can be asked of one generation; `at_each_page` is called now and then meanwhile."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        generation: Generation,
+        at_each_page: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._link = link
+        self._generation = generation
+        self._at_each_page = at_each_page
+
+    def entries(
+        self, wanted: Mapping[FolderId, Sequence[bytes]]
+    ) -> Iterator[tuple[FolderId, bytes, bytes]]:
+        """The entries of these names, of those that exist, in no order."""
+        pieces = (
+            (folder, names[start : start + _NAMES_AT_ONCE])
+            for folder, names in wanted.items()
+            for start in range(0, len(names), _NAMES_AT_ONCE)
+        )
+        for some in _in_portions(pieces, _FOLDERS_AT_ONCE):
+            self._at_each_page()
+            commands = [self._of_folder(folder, "HMGET", *names) for folder, names in some]
+            for (folder, names), reply in zip(some, self._link.run(commands), strict=True):
+                for name, entry in zip(names, _list(reply), strict=True):
+                    if isinstance(entry, bytes):
+                        yield folder, name, entry
+
+    def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
+        """All folders: the parent of each, and its name."""
+        keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
+        found: dict[FolderId, tuple[FolderId, bytes]] = {}
+        for _, page in self._scan(keys):
+            found |= {FolderId(folder): _unpack_place(place) for folder, place in page.items()}
+        return found
+
+    def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
+        """The paths of these folders."""
+        places: dict[FolderId, tuple[FolderId, bytes]] = {}
+        asked = [*dict.fromkeys(folders)]
+        wanted = asked
+        while wanted:
+            above = dict[FolderId, None]()
+            for some in _in_portions(iter(wanted), _COMMANDS_AT_ONCE):
+                commands = []
+                for folder in some:
+                    key = self._generation.of_folders(folder, b"f")
+                    commands.append(Command(key, ("HGET", key, folder)))
+                for folder, reply in zip(some, self._link.run(commands), strict=True):
+                    places[folder] = _unpack_place(reply)
+                    if folder != ROOT_FOLDER:
+                        above[places[folder][0]] = None
+            wanted = [folder for folder in above if folder not in places]
+        return folder_paths(places, asked)
+
+    def everything(self) -> Iterator[Found]:
+        """All entries but tombstones, folder by folder."""
+        places = self.folders()
+        paths = folder_paths(places, places)
+        for some in _in_portions(iter(sorted(paths, key=paths.__getitem__)), _FOLDERS_AT_ONCE):
+            keys = {self._generation.entries(folder): paths[folder] for folder in some}
+            in_pages: dict[bytes, dict[bytes, bytes]] = {}
+            for key, page in self._scan([*keys]):
+                # While a hash table grows or shrinks, a scan may give a name twice.
+                in_pages.setdefault(key, {}).update(page)
+            for key, rows in in_pages.items():
+                if rows:
+                    yield (keys[key], *_alive([*rows], [*rows.values()]))
+
+    def children(self, folder: FolderId) -> dict[bytes, bytes]:
+        """The entries of a folder, tombstones too, and those of implied folders."""
+        rows: dict[bytes, bytes] = {}
+        for _, page in self._scan([self._generation.entries(folder)]):
+            rows |= page
+        rows.pop(b"", None)
+        doubtful = []
+        for name in self._below([folder])[0]:
+            if name not in rows or kind_of(rows[name]) != Kind.FOLDER:
+                doubtful.append(name)
+        alive = self._alive([child_folder(folder, name) for name in doubtful])
+        implied = implied_entry()
+        return rows | dict.fromkeys(compress(doubtful, alive), implied)
+
+    def _alive(self, folders: Sequence[FolderId]) -> list[bool]:
+        """Of each folder, whether anything but tombstones lies in it, however deep."""
+        alive = [False] * len(folders)
+        level = list(enumerate(folders))
+        while level:
+            empty = list[tuple[int, FolderId]]()
+            for some in _in_portions(iter(level), _COMMANDS_AT_ONCE):
+                commands = []
+                for _, folder in some:
+                    commands.append(self._of_folder(folder, "HLEN"))
+                    dead = self._generation.of_folders(folder, b"d")
+                    commands.append(Command(dead, ("HGET", dead, folder)))
+                replies = self._link.run(commands)
+                for (i, folder), there, dead_there in zip(
+                    some, replies[::2], replies[1::2], strict=True
+                ):
+                    if number(there) > number(dead_there):
+                        alive[i] = True
+                    else:
+                        empty.append((i, folder))
+            left = [(i, folder) for i, folder in empty if not alive[i]]
+            below = self._below([folder for _, folder in left])
+            level = [
+                (i, child_folder(folder, name))
+                for (i, folder), names in zip(left, below, strict=True)
+                for name in names
+            ]
+        return alive
+
+    def _below(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
+        """Of each folder, the names of those below."""
+        found: list[dict[bytes, None]] = [{} for _ in folders]
+        left = [(i, b"0") for i in range(len(folders))]
+        while left:
+            following = []
+            for some in _in_portions(iter(left), _COMMANDS_AT_ONCE):
+                keys = [self._generation.below(folders[i]) for i, _ in some]
+                rows = max(1, _SCAN_ROWS // len(some))
+                commands = [
+                    Command(key, ("SSCAN", key, cursor, "COUNT", rows))
+                    for key, (_, cursor) in zip(keys, some, strict=True)
+                ]
+                for (i, _), reply in zip(some, self._link.run(commands), strict=True):
+                    cursor, names = _pair(reply)
+                    found[i].update(dict.fromkeys(map(_bytes, _list(names))))
+                    if number(cursor):
+                        following.append((i, b"%d" % number(cursor)))
+            left = following
+        return [[*names] for names in found]
+
+    def _scan(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+        """The fields of hashes, in pages."""
+        left = [(key, b"0") for key in keys]
+        while left:
+            self._at_each_page()
+            some, left = left[:_FOLDERS_AT_ONCE], left[_FOLDERS_AT_ONCE:]
+            rows = _SCAN_ROWS // len(some)
+            commands = [Command(key, ("HSCAN", key, cursor, "COUNT", rows)) for key, cursor in some]
+            for (key, _), reply in zip(some, self._link.run(commands), strict=True):
+                cursor, page = _pair(reply)
+                yield key, packed_dict(page)
+                if number(cursor):
+                    left.append((key, b"%d" % number(cursor)))
+
+    def hash_pages(self, bucket: int, what: bytes) -> Iterator[dict[bytes, bytes]]:
+        """One of a bucket's own hashes, in pages."""
+        return (page for _, page in self._scan([self._generation.key(bucket, what)]))
+
+    def _of_folder(self, folder: FolderId, word: str, *names: bytes) -> Command:
+        key = self._generation.entries(folder)
+        return Command(key, (word, key, *names))
+
+
+def folder_paths(
+    places: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
+) -> dict[FolderId, bytes]:
+    """The paths of folders, of which parents and names are known up to the root."""
+    paths = {ROOT_FOLDER: ROOT}
+    found = {}
+    for folder in wanted:
+        names, at = list[tuple[FolderId, bytes]](), folder
+        while at not in paths:
+            if at not in places or len(names) > len(places):
+                raise _damaged("a folder without a parent")
+            names.append((at, places[at][1]))
+            at = places[at][0]
+        path = paths[at]
+        for above, name in reversed(names):
+            path = paths[above] = join(path, name)
+        found[folder] = path
+    return found
+
+
+def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> Rows:
+    """Packed entries as columns; `chunks` are those of the dataset, else those that are named."""
+    folders: dict[bytes, int] = {}
+    folder, counts, names = list[int](), list[int](), list[bytes]()
+    heads: list[bytes] = []
+    tails: dict[int, bytes] = {}
+    for path, some, entries in found:
+        if len(some) != len(entries):
+            raise _damaged("names without entries")
+        folder.append(folders.setdefault(path, len(folders)))
+        counts.append(len(some))
+        joined = b"".join(entries)
+        if len(joined) != PLAIN_BYTES * len(entries):
+            for i, entry in enumerate(entries, len(names)):
+                if len(entry) > EXTENDED_BYTES:
+                    tails[i] = entry[EXTENDED_BYTES:]
+            joined = b"".join([entry[:PLAIN_BYTES] for entry in entries])
+        names += some
+        heads.append(joined)
+    packed = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, PLAIN_BYTES)
+    if len(packed) != len(names):
+        raise _damaged("an entry of another length")
+    records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
+    ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
+    # As NumPy compares them, trailing zeros do not count; of equal length they need not.
+    table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
+    chunk = np.searchsorted(table, ids).astype(np.uint32)
+    if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):
+        raise _damaged("an entry without a chunk")
+    return Rows(
+        folders=list(folders),
+        folder=np.repeat(np.array(folder, np.uint32), counts),
+        names=names,
+        records=records,
+        chunk=chunk,
+        chunks=[ChunkId(each.ljust(16, b"\0")) for each in table.tolist()],
+        tails=tails,
+    )
+
+
+def _alive(names: list[bytes], entries: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Without tombstones."""
+    if all(entry[_KIND_AT] != _DEAD for entry in entries):
+        return names, entries
+    keep = [entry[_KIND_AT] != _DEAD for entry in entries]
+    return list(compress(names, keep)), list(compress(entries, keep))
+
+
+def _in_portions(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    while portion := list(islice(items, size)):
+        yield portion
+
+
+def _unpack_place(reply: object) -> tuple[FolderId, bytes]:
+    if not isinstance(reply, bytes):
+        raise _damaged("a folder without a parent")
+    return FolderId(reply[:FOLDER_BYTES]), reply[FOLDER_BYTES:]
+
+
+# Replies
+
+
+def number(reply: object) -> int:
+    """A number, or 0 for nothing."""
+    if reply is None:
+        return 0
+    if isinstance(reply, int | bytes):
+        return int(reply)
+    raise _damaged("something else where a number should be")
+
+
+def packed_dict(reply: object) -> dict[bytes, bytes]:
+    """Fields and values."""
+    if isinstance(reply, dict):
+        return reply
+    values = [_bytes(each) for each in _list(reply)]
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _bytes(reply: object) -> bytes:
+    if isinstance(reply, bytes):
+        return reply
+    raise _damaged("something else where bytes should be")
+
+
+def _list(reply: object) -> list[object]:
+    if isinstance(reply, list):
+        return reply
+    raise _damaged("something else where a list should be")
+
+
+def _pair(reply: object) -> tuple[object, object]:
+    if isinstance(reply, list | tuple) and len(reply) == 2:
+        return reply[0], reply[1]
+    raise _damaged("something else where a pair should be")
+
+
+def _damaged(what: str) -> CorruptError:
+    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

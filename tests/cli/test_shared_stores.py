@@ -1,0 +1,265 @@
+"""`dlcmd` over the stores that machines share: an S3 server, and a Redis."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from tests.storage.conftest import s3 as s3
+from tests.storage.redis_servers import RedisServer
+from tests.storage.s3_server import Server
+from tests.trees import facts, odd_tree, write
+
+from .conftest import Dlcmd
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def shared(
+    dlcmd: Dlcmd, s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> Dlcmd:
+    """A repository in a bucket, with its metadata in a Redis."""
+    for name, text in s3.environ.items():
+        monkeypatch.setenv(name, text)
+    with redis_server.client() as client:
+        client.flushall()
+    monkeypatch.setenv("DIESEL_URL", f"{s3.place()}?meta={redis_server.url}")
+    return dlcmd
+
+
+def test_a_tree_goes_through(shared: Dlcmd, tmp_path: Path) -> None:
+    source = odd_tree(tmp_path / "source")
+    shared.program("put", source, "pets")
+    assert "pets" in shared.program("ls").out.decode()
+    shared.program("get", "pets", tmp_path / "copy")
+    assert facts(tmp_path / "copy") == facts(source)
+    assert b"0 files" in shared.program("put", source, "pets").out
+    shared.program("verify", "pets")
+    shared.program("rm", "-r", "pets/sub")
+    shared.program("verify", "pets")
+    shared.program("delete-dataset", "pets", "--yes")
+    assert shared.program("ls", "pets", code=10).out == b""
+
+
+def test_C3_an_emptied_redis_is_no_empty_repository(
+    shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
+    shared.program("put", source, "pets")
+    with redis_server.client() as client:
+        client.flushall()
+    shared.program("get", "pets", tmp_path / "by snapshot")
+    assert facts(tmp_path / "by snapshot") == facts(source)
+    listed = shared.program("ls", "-R", "pets").out  # all that was ever acknowledged
+    assert len(listed.splitlines()) >= 100
+    shared.program("recover", "pets")
+    assert shared.program("ls", "-R", "pets").out == listed
+    assert len(shared.program("ls", "-R", "pets").out.splitlines()) >= 100
+    shared.program("verify", "pets")
+    (source / "more").write_bytes(b"more")
+    shared.program("put", source, "pets")
+    shared.program("verify", "pets")
+
+
+def test_a_redis_that_has_lost_a_part_is_behind(
+    shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """As a cluster of which a node came back empty: reading goes by the snapshot."""
+    source = write(tmp_path / "source", {f"{i}": b"x" for i in range(50)})
+    shared.program("put", source, "pets")
+    with redis_server.client() as client:
+        lost = [key for key in client.keys("dfs:*") if b"{head}" not in key]
+        assert lost
+        client.delete(*lost)
+    assert len(shared.program("ls", "pets").out.splitlines()) == 50
+    (source / "more").write_bytes(b"more")
+    said = shared.program("put", source, "pets", code=14)
+    assert "recover" in said.err
+    shared.program("recover", "pets")
+    shared.program("put", source, "pets")
+    shared.program("verify", "pets")
+    assert len(shared.program("ls", "pets").out.splitlines()) == 51
+
+
+def test_recover_since_brings_the_tail(
+    shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    shared.program("put", source, "pets")
+    (source / "b").write_bytes(b"2")
+    shared.program("put", source, "pets")
+    with redis_server.client() as client:
+        client.flushall()
+    shared.program("recover", "pets", "--since", "1h")
+    assert {line.split()[-1] for line in shared.program("ls", "pets").out.splitlines()} == {
+        b"a", b"b",
+    }  # fmt: skip
+    shared.program("verify", "pets")
+
+
+def test_C1_a_redis_that_is_down(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    url = f"{(tmp_path / 'store').as_uri()}?meta=redis://me:hush@127.0.0.1:1"
+    monkeypatch.setenv("DIESEL_URL", url)
+    said = dlcmd.program("put", source, "pets", code=14)
+    assert "127.0.0.1:1" in said.err
+    assert "hush" not in said.err
+    chunks = [path for path in (tmp_path / "store").rglob("*") if "chunks" in path.parts]
+    assert chunks == []
+
+
+def test_C2_redis_is_killed_in_the_middle_of_a_put(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back with its log: the put goes on, and nothing is missing or counted twice."""
+    server = RedisServer(tmp_path / "redis", {"appendonly": "yes", "appendfsync": "always"})
+    try:
+        source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
+        store = tmp_path / "store"
+        monkeypatch.setenv("DIESEL_URL", f"{store.as_uri()}?meta={server.url}")
+        with dlcmd.start("put", "--chunk-size", "64K", "--jobs", "1", source, "pets") as put:
+            deadline_s = time.monotonic() + 30
+            while sum(1 for path in store.rglob("*") if "chunks" in path.parts) < 30:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            assert put.poll() is None, "A16: the put has ended: proves nothing"
+            server.kill()
+            time.sleep(2)
+            assert put.poll() is None
+            server.start()
+            _, err = put.communicate(timeout=60)
+        assert put.returncode == 0, err
+        dlcmd.program("verify", "pets")
+        dlcmd.program("get", "pets", tmp_path / "copy")
+        assert facts(tmp_path / "copy") == facts(source)
+        assert b"400 files" in dlcmd.program("du", "pets").out
+    finally:
+        server.close()
+
+
+def test_G8_a_redis_of_another_store_is_refused(
+    shared: Dlcmd, s3: Server, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Else names of one repository would be taken for those of another."""
+    source = write(tmp_path / "source", {"a": b"1"})
+    shared.program("put", source, "pets")
+    for url in (s3.place(), (tmp_path / "other").as_uri()):
+        said = shared.program(
+            "--url", f"{url}?meta={redis_server.url}", "put", source, "pets", code=2
+        )
+        assert "another object store" in said.err
+    shared.program("verify", "pets")
+
+
+def test_C7_a_redis_that_is_full(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RedisServer(tmp_path / "redis")
+    try:
+        source = write(tmp_path / "source", {f"{i:050}": b"x" for i in range(3_000)})
+        monkeypatch.setenv("DIESEL_URL", f"{(tmp_path / 'store').as_uri()}?meta={server.url}")
+        with server.client() as client:
+            used = int(client.info("memory")["used_memory"])
+            client.config_set("maxmemory", used + (100 << 10))
+        said = dlcmd.program("put", source, "pets", code=16)
+        assert "memory" in said.err
+        with server.client() as client:
+            client.config_set("maxmemory", 0)
+        dlcmd.program("put", source, "pets")
+        dlcmd.program("verify", "pets")
+        dlcmd.program("get", "pets", tmp_path / "copy")
+        assert facts(tmp_path / "copy") == facts(source)
+    finally:
+        server.close()
+
+
+def test_C14_a_wrong_password_is_said_at_once(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RedisServer(tmp_path / "redis", {"requirepass": "right-one"})
+    try:
+        source = write(tmp_path / "source", {"a": b"1"})
+        monkeypatch.setenv("DIESEL_URL", f"{(tmp_path / 'store').as_uri()}?meta={server.url}")
+        for password in ("wrong-one", ""):
+            monkeypatch.setenv("DIESEL_REDIS_PASSWORD", password)
+            start_s = time.monotonic()
+            said = dlcmd.program("put", source, "pets", code=14)
+            assert time.monotonic() - start_s < 5
+            assert "password" in said.err
+            assert "wrong-one" not in said.err
+        secret = tmp_path / "password"
+        secret.write_text("right-one\n")
+        monkeypatch.setenv("DIESEL_REDIS_PASSWORD_FILE", str(secret))
+        dlcmd.program("put", source, "pets")
+    finally:
+        server.close()
+
+
+def test_O1_a_bucket_that_is_none(
+    shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    monkeypatch.setenv("DIESEL_URL", "s3://no-such-bucket-of-ours/x?meta=redis://127.0.0.1:1")
+    said = shared.program("put", source, "pets", code=13)
+    assert "no-such-bucket-of-ours" in said.err
+    assert "testing-secret" not in said.err
+
+
+@pytest.mark.fuse
+def test_a_mount_reads_from_the_bucket(
+    shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5_000) for i in range(100)})
+    write(source, {"large": os.urandom(3 << 20)})
+    shared.program("put", source, "pets")
+    at = tmp_path / "mount"
+    at.mkdir()
+    shared.program("mount", "pets", at)
+    try:
+        assert {
+            path.relative_to(at): path.read_bytes() for path in at.rglob("*") if path.is_file()
+        } == {
+            path.relative_to(source): path.read_bytes()
+            for path in source.rglob("*")
+            if path.is_file()
+        }
+        with redis_server.client() as client:
+            client.flushall()
+        shutil.copytree(at, tmp_path / "copy")
+    finally:
+        shared.program("umount", at)
+
+
+def test_a_bucket_is_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
+    """What lies in a bucket already, with a folder as consoles make them."""
+    place = s3.place()
+    prefix = place.removeprefix(f"s3://{s3.bucket}/")
+    client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
+    contents = {"a": b"1", "d/b": os.urandom(9 << 20), "d/e/c": b"", "\u00fc \u4f60": b"name"}
+    for key, content in contents.items():
+        client.put_object(Bucket=s3.bucket, Key=f"{prefix}/{key}", Body=content)
+    client.put_object(Bucket=s3.bucket, Key=f"{prefix}/d/", Body=b"")
+    shared.program("put", place, "pets/in")
+    shared.program("get", "pets/in", tmp_path / "copy")
+    found = {
+        str(path.relative_to(tmp_path / "copy")): path.read_bytes()
+        for path in (tmp_path / "copy").rglob("*")
+        if path.is_file()
+    }
+    assert found == contents
+    assert b"4 unchanged" in shared.program("put", place, "pets/in").out
+    client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/a")
+    shared.program("put", "--delete", place, "pets/in")
+    assert b" a" not in shared.program("ls", "pets/in").out

@@ -1,0 +1,92 @@
+"""Stands between a client and Redis, and does to their conversation what networks do."""
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+Fault = Callable[[int, bytes], str]
+"""Told the number of a request (from 1) and the request; says what to do with it:
+
+    ""         hand it on, and the reply back
+    "lose"     close both ends; Redis never sees it
+    "swallow"  hand it on, let Redis answer, and close both ends
+"""
+
+_READ_BYTES = 1 << 20
+
+
+class Proxy:
+    """Listens on a socket of its own. Requests are counted over all connections."""
+
+    def __init__(self, upstream: Path, fault: Fault, delay_s: float = 0.0) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))
+        self.socket = self.folder / "s"
+        self.requests = 0
+        self._upstream = upstream
+        self._fault = fault
+        self._delay_s = delay_s
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.socket))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
+            server.connect(str(self._upstream))
+            back = threading.Thread(target=self._answer, args=(server, client), daemon=True)
+            back.start()
+            while request := client.recv(_READ_BYTES):
+                time.sleep(self._delay_s)
+                with self._lock:
+                    self.requests += 1
+                    number = self.requests
+                what = self._fault(number, request)
+                if what == "lose":
+                    return
+                if what == "swallow":
+                    with contextlib.suppress(OSError):
+                        client.shutdown(socket.SHUT_RD)
+                    self._swallow(server, request, client)
+                    return
+                server.sendall(request)
+
+    def _swallow(self, server: socket.socket, request: bytes, client: socket.socket) -> None:
+        client.close()  # so that the answer goes nowhere
+        server.sendall(request)
+        server.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            time.sleep(0.02)  # Redis carries out what it has read, whoever waits for the answer
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while reply := server.recv(_READ_BYTES):
+                client.sendall(reply)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.socket.unlink(missing_ok=True)
+        self.folder.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,399 @@
+"""An S3 server of the tests' own, whose answers go wrong as a script says.
+
+    with ScriptedS3(Rule("GET", "chunks/", status=503, times=2)) as server:
+        store = CloudStore.create(server.url, ...)
+
+What S3 does with correct requests is done correctly, as far as a store of ours asks for it. Every
+rule must be hit exactly `times` times by the end of the `with`: a fault that was meant to hit and
+did not proves nothing, so it fails the test.
+
+Concurrency: a thread per connection, one lock around the objects and the script.
+"""
+
+import hashlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Literal, Self
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+BUCKET = "bucket"
+STALL_S = 60.0  # longer than any test waits; ended early when the server stops
+
+_CODES = {
+    400: "InvalidRequest",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    409: "ConditionalRequestConflict",
+    412: "PreconditionFailed",
+    416: "InvalidRange",
+    429: "TooManyRequests",
+    500: "InternalError",
+    501: "NotImplemented",
+    502: "BadGateway",
+    503: "SlowDown",
+}
+
+
+@dataclass(slots=True)
+class Rule:
+    """What happens to the next requests of `method` whose path and query contain `where`.
+
+    In this order: `act` is called; with `reset` the connection is torn down before anything is
+    done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
+    `done`, after it; `ignore` leaves out that header of the request; `edit` changes the body of the
+    answer, `flip` that bit of it; after `keep` bytes of the body the connection is reset, closed,
+    or stalls, or goes on at one byte each 50 ms.
+    """
+
+    method: str
+    where: str = ""
+    act: Callable[["ScriptedS3"], None] | None = None
+    reset: bool = False
+    status: int = 0
+    code: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    done: bool = False
+    ignore: str = ""
+    edit: Callable[[str], str] | None = None
+    flip: int | None = None
+    keep: int | None = None
+    then: Literal["reset", "close", "stall", "dribble"] = "reset"
+    skip: int = 0
+    times: int = 1
+    seen: int = field(default=0, init=False)
+    hits: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object as the server holds it."""
+
+    content: bytes
+    modified_s: float
+
+    @property
+    def etag(self) -> str:
+        return f'"{hashlib.md5(self.content, usedforsecurity=False).hexdigest()}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it came."""
+
+    method: str
+    key: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class ScriptedS3:
+    """The server, its objects by key, its script, and what was asked of it."""
+
+    def __init__(self, *script: Rule, page_keys: int = 1000) -> None:
+        self.script = script
+        self.page_keys = page_keys
+        self.objects: dict[str, Stored] = {}
+        self.uploads: dict[str, str] = {}  # key by upload ID
+        self.asked: list[Asked] = []
+        self.busiest = 0  # requests under way at once
+        self.delay_s = 0.0
+        self.stopped = threading.Event()
+        self._busy = 0
+        self._lock = threading.Lock()
+        self._server = _Listener(("127.0.0.1", 0), _Handler)
+        self._server.owner = self
+        self.port = self._server.server_address[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if error is None:
+            missed = [rule for rule in self.script if rule.hits != rule.times]
+            assert not missed, f"faults that did not hit as often as meant: {missed}"
+
+    def stop(self) -> None:
+        """End all connections; again does nothing."""
+        if not self.stopped.is_set():
+            self.stopped.set()
+            self._server.shutdown()
+            self._server.end_connections()
+            self._server.server_close()
+            self._thread.join(10)
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write an object behind everybody's back."""
+        self.objects[key] = Stored(content, time.time())
+
+    def count(self, method: str, where: str = "") -> int:
+        """How many such requests have come."""
+        return sum(each.method == method and where in each.key for each in self.asked)
+
+    def rule_for(self, method: str, target: str) -> Rule | None:
+        """The first rule that takes this request."""
+        with self._lock:
+            for rule in self.script:
+                if rule.method != method or rule.where not in target:
+                    continue
+                rule.seen += 1
+                if rule.seen > rule.skip and rule.hits < rule.times:
+                    rule.hits += 1
+                    return rule
+        return None
+
+    def enter(self, asked: Asked) -> None:
+        with self._lock:
+            self.asked.append(asked)
+            self._busy += 1
+            self.busiest = max(self.busiest, self._busy)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._busy -= 1
+
+    def answer(self, asked: Asked) -> Answer:
+        """What S3 does."""
+        if asked.key == "" and asked.method in ("GET", "HEAD"):
+            if "uploads" in asked.query:
+                return Answer(200, self._list_uploads(asked.query).encode())
+            return Answer(200, self._list(asked.query).encode())
+        with self._lock:
+            match asked.method:
+                case "PUT":
+                    return self._put(asked)
+                case "GET" | "HEAD":
+                    return self._get(asked)
+                case "DELETE" if "uploadId" in asked.query:
+                    known = self.uploads.pop(asked.query["uploadId"], None)
+                    return Answer(204) if known else problem(404, "NoSuchUpload")
+                case "DELETE":
+                    self.objects.pop(asked.key, None)
+                    return Answer(204)
+        return problem(501)
+
+    def _put(self, asked: Asked) -> Answer:
+        signed = asked.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
+        if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(asked.body).hexdigest()):
+            return problem(400, "XAmzContentSHA256Mismatch")
+        if asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
+            return problem(412)
+        stored = Stored(asked.body, time.time())
+        self.objects[asked.key] = stored
+        return Answer(200, headers={"ETag": stored.etag})
+
+    def _get(self, asked: Asked) -> Answer:
+        stored = self.objects.get(asked.key)
+        if stored is None:
+            return problem(404)
+        if asked.headers.get("if-match", stored.etag) != stored.etag:
+            return problem(412)
+        content, status = stored.content, 200
+        headers = {"ETag": stored.etag, "Last-Modified": formatdate(stored.modified_s, usegmt=True)}
+        if wanted := asked.headers.get("range"):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or 1 << 62), len(content) - 1)
+            if start > end:
+                return problem(416)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            content, status = content[start : end + 1], 206
+        return Answer(status, content, headers)
+
+    def _list(self, query: Mapping[str, str]) -> str:
+        after = max(query.get("start-after", ""), query.get("continuation-token", ""))
+        with self._lock:
+            keys = sorted(
+                (k for k in self.objects if k.startswith(query.get("prefix", "")) and k > after),
+                key=str.encode,
+            )
+            page = keys[: min(self.page_keys, int(query.get("max-keys", "1000")))]
+            shown = "".join(
+                f"<Contents><Key>{escape(key)}</Key>"
+                f"<LastModified>{_iso(self.objects[key].modified_s)}</LastModified>"
+                f"<ETag>{escape(self.objects[key].etag)}</ETag>"
+                f"<Size>{len(self.objects[key].content)}</Size></Contents>"
+                for key in page
+            )
+        more = len(page) < len(keys)
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        return (
+            f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
+            f"<KeyCount>{len(page)}</KeyCount>{token}{shown}</ListBucketResult>"
+        )
+
+    def _list_uploads(self, query: Mapping[str, str]) -> str:
+        prefix = query.get("prefix", "")
+        shown = "".join(
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
+            f"<Initiated>{_iso(0)}</Initiated></Upload>"
+            for upload, key in self.uploads.items()
+            if key.startswith(prefix)
+        )
+        return (
+            "<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>"
+            f"{shown}</ListMultipartUploadsResult>"
+        )
+
+
+def problem(status: int, code: str = "", **headers: str) -> Answer:
+    """An error as S3 words it."""
+    code = code or _CODES.get(status, "Unknown")
+    text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
+    return Answer(status, text.encode(), headers)
+
+
+def _iso(at_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(at_s))
+
+
+class _Listener(ThreadingHTTPServer):
+    owner: ScriptedS3
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 512
+
+    def __init__(self, address: tuple[str, int], handler: "type[_Handler]") -> None:
+        self._open: set[socket.socket] = set()
+        super().__init__(address, handler)
+
+    def note(self, connection: socket.socket, *, is_open: bool) -> None:
+        (self._open.add if is_open else self._open.discard)(connection)
+
+    def end_connections(self) -> None:
+        for connection in [*self._open]:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A connection that breaks is what most tests here are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: _Listener
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.note(self.connection, is_open=True)
+
+    def finish(self) -> None:
+        self.server.note(self.connection, is_open=False)
+        super().finish()
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        url = urlsplit(self.path)
+        bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+        query = {name: values[0] for name, values in parse_qs(url.query, True).items()}
+        length = int(self.headers.get("Content-Length", "0"))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        asked = Asked(self.command, key, query, headers, self.rfile.read(length))
+        owner.enter(asked)
+        try:
+            rule = owner.rule_for(self.command, unquote(self.path))
+            if owner.delay_s:
+                time.sleep(owner.delay_s)
+            self._serve(owner, asked, bucket, rule or Rule(""))
+            self.wfile.flush()
+        finally:
+            owner.leave()
+
+    do_HEAD = do_PUT = do_DELETE = do_POST = do_GET
+
+    def _serve(self, owner: ScriptedS3, asked: Asked, bucket: str, rule: Rule) -> None:
+        if rule.act is not None:
+            rule.act(owner)
+        if rule.reset and not rule.done:
+            self._reset()
+            return
+        if rule.ignore:
+            kept = {name: text for name, text in asked.headers.items() if name != rule.ignore}
+            asked = Asked(asked.method, asked.key, asked.query, kept, asked.body)
+        if bucket != BUCKET:
+            answer = problem(404, "NoSuchBucket")
+        elif rule.status and not rule.done:
+            answer = problem(rule.status, rule.code)
+        else:
+            answer = owner.answer(asked)
+        if rule.done and rule.reset:
+            self._reset()
+            return
+        if rule.done and rule.status:
+            answer = problem(rule.status, rule.code)
+        answer.headers.update(rule.headers)
+        self._send(owner, answer, rule)
+
+    def _send(self, owner: ScriptedS3, answer: Answer, rule: Rule) -> None:
+        body = answer.body
+        if rule.edit is not None:
+            body = rule.edit(body.decode()).encode()
+        if rule.flip is not None:
+            changed = bytearray(body)
+            changed[rule.flip // 8] ^= 1 << rule.flip % 8
+            body = bytes(changed)
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD" or answer.status in (204, 304):
+            return
+        if rule.keep is None:
+            self.wfile.write(body)
+            return
+        self.wfile.write(body[: rule.keep])
+        self.wfile.flush()
+        match rule.then:
+            case "reset":
+                self._reset()
+            case "close":
+                self.close_connection = True
+            case "stall":
+                owner.stopped.wait(STALL_S)
+                self.close_connection = True
+            case "dribble":
+                for byte in body[rule.keep :]:
+                    self.wfile.write(bytes([byte]))
+                    self.wfile.flush()
+                    if owner.stopped.wait(0.05):
+                        break
+
+    def _reset(self) -> None:
+        """RST rather than FIN, after what has been written."""
+        time.sleep(0.02)  # else the bytes before it are thrown away with the connection
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True

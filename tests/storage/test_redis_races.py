@@ -1,0 +1,286 @@
+"""Two at once, each stopped where it hurts: what one does between two steps of the other."""
+
+import contextlib
+import itertools
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from diesel_fs.errors import BusyError
+from diesel_fs.storage.metadata import Batch
+from diesel_fs.storage.redis_commits import Commits, Head
+from diesel_fs.storage.redis_keys import DatasetKeys, Generation
+from diesel_fs.storage.redis_link import Word
+from diesel_fs.storage.redis_metadata import RedisMetadata
+from diesel_fs.storage.redis_pieces import Piece
+from diesel_fs.storage.redis_scripts import APPLIED, Script
+from tests.storage.batches import big, check, files, moved, seen, tombstones
+from tests.storage.redis_servers import RedisServer, shared_server
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    server = shared_server()
+    server.client().flushall()
+    return server
+
+
+@pytest.fixture
+def meta(server: RedisServer) -> Iterator[RedisMetadata]:
+    with closing(RedisMetadata.open(server.url)) as store:
+        store.create(NAME, IDENTITY)
+        yield store
+
+
+@pytest.fixture
+def other(server: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
+    with closing(RedisMetadata.open(server.url)) as store:
+        yield store
+
+
+def once(work: Callable[[], object]) -> Callable[[], None]:
+    """Work that is done the first time only."""
+    left = [work]
+
+    def run() -> None:
+        if left:
+            left.pop()()
+
+    return run
+
+
+def test_one_chunk_by_two_writers_counts_once(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = files(1, b"a", b"b/c")
+    meanwhile = once(lambda: other.commit(IDENTITY, chunk.batch()))
+    stage = Commits._stage
+
+    def staged(
+        self: Commits, generation: Generation, transaction: bytes, pieces: Sequence[Piece]
+    ) -> None:
+        stage(self, generation, transaction, pieces)
+        if self is meta._commits:
+            meanwhile()
+
+    monkeypatch.setattr(Commits, "_stage", staged)
+    version = meta.commit(IDENTITY, chunk.batch())
+    check(meta, NAME, [chunk])
+    assert version == other.marker(NAME).version
+
+
+def test_tallies_that_arrive_in_another_order(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [files(1, b"a", size=5), files(2, b"a", b"b", size=9), tombstones(3, b"b")]
+
+    def two() -> None:
+        for chunk in chunks[1:]:
+            other.commit(IDENTITY, chunk.batch())
+
+    meanwhile, ask = once(two), Commits.ask
+
+    def asked(
+        self: Commits, script: Script, keys: Sequence[bytes], *arguments: Word
+    ) -> list[object]:
+        if self is meta._commits and script is APPLIED:
+            meanwhile()
+        return ask(self, script, keys, *arguments)
+
+    monkeypatch.setattr(Commits, "ask", asked)
+    meta.commit(IDENTITY, chunks[0].batch())
+    check(meta, NAME, chunks)
+
+
+def test_a_rebuild_that_was_overtaken_gives_way(
+    meta: RedisMetadata, other: RedisMetadata, server: RedisServer
+) -> None:
+    """Its hold has run out, and what was committed since would be lost."""
+    chunks = [files(1, b"a"), files(2, b"b")]
+    meta.commit(IDENTITY, chunks[0].batch())
+
+    def batches() -> Iterator[Batch]:
+        yield chunks[0].batch()
+        server.client().delete(DatasetKeys(IDENTITY).holds)
+        other.commit(IDENTITY, chunks[1].batch())
+
+    with pytest.raises(BusyError, match="was changed"):
+        meta.rebuild(NAME, IDENTITY, batches())
+    check(meta, NAME, chunks)
+    assert no_rubbish(meta, server)
+
+
+def test_a_rebuild_holds_commits_back(meta: RedisMetadata, server: RedisServer) -> None:
+    meta.commit(IDENTITY, files(1, b"a").batch())
+
+    def batches() -> Iterator[Batch]:
+        yield files(1, b"a").batch()
+        hasty = RedisMetadata.open(server.url, deadline_s=0.1)
+        with closing(hasty), pytest.raises(BusyError):
+            hasty.commit(IDENTITY, files(2, b"b").batch())
+        assert server.client().hlen(DatasetKeys(IDENTITY).begun) == 0, "it has taken it back"
+        assert staged(server) == 0
+
+    meta.rebuild(NAME, IDENTITY, batches())
+    meta.commit(IDENTITY, files(2, b"b").batch())
+    check(meta, NAME, [files(1, b"a"), files(2, b"b")])
+
+
+@pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])
+def test_a_reader_whose_generation_goes(
+    meta: RedisMetadata, other: RedisMetadata, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never told that there is nothing."""
+    chunks = [files(1, b"d/a", b"d/b"), files(2, b"d/a")]
+    first = meta.commit(IDENTITY, chunks[0].batch())
+    meta.commit(IDENTITY, chunks[1].batch())
+    meanwhile = once(lambda: other.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks]))
+    settled = Commits.settled
+
+    def settled_then(self: Commits, identity: uuid.UUID, *, wholly: bool = True) -> Head:
+        head = settled(self, identity, wholly=wholly)
+        if self is meta._commits:
+            meanwhile()
+        return head
+
+    monkeypatch.setattr(Commits, "settled", settled_then)
+    ask: dict[str, Callable[[], object]] = {
+        "lookup": lambda: [*seen(meta.lookup(IDENTITY, [b"d/a", b"d/b"]))] == [b"d/a", b"d/b"],
+        "children": lambda: meta.children(IDENTITY, b"d").names == [b"a", b"b"],
+        "changes": lambda: len(meta.changes(IDENTITY, 0).rows) == 2,
+        "newer": lambda: len(meta.changes(IDENTITY, first).rows) == 2,
+        "chunks": lambda: [record.holes for record in meta.chunks(IDENTITY)] == [1, 0],
+        "holes": lambda: meta.holes(IDENTITY, chunks[0].id).tolist() == [0],
+    }
+    assert ask[what]()
+
+
+@pytest.mark.parametrize("extents", [1, 2])
+def test_P6_what_purge_moved_comes_after_its_sources(
+    meta: RedisMetadata, other: RedisMetadata, extents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their writer has committed them and died before they were applied."""
+    sources = [files(1, b"a", b"b")] if extents == 1 else big(1, b"a", extents)
+    with monkeypatch.context() as patch:
+        patch.setattr(other._commits, "_apply", lambda *_: None)
+        for source in sources:
+            other.commit(IDENTITY, source.batch())
+    nine = moved(9, (sources[0], 0))
+    meta.commit(IDENTITY, nine.batch())
+    check(meta, NAME, [*sources, nine])
+
+
+def test_a_dropped_dataset_takes_nothing_from_a_slow_writer(
+    meta: RedisMetadata, other: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped, and made anew under the same identity, between two steps of a commit."""
+
+    def again() -> None:
+        other.drop(IDENTITY)
+        other.create(NAME, IDENTITY)
+
+    meanwhile, stage = once(again), Commits._stage
+
+    def staged_then(
+        self: Commits, generation: Generation, transaction: bytes, pieces: Sequence[Piece]
+    ) -> None:
+        stage(self, generation, transaction, pieces)
+        meanwhile()
+
+    meta.commit(IDENTITY, files(1, b"a").batch())
+    monkeypatch.setattr(Commits, "_stage", staged_then)
+    meta.commit(IDENTITY, files(2, b"b").batch())
+    check(meta, NAME, [files(2, b"b")])
+
+
+def test_what_a_crashed_rebuild_left_goes_with_a_later_one(
+    meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
+    with monkeypatch.context() as patch:
+        patch.setattr("diesel_fs.storage.redis_generations.Building._give_up", lambda *_: None)
+
+        def batches() -> Iterator[Batch]:
+            for chunk in chunks:
+                yield chunk.batch()
+            raise KeyboardInterrupt
+
+        patch.setattr("diesel_fs.storage.redis_generations._ROWS_AT_ONCE", 1)
+        with pytest.raises(KeyboardInterrupt):
+            meta.rebuild(NAME, IDENTITY, batches())
+    assert not no_rubbish(meta, server)
+    meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
+    assert not no_rubbish(meta, server), "it may be at work still"
+    monkeypatch.setattr("diesel_fs.storage.redis_generations._ABANDONED_S", 0)
+    meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
+    check(meta, NAME, chunks)
+    assert no_rubbish(meta, server)
+
+
+def staged(server: RedisServer) -> int:
+    """How many pieces wait."""
+    client = server.client()
+    return sum(int(client.hlen(key)) for key in client.scan_iter(b"dfs:*}:x"))
+
+
+def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
+    """Whether all keys are the head's or those of the generation that stands."""
+    name = meta._commits.look(IDENTITY).generation.name
+    keys = list(server.client().scan_iter(b"dfs:*"))
+    assert keys
+    own = (b"dfs:{head}:", b"dfs:{" + name + b".")
+    return all(key.startswith(own) and not key.startswith(b"dfs:{head}:k") for key in keys)
+
+
+def test_an_export_that_keeps_losing_holds_commits_back(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marker, too, where there is always something that is not applied yet."""
+    numbers = itertools.count(1)
+    settled = Commits.settled
+    held = list[int]()
+
+    def settled_then(self: Commits, identity: uuid.UUID, *, wholly: bool = True) -> Head:
+        head = settled(self, identity, wholly=wholly)
+        if self is meta._commits:
+            hasty = RedisMetadata.open(url, deadline_s=0.01)
+            number = next(numbers)
+            try:
+                hasty.commit(identity, files(number, b"f%d" % number).batch())
+            except BusyError:
+                held.append(number)
+            hasty.close()
+        return head
+
+    url = shared_server().url
+    monkeypatch.setattr(Commits, "settled", settled_then)
+    changes = meta.changes(IDENTITY, 0)
+    assert len(held) == 1
+    assert len(changes.rows) == changes.marker.files == held[0] - 1
+    monkeypatch.setattr(Commits, "settled", settled)
+    other.commit(IDENTITY, files(50, b"after").batch())
+
+
+def test_a_marker_is_whole_whoever_else_commits(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other._commits, "_apply", lambda *_: None)
+    numbers, look = itertools.count(1), Commits.look
+    done = list[int]()
+
+    def look_then(self: Commits, identity: uuid.UUID) -> Head:
+        if self is meta._commits:
+            number = next(numbers)
+            with contextlib.suppress(BusyError):
+                other.commit(identity, files(number, b"f%d" % number).batch())
+                done.append(number)
+        return look(self, identity)
+
+    other._link.deadline_s = 0.01
+    monkeypatch.setattr(Commits, "look", look_then)
+    assert meta.marker(NAME).files == len(done) > 3
