@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
-from . import kernel, listing, mount, put, read, readers, snapshot, window
+from . import kernel, listing, mount, put, read, readers, shared, snapshot, window
 
 Benchmark = Callable[[Workbench], list[Row]]
 
@@ -24,6 +24,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "kernel-read": kernel.one_read_a_file,
     "kernel-readers": readers.measure,
     "kernel-ls": listing.measure,
+    "redis-put": shared.put,
+    "redis-recover": shared.recover,
 }
 
 
