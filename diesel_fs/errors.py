@@ -28,6 +28,7 @@ same call may succeed later without anybody doing anything. `advice` is what the
 """
 
 import errno
+from contextlib import suppress
 
 
 class DieselError(Exception):
@@ -177,3 +178,18 @@ class DeadlineError(DieselError):
     exit_code = 14
     errno = errno.ETIMEDOUT
     retry = True
+
+
+def revived(name: str, message: str, advice: str) -> DieselError:
+    """The error that another process of ours had, from its class's name; its nearest ancestor where
+    the class is not known here or wants more than words.
+    """
+    known = [DieselError]
+    for kind in known:
+        known.extend(kind.__subclasses__())
+    found = next((kind for kind in known if kind.__name__ == name), DieselError)
+    for ancestor in found.__mro__:
+        if issubclass(ancestor, DieselError):
+            with suppress(TypeError):
+                return ancestor(message, advice=advice)
+    return DieselError(message, advice=advice)

@@ -14,8 +14,7 @@ from typing import NoReturn, TypeAlias
 
 import msgpack
 
-from . import errors
-from .errors import CorruptError, DieselError, UsageError
+from .errors import CorruptError, DieselError, UsageError, revived
 
 Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
 Message: TypeAlias = dict[str, Value]
@@ -192,10 +191,4 @@ def error_in(answer: Message) -> DieselError | None:
     if "error" not in answer:
         return None
     name, message, advice = (str(answer.get(key, "")) for key in ("error", "message", "advice"))
-    kind = getattr(errors, name, DieselError)
-    if not isinstance(kind, type) or not issubclass(kind, DieselError):
-        kind = DieselError
-    try:
-        return kind(message, advice=advice)
-    except TypeError:  # a leaf with fields of its own
-        return DieselError(message, advice=advice)
+    return revived(name, message, advice)

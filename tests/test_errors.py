@@ -97,3 +97,27 @@ def test_every_error_says_what_it_is() -> None:
     here = [kind for kind in all_kinds() if kind.__module__ == errors.__name__]
     assert [kind for kind in here if not kind.__doc__] == []
     assert str(DieselError("what failed", advice="what to do")) == "what failed; what to do"
+
+
+class _Told(errors.BusyError):
+    """As leaves elsewhere: one that wants more than words."""
+
+    def __init__(self, message: str, paths: list[str]) -> None:
+        super().__init__(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NoSpaceError", errors.NoSpaceError),
+        ("MetadataBehind", errors.MetadataBehind),
+        ("DieselError", DieselError),
+        ("_Told", errors.BusyError),
+        ("KeyError", DieselError),
+        ("", DieselError),
+    ],
+)
+def test_an_error_of_another_process_is_known_again(name: str, kind: type[DieselError]) -> None:
+    error = errors.revived(name, "what", "do this")
+    assert type(error) is kind
+    assert (error.message, error.advice) == ("what", "do this")

@@ -20,8 +20,14 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from .. import errors
-from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
+from ..errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    PermissionDenied,
+    UsageError,
+    revived,
+)
 from ..settings import state_folder
 from . import kernel
 from .holders import children_of, daemon_of, ended, holders_of, is_mounted
@@ -208,7 +214,7 @@ def _hear(report: FileIO, request: MountRequest) -> None:
         for line in map(json.loads, lines):
             pid = line.get("pid", pid)
             if "error" in line:
-                raise _error(**line)
+                raise revived(line["error"], line["message"], line["advice"])
             if "warning" in line:
                 told.warning("%s", line["warning"])
             if "ready" in line:
@@ -217,16 +223,6 @@ def _hear(report: FileIO, request: MountRequest) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     raise DeadlineError(f"the mount did not come up within {START_DEADLINE_S:g} s")
-
-
-def _error(error: str, message: str, advice: str) -> DieselError:
-    kind = getattr(errors, error, DieselError)
-    if not isinstance(kind, type) or not issubclass(kind, DieselError):
-        kind = DieselError
-    try:
-        return kind(message, advice=advice)
-    except TypeError:  # a leaf with fields of its own
-        return DieselError(message, advice=advice)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import msgpack
 
 from ..chunk import ENTRIES_MAX
 from ..entries import ChunkId
-from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError
+from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, revived
 from ..repository import Admitted, Repository, StaleChunk, WriteSession
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
@@ -120,7 +120,7 @@ class _Worker:
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
                 if kind == "error":
-                    return _revived(*values)
+                    return revived(*values)
         return DieselError("a packing process died", advice="put again to go on")
 
 
@@ -207,7 +207,7 @@ class _Put:
             case "finished":
                 worker.finished = True
             case "error":
-                raise _revived(*values)
+                raise revived(*values)
 
     def _admit(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
@@ -344,13 +344,3 @@ def _stop(workers: list[_Worker]) -> None:
         worker.pipe.close()
     for worker in workers:
         worker.end()
-
-
-def _revived(kind: str, message: str, advice: str) -> DieselError:
-    """The error of a packing process, in the coordinator."""
-    below = [DieselError]
-    for leaf in below:
-        if leaf.__name__ == kind:
-            return leaf(message, advice=advice)
-        below.extend(leaf.__subclasses__())
-    return DieselError(message, advice=advice)
