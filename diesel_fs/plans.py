@@ -159,6 +159,7 @@ class Plan:
 
     is_file: Files
     streams: dict[str, Stream] = field(default_factory=dict)
+    over: dict[str, None] = field(default_factory=dict)  # read to their end, the longest ago first
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self.streams.values())
@@ -171,6 +172,13 @@ class Plan:
         if name not in self.streams:
             raise UsageError(f"no stream {name[:64]!r}")
         return self.streams[name]
+
+    def in_the_way(self, name: str) -> str | None:
+        """What to withdraw before a stream of this name, where there are as many as may be: one
+        that is over, if any is. Who names each epoch anew withdraws none.
+        """
+        is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
+        return next(iter(self.over), None) if is_full else None
 
     def announce(self, stream: Stream) -> Stream:
         """A new stream; one of the same name is replaced whole (its process has started again)."""
@@ -196,11 +204,14 @@ class Plan:
         """The stream, which is gone now."""
         stream = self.stream(name)
         del self.streams[name]
+        self.over.pop(name, None)
         return stream
 
     def finish(self, name: str, count: int) -> Stream:
         """Forget the first `count` epochs of a stream: they have been read."""
         stream = self.stream(name)
+        if count and count >= len(stream.epochs):
+            self.over[name] = None
         return self._put(replace(stream, epochs=stream.epochs[count:]))
 
     def _check(self, epochs: Sequence[Epoch]) -> None:
@@ -223,6 +234,8 @@ class Plan:
         if total > PLAN_ENTRIES_MAX:
             raise UsageError(f"the plan has {total} positions (at most {PLAN_ENTRIES_MAX})")
         self.streams[stream.name] = stream
+        if stream.epochs:
+            self.over.pop(stream.name, None)
         return stream
 
 

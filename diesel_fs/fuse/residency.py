@@ -134,6 +134,8 @@ class Residency:
     def announce(self, stream: Stream, now_s: float) -> None:
         """A stream, new or again. Raises UsageError, as the next three do: nothing has changed."""
         self._tick(now_s)
+        if (over := self._plan.in_the_way(stream.name)) is not None:
+            self.withdraw(over)
         self._plan.announce(stream)
         self._end(stream.name)
         self._follows[stream.name] = Follow(self._columns, stream, now_s)
@@ -153,8 +155,7 @@ class Residency:
 
     def withdraw(self, name: str) -> None:
         """The stream will not be read on."""
-        self._plan.withdraw(name)
-        self._end(name)
+        self._end(self._plan.withdraw(name).name)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
         """The stream's reader says that it reads this position next; of the current epoch, unless
@@ -429,8 +430,7 @@ class Residency:
             if follow.tentative:
                 times.append(follow.last_sign_s + TENTATIVE_S)
             if now_s - follow.last_sign_s < STILL_S:
-                times.append(follow.last_sign_s + STILL_S)
-                times.append(follow.sampled_s + SAMPLE_S)
+                times += [follow.last_sign_s + STILL_S, follow.sampled_s + SAMPLE_S]
         return min((each for each in times if each > now_s), default=None)
 
     # Room

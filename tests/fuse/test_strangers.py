@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from diesel_fs.errors import UsageError
 from diesel_fs.fuse.decisions import Idle, Push
 from diesel_fs.fuse.residency import PAUSE_S_MAX, STILL_S, Residency
-from diesel_fs.plans import Epoch
+from diesel_fs.plans import STREAMS_MAX, Epoch
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -213,6 +214,22 @@ def test_streams_that_are_over_take_no_share() -> None:
     machine.run({"a": Reader(order, 10_000)})
     assert max(machine.pushes_of.values()) <= 2
     assert sum(machine.pushes_of.values()) < 1.1 * len(CHUNKS)
+
+
+def test_who_names_each_epoch_anew_is_never_refused() -> None:
+    machine = Machine(residency(N, 0.25), N)
+    for number in range(STREAMS_MAX + 10):
+        order = shuffled(number)[:100]
+        machine.residency.announce(stream(f"epoch-{number}", order), machine.now_s)
+        machine.settle()
+        for entry in order:
+            machine.open_and_read("x", entry)
+        machine.settle()
+    assert len(machine.residency.stats()["streams"]) <= STREAMS_MAX
+    for number in range(STREAMS_MAX):  # but of those that are under way there are only so many
+        machine.residency.announce(stream(f"new-{number}", order), machine.now_s)
+    with pytest.raises(UsageError):
+        machine.residency.announce(stream("more", order), machine.now_s)
 
 
 def test_streams_that_join_one_by_one_have_the_same_slack() -> None:
