@@ -171,7 +171,7 @@ class RedisLink:
             info = master.info()
             if not info.get("aof_enabled") or _version(info) < (7, 2):
                 continue
-            with master.client() as connection:  # type: ignore[no-untyped-call]
+            with master.client() as connection:
                 if not self.is_cluster:
                     connection.execute_command("HSET", key, "sync", 1)
                 left_ms = int(self.deadline_s * 1000)
@@ -354,7 +354,7 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
 
 def _cluster(address: RedisAddress, options: dict[str, object]) -> RedisCluster:
     return RedisCluster(
-        startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],  # type: ignore[no-untyped-call]
+        startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
         retry=_no_retry(),
         ssl=address.tls,
         max_connections=_CONNECTIONS_MAX,
@@ -366,8 +366,8 @@ def _sentinel_master(address: RedisAddress, options: dict[str, object]) -> Redis
     own = {**options, "ssl": address.tls}
     of_sentinels = {**own, "username": None, "password": address.sentinel_password or None}
     del of_sentinels["db"]
-    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
-    master: Redis = sentinels.master_for(address.service, **own)  # type: ignore[no-untyped-call]
+    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=of_sentinels)
+    master: Redis = sentinels.master_for(address.service, **own)
     return master
 
 
@@ -379,12 +379,12 @@ def _no_retry() -> Retry:
 def _send(node: Redis, commands: Sequence[Sequence[Word]]) -> list[object]:
     if len(commands) == 1:
         try:
-            return [node.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
+            return [node.execute_command(*commands[0])]
         except (errors.ResponseError, errors.BusyLoadingError) as error:
             return [error]
     with node.pipeline(transaction=False) as pipe:
         for words in commands:
-            pipe.execute_command(*words)  # type: ignore[no-untyped-call]
+            pipe.execute_command(*words)
         return list(pipe.execute(raise_on_error=False))
 
 
@@ -447,7 +447,7 @@ class _Cluster:
 
     def _follow(self, ask: errors.AskError, command: Command) -> object:
         """Ask the node to which a slot is on its way."""
-        node = self._cluster.get_node(ask.host, ask.port)  # type: ignore[no-untyped-call]
+        node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
             self._learn()
             return ask
@@ -467,11 +467,11 @@ class _Cluster:
         return slot
 
     def masters(self) -> "list[Redis]":
-        nodes = self._cluster.get_primaries()  # type: ignore[no-untyped-call]
+        nodes = self._cluster.get_primaries()
         return [self._cluster.get_redis_connection(node) for node in nodes]
 
     def close(self) -> None:
         self._cluster.close()
-        for node in self._cluster.get_nodes():  # type: ignore[no-untyped-call]
+        for node in self._cluster.get_nodes():
             if node.redis_connection is not None:
                 node.redis_connection.connection_pool.disconnect()

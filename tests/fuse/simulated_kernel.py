@@ -16,6 +16,14 @@ from diesel_fs.plans import Epoch, Stream
 
 ENTRY_BYTES = 4_096
 CHUNK_ENTRIES = 64
+N = 20_480
+"""Entries of the dataset that most tests are about."""
+CHUNKS = list(range(N // CHUNK_ENTRIES))
+
+
+def shuffled(seed: int, entries: int = N) -> list[int]:
+    """All entries in a random order."""
+    return random.Random(seed).sample(range(entries), entries)
 
 
 def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArray[np.int64], ...]:

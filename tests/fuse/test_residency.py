@@ -1,6 +1,5 @@
 """Residency against a simulated kernel: what is read is there, and the budget holds."""
 
-import random
 from collections.abc import Callable
 
 import numpy as np
@@ -16,24 +15,20 @@ from diesel_fs.plans import Epoch
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
+    CHUNKS,
     ENTRY_BYTES,
     Machine,
+    N,
     Reader,
     chunk_wise,
     residency,
+    shuffled,
     stream,
 )
-
-N = 20_480
-CHUNKS = list(range(N // CHUNK_ENTRIES))
 
 
 def budget(machine: Machine) -> int:
     return machine.residency.stats()["budget_bytes"]
-
-
-def shuffled(seed: int, entries: int = N) -> list[int]:
-    return random.Random(seed).sample(range(entries), entries)
 
 
 def follow(

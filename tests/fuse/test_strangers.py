@@ -11,21 +11,16 @@ from diesel_fs.fuse.residency import PAUSE_S_MAX, STILL_S, Residency
 from diesel_fs.plans import STREAMS_MAX, Epoch
 
 from .simulated_kernel import (
-    CHUNK_ENTRIES,
+    CHUNKS,
     ENTRY_BYTES,
     Machine,
+    N,
     Reader,
     chunk_wise,
     residency,
+    shuffled,
     stream,
 )
-
-N = 20_480
-CHUNKS = list(range(N // CHUNK_ENTRIES))
-
-
-def shuffled(seed: int, entries: int = N) -> list[int]:
-    return random.Random(seed).sample(range(entries), entries)
 
 
 def place(machine: Machine, name: str = "a") -> tuple[int, int]:

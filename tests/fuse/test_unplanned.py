@@ -1,20 +1,20 @@
 """Residency where no plan says what comes, against a simulated kernel."""
 
-import random
-
 import numpy as np
 
 from diesel_fs.fuse.decisions import Push
 from diesel_fs.fuse.residency import Residency
 
-from .simulated_kernel import CHUNK_ENTRIES, ENTRY_BYTES, Machine, residency, stream
-
-N = 20_480
-CHUNKS = list(range(N // CHUNK_ENTRIES))
-
-
-def shuffled(seed: int) -> list[int]:
-    return random.Random(seed).sample(range(N), N)
+from .simulated_kernel import (
+    CHUNK_ENTRIES,
+    CHUNKS,
+    ENTRY_BYTES,
+    Machine,
+    N,
+    residency,
+    shuffled,
+    stream,
+)
 
 
 def test_a_miss_brings_the_rest_of_its_chunk() -> None:

@@ -137,7 +137,7 @@ class RedisServer:
 
 def tell(client: Redis, *words: str | int | bytes) -> object:
     """The reply to any command."""
-    reply: object = client.execute_command(*words)  # type: ignore[no-untyped-call]
+    reply: object = client.execute_command(*words)
     return reply
 
 
