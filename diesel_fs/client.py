@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from .cache.store import ContentReader
 from .chunk import CHUNK_BYTES_DEFAULT
+from .credentials import Credentials
 from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
+from .repositories import open_repository
 from .repository import Repository, WriteSession, found
 from .settings import load_settings
 from .shuffle import GROUP_SIZE_DEFAULT, chunk_order
@@ -60,10 +62,11 @@ def connect(
     """
     if compress not in COMPRESSIONS:
         raise UsageError(f"bad compression {compress!r}: one of {COMPRESSIONS}")
-    if key is not None:
-        raise UsageError("a file:// repository has no accounts", advice="leave `key` out")
-    settings = load_settings({"url": url, "user": user})
-    repository = Repository.open(settings.repository_url, create=create)
+    settings = load_settings({"url": url, "user": user, "key": key})
+    credentials = settings.credentials
+    if key is not None and credentials is None:
+        raise UsageError("only a server has accounts", advice="leave `key` out, or name a user")
+    repository = open_repository(settings.repository_url, credentials, create=create)
     try:
         if create:
             repository.begin(dataset)
@@ -100,6 +103,11 @@ class Dataset:
     def url(self) -> str:
         """The repository's address, with all that it holds: not to be shown."""
         return self._repository.url.whole
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """Who this object is to a server; None where there is none."""
+        return self._repository.credentials
 
     @property
     def version(self) -> int:

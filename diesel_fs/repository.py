@@ -33,6 +33,7 @@ from .commits import (
     admit,
     batch_of,
 )
+from .credentials import Credentials
 from .entries import ChunkId, Kind, Rows, Stat, check_dataset_name, check_path, split
 from .errors import (
     ConfigError,
@@ -84,6 +85,7 @@ class Repository:
         self._meta = meta
         self._meta_problem = meta_problem
         self.catalogue = Catalogue(objects)
+        self.credentials: Credentials | None = None  # who we are to the server behind `objects`
         self.snapshots = SnapshotShelf(objects)
         self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
 

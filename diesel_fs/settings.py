@@ -8,10 +8,14 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from .credentials import Credentials, parse_key
 from .errors import ConfigError, PermissionDenied
+from .urls import SERVER_SCHEMES, parse_url
+
+KEY_FILE_BYTES_MAX = 4096
 
 READ_DEADLINE_S = 30.0
 """How long a read may wait for the object store before it is an error (FAULTS, 6)."""
@@ -24,14 +28,34 @@ class Settings:
     url: str = ""
     user: str = ""
     key_file: str = ""
+    key: str = field(default="", repr=False)  # in the environment alone
 
     @property
     def repository_url(self) -> str:
         """The repository that is meant, the user's own where none is named."""
         return self.url or data_folder().as_uri()
 
+    @property
+    def credentials(self) -> Credentials | None:
+        """Who we are to the server of the repository; None where there is none.
 
-_ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER"}
+        Raises ConfigError, PermissionDenied.
+        """
+        where = parse_url(self.repository_url)
+        if where.scheme not in SERVER_SCHEMES:
+            return None
+        if not self.user:
+            raise ConfigError(f"{where} wants to know who asks", advice="use --user and --key-file")
+        if self.key:
+            return Credentials(self.user, parse_key(self.key))
+        if not self.key_file:
+            raise ConfigError(
+                f"no key for the user {self.user!r}", advice="name its file by --key-file"
+            )
+        return Credentials(self.user, _key_in(Path(self.key_file)))
+
+
+_ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER", "key": "DIESEL_KEY"}
 
 
 def load_settings(
@@ -46,7 +70,27 @@ def load_settings(
     else:
         settings = replace(Settings(), **_from_file(file))
     settings = replace(settings, **{k: env[v] for k, v in _ENVIRONMENT.items() if env.get(v)})
+    if flags.get("key_file"):  # a flag wins over the environment
+        settings = replace(settings, key="")
     return replace(settings, **{k: v for k, v in flags.items() if v is not None})
+
+
+def _key_in(path: Path) -> bytes:
+    """The key in a file that is its user's alone. Raises ConfigError, PermissionDenied."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise PermissionDenied(
+                    f"others may read the key in {path}", advice=f"chmod 600 {path}"
+                )
+            text = file.read(KEY_FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
+    try:
+        return parse_key(text.decode("ascii", errors="replace"))
+    except ConfigError as error:
+        error.message = f"{path} holds no key"
+        raise
 
 
 def _from_file(path: Path) -> dict[str, str]:
@@ -57,7 +101,7 @@ def _from_file(path: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError, RecursionError) as error:  # no TOML, no text, or too deep
         raise ConfigError(f"cannot read {path}: {error}") from error
-    known = {field.name for field in fields(Settings)}
+    known = {each.name for each in fields(Settings)} - {"key"}
     for key, value in values.items():
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}", advice=f"known: {sorted(known)}")

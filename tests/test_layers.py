@@ -16,8 +16,9 @@ import pytest
 
 TABLE = """
 L0  errors
-L0  settings: errors
+L0  credentials: errors
 L0  urls: errors
+L0  settings: errors credentials urls
 L0  metrics: errors
 
 L1  cache
@@ -50,6 +51,8 @@ L3  snapshots
 L3  catalogue
 L3  commits
 L3  repository: snapshots catalogue commits stores
+L3  remote: repository snapshots catalogue commits
+L3  repositories: repository remote
 L3  recovery: repository snapshots catalogue commits
 L3  cache.followed
 L3  cache.chunks: cache.followed

@@ -9,6 +9,7 @@ from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
 from diesel_fs.errors import ObjectMissing
+from diesel_fs.repositories import open_configured
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
@@ -46,13 +47,12 @@ def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repositor
     """
     clouds.enable()
     settings = flags().settings()
-    url = settings.repository_url
     try:
         if rebuild:
-            Repository.open(url).close()  # never make a store of what is only not mounted
-        repository = Repository.open(url, create=create or rebuild)
+            open_configured(settings).close()  # never make a store of what is only not mounted
+        repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
-        where = parse_url(url)
+        where = parse_url(settings.repository_url)
         if where.scheme == "file" and (not settings.url or not where.path.exists()):
             error.message = f"there is no repository at {where}"
             error.advice = "`dlcmd put` makes one, --url or DIESEL_URL names another"

@@ -98,7 +98,7 @@ def mount(
         gid=-1 if gid is None else gid,
         umask=umask,
         log_file=os.path.abspath(log_file) if log_file else "",
-    )
+    ).made_by(settings.credentials)
     if foreground:
         mount_in_foreground(request)
     mount_in_background(request)

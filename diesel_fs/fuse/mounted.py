@@ -45,11 +45,13 @@ def mount(
     What an open dataset has not flushed does not show. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
-        name, address = dataset.name, dataset.url
+        name, address, who = dataset.name, dataset.url, dataset.credentials
     else:
-        name, address = dataset, load_settings({"url": url}).repository_url
+        settings = load_settings({"url": url})
+        name, address, who = dataset, settings.repository_url, settings.credentials
     path = Path(os.path.realpath(folder))
-    launcher.mount(
-        MountRequest(address, name, str(path), memory_bytes=memory_bytes, allow_other=allow_other)
+    request = MountRequest(
+        address, name, str(path), memory_bytes=memory_bytes, allow_other=allow_other
     )
+    launcher.mount(request.made_by(who))
     return Mounted(path)

@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from ..credentials import Credentials, parse_key
 from ..errors import UsageError
 from ..settings import READ_DEADLINE_S
 from ..urls import parse_url
@@ -38,6 +39,19 @@ class MountRequest:
     umask: int = 0
     log_file: str = ""
     read_deadline_s: float = READ_DEADLINE_S
+    user: str = ""  # to a server
+    key: str = field(default="", repr=False)
+
+    def made_by(self, credentials: Credentials | None) -> "MountRequest":
+        """The same request, of somebody whom a server knows."""
+        if credentials is None:
+            return self
+        return replace(self, user=credentials.user, key=credentials.key_text)
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """Whose request it is. Raises ConfigError."""
+        return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def to_json(self) -> bytes:
         """The request as it travels. Raises UsageError where it is too long."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..cache.extents import Batch, ExtentReader
 from ..cache.store import ContentReader as RepositoryReader
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
+from ..repositories import open_repository
 from ..repository import DatasetInfo, Repository
 from ..snapshot import Snapshot
 from ..snapshots import adopt, private_file
@@ -89,7 +90,7 @@ class SourceOpener:
 
     def open(self, request: MountRequest) -> Source:
         """The dataset that was asked for. Raises DieselError."""
-        with Repository.open(request.url) as repository:  # reading needs the object store alone
+        with _opened(request) as repository:  # reading needs the object store alone
             if request.snapshot_file:
                 snapshot = adopt(Path(request.snapshot_file))
                 return Source(snapshot, _doubt(repository, request, snapshot))
@@ -102,13 +103,13 @@ class SourceOpener:
 
         Raises DieselError.
         """
-        with Repository.open(request.url) as repository:
+        with _opened(request) as repository:
             objects = repository.objects
             return RepositoryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
 
     def pieces(self, request: MountRequest, snapshot: Snapshot) -> Pieces:
         """What the helper pushes. Raises DieselError."""
-        with Repository.open(request.url) as repository:
+        with _opened(request) as repository:
             return ExtentReader(snapshot, repository.objects)
 
 
@@ -127,6 +128,10 @@ def snapshot_at(descriptor: int) -> Snapshot:
     """The snapshot in such a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
+
+
+def _opened(request: MountRequest) -> Repository:
+    return open_repository(request.url, request.credentials)
 
 
 def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
