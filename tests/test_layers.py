@@ -37,13 +37,14 @@ L1  plans: entries snapshot
 L1  shuffle: entries snapshot
 L1  order_lists: entries snapshot shuffle
 L1  messages
+L1  accounts
 L1  control_wire: entries messages plans shuffle snapshot
 L1  wire: entries chunk_id messages
 
 L2  storage/
 L2  storage.cloud_requests: storage/
 L2  storage.cloud: storage/ storage.cloud_requests
-L2  rpc
+L2  rpc: storage/
 
 L3  stores
 L3  clouds: stores
