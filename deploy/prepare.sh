@@ -85,6 +85,8 @@ look_for() {
         need setpriv util-linux
         look_for_c
         wish linux.uml user-mode-linux
+        wish systemd-analyze systemd
+        wish docker-compose docker-compose
         ;;
     s3)
         need swift-ring-builder swift

@@ -1,0 +1,93 @@
+"""What stands in `deploy/` is sound as far as a machine without a cluster can tell."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+TREE = Path(__file__).resolve().parents[2]
+DEPLOY = TREE / "deploy"
+UNITS = sorted((DEPLOY / "systemd").iterdir())
+EXPOSURE_MAX = "25"  # tenths, of systemd's scale from 0 (best) to 10
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is missing, and this system has no package of it")
+    return found
+
+
+def _ran(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def _installed(folder: Path) -> list[Path]:
+    """The units with the programs of this tree's environment in place of the installed ones."""
+    for unit in UNITS:
+        text = unit.read_text(encoding="utf-8")
+        assert "/opt/diesel-fs/bin/" in text
+        there = text.replace("/opt/diesel-fs/bin", str(Path(sys.executable).parent))
+        (folder / unit.name).write_text(there, encoding="utf-8")
+    return [folder / unit.name for unit in UNITS]
+
+
+def test_systemd_takes_the_units_without_a_word(tmp_path: Path) -> None:
+    program = _program("systemd-analyze")
+    done = _ran(program, "verify", "--man=no", *map(str, _installed(tmp_path)))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_server_may_do_little(tmp_path: Path) -> None:
+    program = _program("systemd-analyze")
+    server = next(unit for unit in _installed(tmp_path) if "server" in unit.name)
+    done = _ran(program, "security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(server))
+    assert done.returncode == 0, done.stdout
+
+
+def _composed(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
+    """What docker-compose makes of the file, which checks it against its schema."""
+    program = _program("docker-compose")
+    copy = folder / "deploy"
+    (copy / "secrets").mkdir(parents=True)
+    shutil.copy(DEPLOY / "compose.yaml", copy)
+    for name in re.findall(r"file: \./(secrets/\w+)", (copy / "compose.yaml").read_text()):
+        (copy / name).touch()
+    done = _ran(program, "-f", str(copy / "compose.yaml"), "config")
+    assert done.returncode == 0, done.stderr
+    composed: dict[str, dict[str, dict[str, object]]] = yaml.safe_load(done.stdout)
+    return composed
+
+
+def test_the_containers_fit_together(tmp_path: Path) -> None:
+    composed = _composed(tmp_path)
+    assert set(composed["services"]) >= {"redis", "objects", "server1", "server2"}
+    for name, service in composed["services"].items():
+        assert "volumes" in service or name in ("admin", "bucket"), name
+        for port in json.loads(json.dumps(service.get("ports", []))):
+            where = port if isinstance(port, str) else port.get("host_ip", "")
+            assert where.startswith("127.0.0.1"), f"{name} is open to the world without TLS"
+
+
+def test_the_image_has_all_packages_and_both_programs() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    project = tomllib.loads((TREE / "pyproject.toml").read_text(encoding="utf-8"))
+    roots = {
+        next(each for each in (TREE, TREE / "server", TREE / "cli") if (each / name).is_dir())
+        for name in ("diesel_fs", "diesel_server", "dlcmd")
+    }
+    assert roots == {TREE, TREE / "server", TREE / "cli"}
+    assert {"diesel_fs", "server", "cli", "pyproject.toml", "README.md"} <= copied
+    assert all((TREE / name).exists() for name in copied - {"--from=build", "/wheels"})
+    started = next(line for line in lines if line.startswith("ENTRYPOINT"))
+    assert json.loads(started.removeprefix("ENTRYPOINT"))[0] in project["project"]["scripts"]
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert kept == copied - {"--from=build", "/wheels"}
