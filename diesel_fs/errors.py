@@ -12,7 +12,8 @@
     ├── ConflictError                     12  EEXIST
     ├── ObjectStoreError                  13  EIO
     │   ├── ObjectMissing                 13  EIO
-    │   └── ObjectExists                  13  EEXIST
+    │   ├── ObjectExists                  13  EEXIST
+    │   └── ObjectStoreRefused            13  EIO
     ├── MetadataError                     14  EIO
     │   └── MetadataBehind                14  EIO
     ├── FormatError                       15  EIO
@@ -122,6 +123,12 @@ class ObjectExists(ObjectStoreError):
     """An object of that name exists already; nothing has been written."""
 
     errno = errno.EEXIST
+    retry = False
+
+
+class ObjectStoreRefused(ObjectStoreError):
+    """The object store does not let us in, or not do this: credentials, rights, clocks."""
+
     retry = False
 
 

@@ -42,7 +42,7 @@ from diesel_fs.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectStoreError,
-    PermissionDenied,
+    ObjectStoreRefused,
 )
 
 from .cloud_place import Place, access_to
@@ -106,7 +106,7 @@ class EmptyRange(ObjectStoreError):
     retry = False
 
 
-class ExpiredCredentials(PermissionDenied):
+class ExpiredCredentials(ObjectStoreRefused):
     """The store knows the credentials, and that they are too old."""
 
 
@@ -398,7 +398,7 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
     if code in _NO_BUCKET:
         return StoreGone(f"{what}: no such bucket", advice="check its name, and create it first")
     if code in _CLOCK:
-        return PermissionDenied(what, advice="this machine's clock is wrong by minutes: set it")
+        return ObjectStoreRefused(what, advice="this machine's clock is wrong by minutes: set it")
     if code in _EXPIRED:
         return ExpiredCredentials(what, advice="the credentials have expired: renew them")
     if code in _NO_SPACE or status == 507:
@@ -408,7 +408,7 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
     match status:
         case 401 | 403:
             # To whoever may not list a bucket, S3 says this of keys that are not there.
-            return PermissionDenied(what, advice="check the credentials, and what they may do")
+            return ObjectStoreRefused(what, advice="check the credentials, and what they may do")
         case 404:
             return ObjectMissing(f"{what}: no such object")
         case 412:
@@ -428,7 +428,7 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
 def _no_answer(what: str, text: str) -> DieselError:
     """Of an error that is no status: what the library's text says went wrong."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
-        return PermissionDenied(
+        return ObjectStoreRefused(
             f"{what}: there are no credentials",
             advice="set AWS_ACCESS_KEY_ID and its secret, or a profile",
         )

@@ -106,9 +106,10 @@ class Leftover:
 class ObjectStore(ABC):
     """Named, immutable byte strings. (Only leases may change: `replace`.)
 
-    Errors, of all methods: UsageError for a name outside the grammar; PermissionDenied,
-    NoSpaceError; ObjectStoreError for whatever else the store did not do. ObjectMissing says
-    that the store is there and the object is not; a store that is gone is an ObjectStoreError.
+    Errors, of all methods: UsageError for a name outside the grammar; PermissionDenied by
+    the operating system, NoSpaceError; ObjectStoreError for whatever else the store did not do.
+    ObjectMissing says that the store is there and the object is not; a store that is gone is an
+    ObjectStoreError.
     """
 
     store_id: uuid.UUID

@@ -113,7 +113,7 @@ class ScriptedS3:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.asked: list[Asked] = []
-        self.busiest = 0  # requests under way at once
+        self.busiest = 0  # requests that waited for their answer at once
         self.delay_s = 0.0
         self.stopped = threading.Event()
         self._busy = 0
@@ -326,10 +326,10 @@ class _Handler(BaseHTTPRequestHandler):
             rule = owner.rule_for(self.command, unquote(self.path))
             if owner.delay_s:
                 time.sleep(owner.delay_s)
-            self._serve(owner, asked, bucket, rule or Rule(""))
-            self.wfile.flush()
         finally:
-            owner.leave()
+            owner.leave()  # before it is answered: a client that has its answer is not under way
+        self._serve(owner, asked, bucket, rule or Rule(""))
+        self.wfile.flush()
 
     do_HEAD = do_PUT = do_DELETE = do_POST = do_GET
 

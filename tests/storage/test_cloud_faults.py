@@ -17,7 +17,7 @@ from diesel_fs.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectStoreError,
-    PermissionDenied,
+    ObjectStoreRefused,
     TruncatedError,
 )
 from diesel_fs.layout import MARKER
@@ -82,7 +82,7 @@ def test_o1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
     with ScriptedS3(Rule(method, NAME, status=403)) as server:
         store = store_on(server, sleeps)
         made(method, server)
-        with pytest.raises(PermissionDenied, match=r"at 127\.0\.0\.1:\d+: cannot .*403"):
+        with pytest.raises(ObjectStoreRefused, match=r"at 127\.0\.0\.1:\d+: cannot .*403"):
             CALLS[method](store)
         assert len(server.asked) == 1
     assert sleeps.slept == []
@@ -91,7 +91,7 @@ def test_o1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
 def test_o1_forbidden_everywhere_is_no_missing_store() -> None:
     with ScriptedS3(Rule("GET", status=403, times=2)) as server:
         for create in (False, True):
-            with pytest.raises(PermissionDenied):
+            with pytest.raises(ObjectStoreRefused):
                 open_cloud(URL, create=create, environ=credentials(server.endpoint))
         assert len(server.asked) == 2
 
@@ -107,7 +107,7 @@ def test_o1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
         environ["AWS_ACCESS_KEY_ID"] = "renewed"
         assert store.get(NAME) == b"content"
         assert "Credential=renewed/" in s.asked[-1].headers["authorization"]
-        with pytest.raises(PermissionDenied, match="have expired"):
+        with pytest.raises(ObjectStoreRefused, match="have expired"):
             store.get(NAME)
     assert sleeps.slept == []
 
@@ -115,7 +115,7 @@ def test_o1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
 def test_o18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("GET", NAME, status=403, code="RequestTimeTooSkewed")) as server:
         store = store_on(server, sleeps)
-        with pytest.raises(PermissionDenied, match="clock is wrong"):
+        with pytest.raises(ObjectStoreRefused, match="clock is wrong"):
             store.get(NAME)
     assert sleeps.slept == []
 
