@@ -121,6 +121,28 @@ class ChunkBuilder:
         """Add "this path is deleted"."""
         self._add(path, (Kind.TOMBSTONE, 0, 0, 0, 0, 0, _RAW, 0))
 
+    def add_copy(self, source: Header, place: int, stored: memoryview) -> None:
+        """Add an entry of another chunk as it stands there, stamp included; `stored` is its body.
+
+        Nothing is decoded: what it decodes to, and its checksum, are checked by `seal`.
+        """
+        entries, record, start = self._entries, source.records[place], self.body_bytes
+        self.room(len(stored))[:] = stored
+        self.body_bytes = start + len(stored)
+        if place in source.parts:
+            entries.parts[len(self)] = source.parts[place]
+        if place in source.links:
+            entries.links.append(source.links[place])
+            self._path_bytes += len(source.links[place])
+        folder = source.folders[source.folder[place]]
+        kind, mode, size, mtime_ns, codec, checksum = (
+            int(record[name]) for name in ("kind", "mode", "size", "mtime_ns", "codec", "checksum")
+        )
+        offset = start if len(stored) else 0
+        fixed = (kind, mode, size, mtime_ns, offset, len(stored), codec, checksum)
+        self._add((folder, source.names[place]), fixed)
+        self.set_stamp(source.stamp(place))
+
     def set_stamp(self, value: Stamp) -> None:
         """Give the entry that was added last another stamp than its own place."""
         self._entries.stamps[len(self) - 1] = value

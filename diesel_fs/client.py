@@ -24,6 +24,7 @@ from .chunk import CHUNK_BYTES_DEFAULT
 from .credentials import Credentials
 from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
+from .housekeeping import PurgeOptions, PurgeReport, purge
 from .repositories import open_repository
 from .repository import Repository, WriteSession, found
 from .settings import load_settings
@@ -282,6 +283,24 @@ class Dataset:
         self._pinned = True
         marker = self._repository.dataset(self.name).marker
         return marker is None or marker.version == loaded.version
+
+    def purge(
+        self, *, max_unused: float = 0.05, keep: int = -1, grace_s: int = -1, dry_run: bool = False
+    ) -> PurgeReport:
+        """Give back the space of what has been replaced or deleted (DL_purge).
+
+        Chunks of which more than `max_unused` is unused are rewritten; old ones go when nobody can
+        be reading them. `keep` (versions) and `grace_s`: -1 for as before (`PurgeOptions`).
+        Flushes, and shows the current version. Raises BusyError, NoSpaceError.
+        """
+        if not 0 <= max_unused <= 1:
+            raise UsageError(f"a share of {max_unused}: it is between 0 and 1")
+        self.flush()
+        options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
+        report = purge(self._repository, self.name, options)
+        if not (dry_run or self._pinned):
+            self.refresh()
+        return report
 
     def delete_dataset(self) -> None:
         """Delete the dataset for ever (DL_delete_dataset), and close."""

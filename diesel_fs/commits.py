@@ -53,28 +53,49 @@ def admit(
     """
     front = parse_preamble(preamble, identity=identity)
     parsed = parse_header(front, header)
-    age_s = time.time() - id_seconds(front.id)
-    if age_s > PUT_WINDOW_S:
-        _refuse_stale(objects, meta, identity, parsed)
     try:
-        if age_s < -CLOCK_ALLOWANCE_S:
-            raise CorruptError(
-                f"chunk {chunk_id_text(front.id)} is from the future by {-age_s:.0f} s",
-                advice="set the clocks of the writers right",
-            )
-        parsed.check_stamps(PUT_WINDOW_S)
+        check_age(parsed)
+    except StaleChunk as stale:
+        _delete_stale(objects, meta, identity, parsed, stale)
+    try:
+        check_claims(parsed)
     except CorruptError:  # nor may a later recovery take it for an orphan
         objects.delete(chunk_object(identity, front.id))
         raise
-    files = parsed.records["kind"] == Kind.FILE
-    for place, part in parsed.parts.items():
+    return admitted(parsed)
+
+
+def check_age(header: Header) -> None:
+    """Raise StaleChunk where an ID is older than the put window."""
+    chunk = header.preamble.id
+    if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
+        paths = [header.path(place) for place in range(len(header))]
+        raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
+
+
+def check_claims(header: Header) -> None:
+    """Raise CorruptError for an ID from the future, or stamps that a client may not choose."""
+    chunk = header.preamble.id
+    ahead_s = id_seconds(chunk) - time.time()
+    if ahead_s > CLOCK_ALLOWANCE_S:
+        raise CorruptError(
+            f"chunk {chunk_id_text(chunk)} is from the future by {ahead_s:.0f} s",
+            advice="set the clocks of the writers right",
+        )
+    header.check_stamps(PUT_WINDOW_S)
+
+
+def admitted(header: Header) -> Admitted:
+    """What a chunk brings that has passed the checks."""
+    files = header.records["kind"] == Kind.FILE
+    for place, part in header.parts.items():
         files[place] = part.number == part.total - 1
-    content_bytes = int(parsed.records["size"][files].sum())
-    return Admitted(batch_of(parsed), int(files.sum()), content_bytes)
+    content_bytes = int(header.records["size"][files].sum())
+    return Admitted(batch_of(header), int(files.sum()), content_bytes)
 
 
-def _refuse_stale(
-    objects: ObjectStore, meta: MetadataStore, identity: UUID, header: Header
+def _delete_stale(
+    objects: ObjectStore, meta: MetadataStore, identity: UUID, header: Header, stale: StaleChunk
 ) -> None:
     """Delete a chunk that came after the put window, unless somebody has folded it in."""
     chunk = header.preamble.id
@@ -85,8 +106,7 @@ def _refuse_stale(
             objects.delete(chunk_object(identity, chunk))
         else:
             return
-    paths = [header.path(place) for place in range(len(header))]
-    raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
+    raise stale
 
 
 def batch_of(header: Header, *, stored: bool = False) -> Batch:

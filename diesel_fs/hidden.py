@@ -8,9 +8,13 @@ A file gets a new node when, and only when, its content changes: the kernel keep
 node, and would go on serving the old ones. Two kinds of files:
 
 - An **edition** (`stats`, `snapshot`) is made whole when it is looked up, and numbered.
-- A **list** is an order as text. Its node is a hash of what it holds, its size is arithmetic, and
-  its content is made at the first READ, in a thread, by one at a time. It can be made again, so
-  contents that nobody waits for may go; they do where all together would take too much.
+- A **list** is an order as text, of one version. Its node is a hash of what it holds, its size is
+  arithmetic, and its content is made at the first READ, in a thread, by one at a time. It can be
+  made again, so contents that nobody waits for may go; they do where all together would take too
+  much.
+
+Where the mount goes over to another version (`show`), names lead to new nodes; those that the
+kernel knows keep what they hold.
 
 Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; everything else answers at
 once. Threads get the snapshot alone.
@@ -76,6 +80,7 @@ class ListRef:
     name: ListName
     by_filelist: bool
     node: int
+    version: int  # of the dataset
 
 
 class Readers(Protocol):
@@ -148,6 +153,7 @@ class _List:
 
     node: int
     ref: ListRef
+    paths: PathLists  # of its version
     nul: bool
     size: int
     mtime_ns: int
@@ -179,6 +185,7 @@ class HiddenFolder:
         self._clock = clock
         self._lists_bytes_max = lists_bytes_max
         self._paths = PathLists(snapshot)
+        self._version = snapshot.version
         self._mtime_ns = snapshot.stat(0).mtime_ns
         self._current: dict[bytes, _Edition] = {}
         self._nodes: dict[int, _Edition | _List] = {}
@@ -186,6 +193,15 @@ class HiddenFolder:
         self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
         self._contents_bytes = 0
         self._maker = trio.CapacityLimiter(1)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """From now on, names lead to what this version holds."""
+        self._paths = PathLists(snapshot)
+        self._version = snapshot.version
+        for edition in tuple(self._current.values()):
+            del self._current[edition.name]
+            if edition.known <= 0:
+                self._let_go(edition)
 
     # names ----------------------------------------------------------------------------------------
 
@@ -262,7 +278,7 @@ class HiddenFolder:
 
     def _let_go(self, found: "_Edition | _List") -> None:
         if isinstance(found, _Edition):
-            if self._current[found.name] is not found:
+            if self._current.get(found.name) is not found:
                 del self._nodes[found.node]
         elif not found.waiting:
             del self._nodes[found.node]
@@ -306,17 +322,17 @@ class HiddenFolder:
     # lists ----------------------------------------------------------------------------------------
 
     async def _list(self, name: ListName, *, by_filelist: bool, nul: bool) -> Attributes:
-        node = _LISTS_FROM + (
-            xxh3_64_intdigest(f"{name},{by_filelist:d},{nul:d}".encode()) & _LIST_BITS
-        )
+        paths, version = self._paths, self._version
+        digest = xxh3_64_intdigest(f"{version},{name},{by_filelist:d},{nul:d}".encode())
+        node = _LISTS_FROM + (digest & _LIST_BITS)
         while True:
             found = self._nodes.get(node)
-            ref = ListRef(name, by_filelist, node)
+            ref = ListRef(name, by_filelist, node, version)
             if found is None:
                 size = await trio.to_thread.run_sync(
-                    self._paths.size, name, abandon_on_cancel=True, limiter=self._maker
+                    paths.size, name, abandon_on_cancel=True, limiter=self._maker
                 )
-                made = _List(node, ref, nul, size, time.time_ns())
+                made = _List(node, ref, paths, nul, size, time.time_ns())
                 self._sweep()
                 found = self._nodes.setdefault(node, made)  # another may have been as quick
             if isinstance(found, _List) and (found.ref, found.nul) == (ref, nul):
@@ -377,7 +393,7 @@ class HiddenFolder:
         self._reserve(found)
         try:
             text = await trio.to_thread.run_sync(
-                lambda: self._paths.text(found.ref.name, nul=found.nul),
+                lambda: found.paths.text(found.ref.name, nul=found.nul),
                 abandon_on_cancel=True,
                 limiter=self._maker,
             )

@@ -92,6 +92,16 @@ def version_of_object(name: str) -> int | None:
         return None
 
 
+def lease_prefix(identity: UUID) -> str:
+    """What the names of a dataset's leases begin with."""
+    return f"{DATASETS}{identity.hex}/leases/"
+
+
+def lease_object(identity: UUID, name: str) -> str:
+    """The object of a lease."""
+    return f"{lease_prefix(identity)}{name}"
+
+
 def identity_of_object(name: str) -> UUID | None:
     """The dataset whose identity is the second component of a name; None where it is not one."""
     parts = name.split("/")

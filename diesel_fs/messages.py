@@ -164,6 +164,13 @@ class Fields:
             found.append(Fields(each, f"{self._what}, {name}"))
         return found
 
+    def texts(self, name: str) -> list[str]:
+        """Texts, as many as the message holds."""
+        values = self._take(name, None)
+        if type(values) is not list:
+            self.bad(name, "it is texts")
+        return [value if type(value) is str else self.bad(name, "it is texts") for value in values]
+
     def end(self) -> None:
         """There must be nothing else."""
         for name in self._values:

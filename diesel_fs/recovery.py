@@ -6,10 +6,11 @@ them again, `verify` folds them beside the live metadata and compares. Blocking;
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 from uuid import UUID
 
 from .catalogue import DatasetInfo
@@ -26,13 +27,11 @@ from .errors import (
     UsageError,
 )
 from .layout import MARKER, chunk_object, dataset_prefix
-from .repository import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, Repository, batch_of
+from .messages import Fields, Message
+from .repository import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, Repository, Tell, batch_of
 from .snapshot_merge import merge
 from .storage.metadata import Batch, Changes
 from .storage.sqlite import SqliteMetadata
-
-Tell = Callable[[int, int], None]
-"""Progress: chunks done, chunks in all."""
 
 
 def silent(done: int, total: int) -> None:
@@ -56,6 +55,22 @@ class Findings:
         """Whether nothing is damaged or lost."""
         return not self.problems
 
+    def to_message(self) -> Message:
+        """These findings as they travel."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "problems": [*self.problems], "notes": [*self.notes]}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Self:
+        """The findings that were sent. Raises UsageError for anything else."""
+        fields = Fields(message, "findings")
+        chunks, entries, files, content_bytes, folded = map(fields.whole, _COUNTS)
+        problems, notes = fields.texts("problems"), fields.texts("notes")
+        return cls(chunks, entries, files, content_bytes, folded, problems, notes)
+
+
+_COUNTS = ("chunks", "entries", "files", "bytes", "folded")
+
 
 def recover(
     repository: Repository, name: str, since_s: float | None = None, tell: Tell = silent
@@ -66,6 +81,9 @@ def recover(
     the old state until the new one is whole. A metadata store that is damaged is moved aside, and
     made again for all datasets. Raises NoSuchDataset, MetadataError.
     """
+    there = repository.elsewhere("recover", name, {"since_s": since_s}, tell)
+    if there is not None:
+        return Findings.from_message(there)
     findings = Findings()
     if isinstance(repository.meta_problem, FormatError):
         findings.notes.append(f"{repository.meta_problem.message}: moved aside and made again")
@@ -124,6 +142,9 @@ def verify(
 
     Changes nothing, and may run beside a put. Raises NoSuchDataset.
     """
+    how: Message = {"headers_only": headers_only}
+    if (there := repository.elsewhere("verify", name, how, tell)) is not None:
+        return Findings.from_message(there)
     info = repository.dataset(name)
     findings = Findings()
     live = _live(repository, info, findings)  # before the listing: what comes later is no orphan
@@ -146,10 +167,15 @@ def verify(
         finally:
             scratch.close()
     if live is not None:
-        for lost in sorted({chunk.id for chunk in live.chunks}.difference(chunks)):
-            findings.problems.append(
-                f"lost chunk {chunk_id_text(lost)}: metadata names it, the store has it not"
-            )
+        lost = sorted({chunk.id for chunk in live.chunks}.difference(chunks))
+        records = repository.meta.chunks(info.identity) if lost else []
+        empty = {record.id for record in records if record.holes == record.entries}
+        for chunk in lost:
+            text = f"lost chunk {chunk_id_text(chunk)}: metadata names it, the store has it not"
+            if chunk in empty:
+                findings.notes.append(f"{text}; nothing is in it, and the next purge forgets it")
+            else:
+                findings.problems.append(text)
         _compare(live, folded, findings)
     findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
     _look_around(repository, info, findings)

@@ -2,6 +2,7 @@
 
 from .credentials import Credentials
 from .errors import ConfigError
+from .remote import RemoteRepository
 from .repository import Repository
 from .settings import Settings
 from .urls import SERVER_SCHEMES, RepositoryUrl, parse_url
@@ -13,14 +14,15 @@ def open_repository(
     """The repository at an address; `create` makes one where there is none and that can be made.
 
     `credentials` are for a server. Raises ConfigError for an address that this process cannot open,
-    ObjectStoreError where there is no repository, MetadataError where there is no server.
+    ObjectStoreError where there is no repository. A server is not asked before something is wanted
+    of it.
     """
     where = parse_url(url) if isinstance(url, str) else url
     if where.scheme not in SERVER_SCHEMES:
         return Repository.open(where, create=create)
     if credentials is None:
         raise ConfigError(f"{where} wants to know who asks", advice="use --user and --key-file")
-    raise ConfigError(f"this version has no {where.scheme}:// repository")
+    return RemoteRepository.at(where, credentials)
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -45,20 +45,22 @@ from .errors import (
     MetadataError,
     NoSuchDataset,
     NoSuchPath,
+    NotFoundError,
     ObjectExists,
     ObjectMissing,
     PermissionDenied,
     UsageError,
 )
 from .layout import (
-    DATASETS,
     chunk_object,
     chunk_of_object,
     chunk_prefix,
-    dataset_object,
 )
+from .leases import purge_is_under_way
+from .messages import Message
+from .pins import Deletion, remove_dataset
 from .snapshot import Snapshot
-from .snapshots import SnapshotShelf
+from .snapshots import KeptVersion, SnapshotShelf
 from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
 from .storage.objects import ObjectStore
 from .stores import open_metadata, open_objects, set_metadata_aside
@@ -67,6 +69,10 @@ from .urls import RepositoryUrl, parse_url
 log = logging.getLogger("diesel.repository")
 
 _TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
+
+
+Tell = Callable[[int, int], None]
+"""Progress of a job: how much is done, how much there is in all."""
 
 
 class Repository:
@@ -212,6 +218,20 @@ class Repository:
             return self.snapshots.empty(info.identity, info.name)
         raise self._behind(info.name)
 
+    def view_at(self, name: str, version: int) -> Snapshot:
+        """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
+        identity = self.dataset(name).identity
+        if version not in self.snapshots.versions(identity):  # whatever private copies there are
+            raise NotFoundError(
+                f"version {version} of {name!r} is not kept",
+                advice=f"`dlcmd ls {name}@` lists those that are",
+            )
+        return self.snapshots.load(identity, version)
+
+    def kept(self, name: str) -> Sequence[KeptVersion]:
+        """The versions of a dataset that can be read, ascending. Raises NoSuchDataset."""
+        return self.snapshots.kept(self.dataset(name).identity)
+
     def _behind(self, name: str) -> MetadataBehind:
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
         return MetadataBehind(
@@ -315,7 +335,10 @@ class Repository:
 
     def _fold_missing(self, info: DatasetInfo, marker: Marker) -> None:
         """Commit chunks that are durable but unknown, and that no put under way can own: those
-        older than the put window, and those that a published snapshot names."""
+        older than the put window, and those that a published snapshot names.
+
+        While a purge is under way only the latter: it has forgotten what it is about to delete.
+        """
         count, digest = 0, 0
         for chunk in self.chunk_names(info.identity):
             count, digest = count + 1, digest + chunk_digest(chunk)
@@ -326,7 +349,9 @@ class Repository:
         if (newest := self.snapshots.newest(info.identity)) > marker.version:
             with suppress(DieselError):
                 acknowledged.update(self.snapshots.load(info.identity, newest).chunk_ids)
-        limit = time.time() - PUT_WINDOW_S
+        # Asked after `known`: what was forgotten by then is deleted by now, or the purge goes on
+        is_purged = purge_is_under_way(self.objects, info.identity)
+        limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
         missing = (
             chunk
             for chunk in self.chunk_names(info.identity)
@@ -378,6 +403,13 @@ class Repository:
         self.meta.durable()
         return self.snapshots.publish(self.meta, info.marker, full=full)
 
+    def elsewhere(self, job: str, name: str, fields: Message, tell: Tell) -> Message | None:
+        """What a job on a dataset came to that a server behind this repository does (`WIRE.md`);
+
+        None where there is none, and the caller does it. Raises DieselError.
+        """
+        return None
+
     def refuse_recursion(self, source: Path) -> None:
         """Raise UsageError where `source` lies in this repository, or it in `source`."""
         if self.url.scheme != "file":
@@ -392,7 +424,8 @@ class Repository:
     def delete_dataset(self, name: str) -> int:
         """Delete a dataset for ever; how many objects were removed comes back.
 
-        Repeatable: a deletion that was interrupted goes on. Raises NoSuchDataset.
+        What leases pin is left, and named in the log. Repeatable: a deletion that was interrupted
+        goes on. Raises NoSuchDataset.
         """
         try:
             identities = [self.dataset(name).identity]
@@ -405,13 +438,19 @@ class Repository:
             self.catalogue.mark_deleted(name, identity)
             if self._meta is not None:
                 self._meta.drop(identity)
-            prefix = f"{DATASETS}{identity.hex}/"
-            for object_name in list(self.objects.names(prefix)):
-                if object_name != dataset_object(identity):
-                    self.objects.delete(object_name)
-                    removed += 1
-            self.objects.delete(dataset_object(identity))  # last: it is how `dying` finds the rest
+            removed += self.remove_deleted(name, identity).removed
         return removed
+
+    def remove_deleted(self, name: str, identity: UUID) -> Deletion:
+        """Remove the objects of a deleted dataset that no lease pins."""
+        done = remove_dataset(self.objects, self.snapshots, identity)
+        if done.left:
+            log.warning(
+                "%s: %d objects are left, since somebody is still reading it; "
+                "`dlcmd delete-dataset` or `dlcmd purge` removes them later",
+                *(name, done.left),
+            )
+        return done
 
 
 class WriteSession:

@@ -5,6 +5,7 @@ defaults; unknown keys are errors. Values are immutable once loaded.
 """
 
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -12,13 +13,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from .credentials import Credentials, parse_key
-from .errors import ConfigError, PermissionDenied
+from .errors import ConfigError, PermissionDenied, UsageError
 from .urls import SERVER_SCHEMES, parse_url
 
 KEY_FILE_BYTES_MAX = 4096
 
 READ_DEADLINE_S = 30.0
 """How long a read may wait for the object store before it is an error (FAULTS, 6)."""
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,14 @@ def load_settings(
     if flags.get("key_file"):  # a flag wins over the environment
         settings = replace(settings, key="")
     return replace(settings, **{k: v for k, v in flags.items() if v is not None})
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes: 4096, 64K, 4M, 1G. Raises UsageError."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"bad size {text!r}", advice="write it as 4096, 64K, 4M or 1G")
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def _key_in(path: Path) -> bytes:

@@ -254,6 +254,23 @@ def _parse_header(view: memoryview) -> Header:
     )
 
 
+FRONT_BYTES = HEADER_BYTES
+"""What `parse_front` needs of a file."""
+
+_CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
+
+
+def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
+    """The header at the start of a file, and a mark of its version's content: versions of equal
+    marks differ in where bytes lie at most. Raises a leaf of FormatError.
+    """
+    view = memoryview(front)
+    header = _parse_header(view)
+    sections = (Columns._fields.index(name) for name in _CONTENT)
+    starts = (_FIXED.size + number * _SECTION.size for number in sections)
+    return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
+
+
 def _newer(what: str) -> FormatError:
     return NewerVersionError(
         f"a snapshot with {what}", advice="it needs a newer version of DIESEL-FS"

@@ -12,9 +12,11 @@ import mmap
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -28,13 +30,15 @@ from .errors import (
     NoSpaceError,
     NotFoundError,
     ObjectExists,
+    ObjectMissing,
     PermissionDenied,
     UsageError,
 )
 from .layout import snapshot_object, snapshot_prefix, version_of_object
+from .leases import EVERY_VERSION, Policy, leased_versions, read_policy
 from .settings import cache_folder, private_folder
 from .snapshot import Snapshot
-from .snapshot_layout import MAGIC_BYTES, check_magic
+from .snapshot_layout import FRONT_BYTES, MAGIC_BYTES, Header, check_magic, parse_front
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
@@ -43,12 +47,39 @@ log = logging.getLogger("diesel.repository")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-KEPT = 2
-"""Snapshots kept per dataset, in the store and privately: the newest, and one for its readers."""
+PRIVATE_KEPT = 2
+"""Copies kept per dataset, node and user: the newest, and one for its readers."""
+
+GRACE_S = 86_400
+"""For how long a version that is not current any more is kept for readers without a lease."""
+
+_RECENT = 8
+_PERIODS = 8
+"""Of the versions that a grace period has seen, so many of the newest are kept, and of the others
+the last of so many parts of it: a dataset may be put to every second."""
 
 Part = bytes | bytearray | memoryview
 
 NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
+
+
+class KeptVersion(NamedTuple):
+    """A version that is kept: when it was published (ns since 1970), and what it holds."""
+
+    version: int
+    published_ns: int
+    files: int
+    bytes: int
+
+
+def current_within(versions: Sequence[int], now_s: float, grace_s: float) -> set[int]:
+    """Of versions (ascending), those that were the current one within the grace period, thinned."""
+    horizon = (now_s - grace_s) * 1e6
+    period = max(int(grace_s * 1e6) // _PERIODS, 1)
+    young = [version for version in versions if version > horizon]
+    last_of = {version // period: version for version in young}
+    before = [version for version in versions if version <= horizon]
+    return {*young[-_RECENT:], *last_of.values(), *before[-1:], *versions[-1:]}
 
 
 class SnapshotShelf:
@@ -62,13 +93,56 @@ class SnapshotShelf:
         """The greatest version of which the store has a snapshot; 0 for none."""
         return max(self._versions(identity), default=0)
 
+    def versions(self, identity: UUID) -> list[int]:
+        """The published versions that are there, ascending."""
+        return sorted(self._versions(identity))
+
+    def kept(self, identity: UUID) -> list[KeptVersion]:
+        """The versions that can be read, ascending. One that is damaged is left out."""
+        found = []
+        for version in self.versions(identity):
+            try:
+                header, _ = self._front(identity, version)
+            except (FormatError, ObjectMissing) as error:
+                log.warning("version %d is left out: %s", version, error.message)
+                continue
+            # A version is its time in microseconds
+            found.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
+        return found
+
+    def _front(self, identity: UUID, version: int) -> tuple[Header, bytes]:
+        """The header and the mark of the content of a published version."""
+        name = snapshot_object(identity, version)
+        header, content = parse_front(self._objects.get(name, 0, FRONT_BYTES))
+        if (header.identity, header.version) != (identity, version):
+            raise CorruptError(f"{name} holds another snapshot")
+        return header, content
+
+    def last(self, identity: UUID, versions: Sequence[int], count: int) -> set[int]:
+        """The last so many of versions (ascending); of equal ones next to each other the newest."""
+        found, before, left = set[int](), b"", count
+        for version in reversed(versions):
+            if not left:
+                break
+            try:
+                _, content = self._front(identity, version)
+            except ObjectMissing:
+                continue
+            except FormatError:
+                content = b""
+            if content != before or not content:
+                left -= 1
+                found.add(version)
+            before = content
+        return found
+
     def load(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot of a version that the store has. Raises FormatError, ObjectMissing."""
-        own = _open_private(identity, version)
+        own = open_private(identity, version)
         if own is not None:
             return own
         checked = self.check(identity, version)
-        return _keep_private(identity, version, [checked.buffer]) or checked
+        return keep_private(identity, version, [checked.buffer]) or checked
 
     def save(self, view: Snapshot, file: Path) -> None:
         """Write a snapshot to a file of the user's: whole or not at all, durable on return."""
@@ -87,7 +161,7 @@ class SnapshotShelf:
         if marker.version == 0:
             return self.empty(marker.identity, marker.name)
         if not full:
-            own = _open_private(marker.identity, marker.version)
+            own = open_private(marker.identity, marker.version)
             if own is not None:
                 return own
             if marker.version in self._versions(marker.identity):
@@ -97,7 +171,7 @@ class SnapshotShelf:
                     self._damaged.add(snapshot_object(marker.identity, marker.version))
                     log.warning("a snapshot is damaged, and made again: %s", error.message)
         made, parts = self._export(meta, marker, full=full)
-        return _keep_private(marker.identity, made, parts) or Snapshot(
+        return keep_private(marker.identity, made, parts) or Snapshot(
             memoryview(b"".join(parts)), verify=False
         )
 
@@ -112,9 +186,40 @@ class SnapshotShelf:
                 self._objects.delete(name)
                 self._objects.put(name, parts)
         self._damaged.discard(name)
-        for old in sorted(self._versions(marker.identity))[:-KEPT]:
-            self._objects.delete(snapshot_object(marker.identity, old))
+        self._thin(marker.identity)
         return version
+
+    def staying(
+        self, identity: UUID, versions: Sequence[int], policy: Policy, grace_s: float
+    ) -> set[int]:
+        """The published versions that are kept, whoever reads them (FORMAT.md, section 6)."""
+        stay = current_within(versions, time.time(), grace_s)
+        return stay | self.last(identity, versions, policy.keep)
+
+    def _thin(self, identity: UUID) -> None:
+        """Remove versions that need not be kept, but not the one before the newest."""
+        versions = self.versions(identity)
+        try:
+            if len(versions) <= 2:
+                return
+            policy = read_policy(self._objects, identity)
+            stay = self.staying(identity, versions, policy, max(GRACE_S, policy.grace_s))
+            going = [old for old in versions[:-2] if old not in stay]
+            leased = leased_versions(self._objects, identity, time.time()) if going else ()
+        except DieselError as error:
+            log.info("no version is removed: %s", error.message)
+            return
+        for old in going:
+            if old not in leased and EVERY_VERSION not in leased:
+                self.remove(identity, old)
+
+    def remove(self, identity: UUID, version: int) -> None:
+        """Remove a published version."""
+        self._objects.delete(snapshot_object(identity, version))
+
+    def look(self, identity: UUID, version: int) -> Snapshot:
+        """`load`, without a private copy being made."""
+        return open_private(identity, version) or self.check(identity, version)
 
     def _is_sound(self, identity: UUID, version: int) -> bool:
         try:
@@ -187,7 +292,7 @@ def adopt(file: Path) -> Snapshot:
     except OSError as error:
         raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
     checked = Snapshot(data, verify=True)
-    return _keep_private(checked.identity, checked.version, [data]) or checked
+    return keep_private(checked.identity, checked.version, [data]) or checked
 
 
 def _write_whole(file: Path, parts: Sequence[Part], *, sync: bool) -> None:
@@ -244,7 +349,8 @@ def private_file(identity: UUID, version: int) -> int:
         raise FileNotFoundError(error.message) from error
 
 
-def _open_private(identity: UUID, version: int) -> Snapshot | None:
+def open_private(identity: UUID, version: int) -> Snapshot | None:
+    """This user's private copy of a version, mapped; None where there is none."""
     try:
         found = map_private(_private_path(identity, version))
     except (OSError, ValueError, DieselError):
@@ -252,7 +358,17 @@ def _open_private(identity: UUID, version: int) -> Snapshot | None:
     return found if (found.identity, found.version) == (identity, version) else None
 
 
-def _keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
+def newest_private(identity: UUID) -> int:
+    """The greatest version of which this user has a private copy; 0 for none."""
+    try:
+        folder = _private_path(identity, 0).parent
+    except (DieselError, OSError):
+        return 0
+    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{_boot()}"))
+    return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
+
+
+def keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
     """Write a checked snapshot to the private folder and map it; None where that is impossible.
 
     It is not checked again when it is opened, and not synced either: that takes as long as making
@@ -261,8 +377,10 @@ def _keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapsh
     try:
         path = _private_path(identity, version)
         _write_whole(path, parts, sync=False)
-        for old in sorted(path.parent.glob(f"{identity.hex}-*"))[:-KEPT]:
-            old.unlink(missing_ok=True)
+        copies = sorted(path.parent.glob(f"{identity.hex}-*"))
+        for old in copies[:-PRIVATE_KEPT]:
+            if old != path:  # it may be older than those: a kept version
+                old.unlink(missing_ok=True)
         return map_private(path)
     except (OSError, PermissionDenied, ConfigError):
         return None  # no place of our own: the caller keeps it in memory

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import ConfigError, MetadataError
+from .storage.accounts import FILE, AccountFile, AccountTable
 from .storage.folder import FolderStore
 from .storage.metadata import MetadataStore
 from .storage.objects import ObjectStore
@@ -64,6 +65,32 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
             advice="add ?meta=redis://host:port",
         )
     return SqliteMetadata.open(_embedded(url), create=create)
+
+
+def open_accounts(
+    url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
+) -> AccountTable:
+    """The table of accounts of a repository whose objects are open; one that was never written is
+    empty. `deadline_s` is for each call. Raises ConfigError, MetadataError.
+    """
+    check_accounts_place(url)
+    if url.meta:
+        from .storage.redis_accounts import RedisAccounts  # noqa: PLC0415  # as above
+        from .storage.redis_link import DEADLINE_S  # noqa: PLC0415
+
+        return RedisAccounts.open(
+            url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S
+        )
+    return AccountFile(url.path.resolve() / FILE)
+
+
+def check_accounts_place(url: RepositoryUrl) -> None:
+    """Raises MetadataError for a repository that can have no accounts."""
+    if not url.meta and url.scheme != "file":
+        raise MetadataError(
+            f"{url} names no metadata store: accounts are kept there",
+            advice="add ?meta=redis://host:port",
+        )
 
 
 def set_metadata_aside(url: RepositoryUrl) -> None:

@@ -20,7 +20,7 @@ import math
 import stat
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ import trio
 
 from .chunk_id import chunk_id_text
 from .entries import NAME_BYTES_MAX, Kind, shown
-from .errors import CorruptError, DeadlineError, DieselError
+from .errors import CorruptError, DeadlineError, DieselError, ObjectMissing
 from .hidden import HiddenFile as HiddenFile
 from .hidden import HiddenFolder, Readers
 from .nodes import (
@@ -96,7 +96,7 @@ class ContentReader(Protocol):
 class ChildColumns(NamedTuple):
     """n consecutive children of a folder, as the snapshot's columns have them."""
 
-    first_node: int
+    nodes: npt.NDArray[np.uint64]
     name_start: npt.NDArray[np.int64]
     """n + 1; into `names`."""
     names: npt.NDArray[np.uint8]
@@ -116,6 +116,9 @@ class Space(NamedTuple):
 
 class Vfs:
     """One dataset at one version as a file system."""
+
+    counted_from = HIDDEN_ROOT
+    """The nodes from this one on want `remember` and `forget`."""
 
     def __init__(
         self,
@@ -195,6 +198,17 @@ class Vfs:
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
+    def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
+        """Many at once; the entries among them, whose pages went along."""
+        for node, count in forgets:
+            if node >= HIDDEN_ROOT:
+                self.forget(node, count)
+        entries = self.snapshot.entry_count
+        return [node - 1 for node, _ in forgets if 0 < node <= entries]
+
+    def remember_listed(self, folder: int, place: int, count: int) -> None:
+        """Counts that the kernel has been given so many children of a folder, from a place on."""
+
     def link_target(self, node: int) -> bytes:
         """Where a symbolic link points, verbatim."""
         if node >= HIDDEN_ROOT:
@@ -215,6 +229,13 @@ class Vfs:
         if node == ROOT:
             return ROOT
         return self.snapshot.parent(self._index(node)) + 1
+
+    def listing_from(self, folder: int, offset: int) -> tuple[int, int]:
+        """Where a listing goes on that the kernel has come to an offset of: what to add to all of a
+
+        folder's offsets, and the offset without it. In one version each is good for ever.
+        """
+        return 0, offset
 
     def listing(self, folder: int, position: int) -> Listing:
         """Children of `folder` around `position`; those before it in the answer are to be skipped.
@@ -241,7 +262,7 @@ class Vfs:
         shown_bits[stats.kind == Kind.LINK] = 0o777
         columns = self.snapshot.columns
         return ChildColumns(
-            part.start + 1,
+            np.arange(part.start + 1, part.stop + 1, dtype=np.uint64),
             columns.name_start[part.start : part.stop + 1].astype(np.int64),
             columns.names,
             (_TYPE_BITS[stats.kind] | shown_bits).astype(np.uint32),
@@ -253,7 +274,8 @@ class Vfs:
         found = self.child_columns(folder, start, LISTING_ENTRIES)
         if found is None:
             return Listing(start, (), (), (), (), (), FOREVER_S)
-        nodes = range(found.first_node, found.first_node + len(found.mode))
+        first = int(found.nodes[0])
+        nodes = range(first, first + len(found.nodes))
         return Listing(
             start,
             self.snapshot.names(range(nodes.start - 1, nodes.stop - 1)),
@@ -392,13 +414,19 @@ class Vfs:
     def _failed(self, index: int, offset: int, fault: DieselError) -> Refused:
         self.reads["failed"] += 1
         log.error(
-            "cannot read %s at %d (%s): %s",
+            "cannot read %s at %d (%s): %s%s",
             self._where(index + 1),
             offset,
             self._chunk_at(index, offset),
             fault,
+            self._too_old if isinstance(fault, ObjectMissing) else "",
         )
         return Refused(errno.EIO)
+
+    @property
+    def _too_old(self) -> str:
+        version = self.snapshot.version
+        return f" (snapshot too old: purged since, perhaps; the mount shows version {version})"
 
     def _where(self, node: int) -> str:
         """Dataset and path of a node, for people; never raises."""

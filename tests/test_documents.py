@@ -5,6 +5,7 @@ The documents are README.md and `cli/dlcmd/README.md`; the program's own tables 
 
 import re
 import signal
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -34,6 +35,11 @@ def rows(text: str, section: str) -> list[list[str]]:
     return [[cell.strip().replace("\\|", "|") for cell in cells] for cells in split]
 
 
+def words_of(cell: str) -> str:
+    """The words by which a verb is called, out of the cell that shows its use."""
+    return " ".join(takewhile(str.islower, CODE.findall(cell)[0].split()))
+
+
 def options_of(command: click.Command) -> set[str]:
     """All options of a command."""
     context = command.make_context(command.name, [], resilient_parsing=True)
@@ -58,7 +64,7 @@ def test_all_that_is_public_resolves() -> None:
 def test_every_verb_and_its_options_are_documented() -> None:
     """Exactly those: an option that is gone has to leave the page, too."""
     documented = {
-        CODE.findall(verb)[0].split()[0]: set(OPTION.findall(options))
+        words_of(verb): set(OPTION.findall(options))
         for verb, options, _ in rows(REFERENCE, "Verbs")
     }
     assert documented == {
@@ -67,7 +73,7 @@ def test_every_verb_and_its_options_are_documented() -> None:
 
 
 def test_the_words_that_an_option_takes_are_documented() -> None:
-    cells = {row[0].strip("`").split()[0]: row[1] for row in rows(REFERENCE, "Verbs")}
+    cells = {words_of(row[0]): row[1] for row in rows(REFERENCE, "Verbs")}
     choices = [
         (name, parameter.opts[0], parameter.type.choices)
         for name, command in commands().items()

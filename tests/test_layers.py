@@ -23,6 +23,7 @@ L0  metrics: errors
 
 L1  cache
 L1  cache.policy
+L1  cache.ownership
 L1  names
 L1  entries: names
 L1  chunk_id: entries
@@ -33,32 +34,49 @@ L1  snapshot_layout: entries chunk_id
 L1  snapshot: entries chunk_id snapshot_layout
 L1  snapshot_plan: entries chunk_id snapshot snapshot_layout
 L1  snapshot_merge: entries chunk_id snapshot snapshot_layout snapshot_plan
+L1  snapshot_match: entries snapshot snapshot_layout
 L1  plans: entries snapshot
 L1  shuffle: entries snapshot
 L1  order_lists: entries snapshot shuffle
 L1  messages
-L1  accounts
+L1  accounts: names
 L1  control_wire: entries messages plans shuffle snapshot
 L1  wire: entries chunk_id messages
 
 L2  storage/
 L2  storage.cloud_requests: storage/
 L2  storage.cloud: storage/ storage.cloud_requests
-L2  rpc: storage/
+L2  keys
+L2  rpc_connection: storage/ keys
+L2  rpc: storage/ keys rpc_connection
 
 L3  stores
 L3  clouds: stores
-L3  snapshots
+L3  administration: stores
+L3  leases
+L3  snapshots: leases
+L3  pins: leases snapshots
+L3  snapshot_pieces
 L3  catalogue
 L3  commits
-L3  repository: snapshots catalogue commits stores
-L3  remote: repository snapshots catalogue commits
+L3  repository: snapshots catalogue commits stores leases pins
+L3  wire_values: catalogue snapshots
+L3  remote_objects: wire_values
+L3  remote: repository snapshots snapshot_pieces catalogue commits wire_values remote_objects
 L3  repositories: repository remote
 L3  recovery: repository snapshots catalogue commits
+L3  tombstones: commits leases
+L3  rewriting: repository
+L3  housekeeping: repository snapshots catalogue leases pins tombstones rewriting
 L3  cache.followed
 L3  cache.chunks: cache.followed
 L3  cache.store: cache.chunks cache.followed
 L3  cache.extents
+L3  cache.budget
+L3  cache.shelves
+L3  cache.disk_shelf: cache.shelves
+L3  cache.tier: cache.budget cache.shelves
+L3  cache.merged_reads: cache.budget cache.shelves cache.tier wire_values
 L3  cache.peers
 
 L4  writer/
@@ -68,6 +86,7 @@ L4  control
 L4  nodes
 L4  hidden: nodes
 L4  vfs: hidden nodes
+L4  following: vfs hidden nodes
 L4  node
 
 L5  fuse/
@@ -86,7 +105,7 @@ SOURCES = {"diesel_fs": TREE, "diesel_server": TREE / "server", "dlcmd": TREE / 
 PURE_LAYER = 1
 PURE = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
-    " functools hashlib heapq hmac itertools math operator re stat string struct sys threading"
+    " functools hashlib heapq hmac itertools json math operator re stat string struct sys threading"
     " types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy xxhash".split()
 )
 IMPURE_CALLS = frozenset(

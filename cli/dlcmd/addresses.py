@@ -14,7 +14,7 @@ from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 
-from .options import dataset, flags
+from .options import ALL_VERSIONS, dataset, flags, versioned
 
 MEMORY_BYTES = 256 << 20
 """Chunks that a verb keeps while it reads contents."""
@@ -22,21 +22,48 @@ MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`DATASET[/path]`; `into` where it ends in a slash, and so can only mean a folder."""
+    """`DATASET[@VERSION][/path]`; `into` where it ends in a slash, so can only mean a folder."""
 
     dataset: str
     path: bytes = b""
     into: bool = False
+    version: int = 0  # 0: the current one
 
     def __str__(self) -> str:
-        return f"{self.dataset}/{shown(self.path)}" if self.path else self.dataset
+        name = f"{self.dataset}@{self.version}" if self.version else self.dataset
+        return f"{name}/{shown(self.path)}" if self.path else name
+
+    def view(self, repository: Repository) -> Snapshot:
+        """The version that is meant. Raises NotFoundError."""
+        if self.version:
+            return repository.view_at(self.dataset, self.version)
+        return repository.view(self.dataset)
 
 
 def address(text: str) -> Address:
-    """Read an address. Raises UsageError before anything is made of the name."""
-    name, slash, rest = text.partition("/")
-    path = rest.removesuffix("/")
-    return Address(dataset(name), check_path(os.fsencode(path)), bool(slash) and rest[-1:] in "/")
+    """Read an address of what can be changed: without a version.
+
+    Raises UsageError before anything is made of the name.
+    """
+    return _address(text, dataset(text.partition("/")[0]), 0)
+
+
+def versioned_address(text: str) -> Address:
+    """Read an address of what is only read. Raises UsageError as `address`."""
+    return _address(text, *versioned(text.partition("/")[0]))
+
+
+def listed_address(text: str) -> Address:
+    """As `versioned_address`, or `DATASET@` for ALL_VERSIONS."""
+    if text.endswith("@") and "/" not in text:
+        return Address(dataset(text[:-1]), version=ALL_VERSIONS)
+    return versioned_address(text)
+
+
+def _address(text: str, name: str, version: int) -> Address:
+    _, slash, rest = text.partition("/")
+    path = check_path(os.fsencode(rest.removesuffix("/")))
+    return Address(name, path, bool(slash) and rest[-1:] in "/", version)
 
 
 @contextmanager

@@ -16,14 +16,14 @@ from diesel_fs.errors import ConflictError, PermissionDenied, UsageError
 from diesel_fs.extract import GetReport
 from diesel_fs.repository import Repository, found
 
-from .addresses import Address, address, opened, reading
+from .addresses import Address, opened, reading, versioned_address
 from .options import flags, verb
 from .output import bytes_text, count_text, emit, end_partial, json_failed, say, say_json
 from .progress import Progress, shown_progress
 
 
 @verb("get")
-@click.argument("source", type=address, metavar="DATASET[/path]")
+@click.argument("source", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 @click.argument("dest", required=False, metavar="[DEST]")
 @click.option("--tar", metavar="FILE|-", help="Write a tar, in place of DEST.")
 @click.option("--force", is_flag=True, help="Replace what is there and different.")
@@ -48,7 +48,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
             if not (to_stdout and flags().json):  # there the tar has stdout for itself
                 show(Progress(report.entries, report.total, report.content_bytes))
 
-        view = repository.view(source.dataset)
+        view = source.view(repository)
         with reading(repository, view) as reader:
             if tar is not None:
                 with _tar_file(tar, force=force) as out:
@@ -120,7 +120,9 @@ def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
 
 
 @verb("cat")
-@click.argument("sources", nargs=-1, required=True, type=address, metavar="DATASET/path...")
+@click.argument(
+    "sources", nargs=-1, required=True, type=versioned_address, metavar="DATASET[@VERSION]/path..."
+)
 def cat(sources: tuple[Address, ...]) -> None:
     """Write the contents of files to standard output, one behind the other.
 
@@ -137,7 +139,7 @@ def cat(sources: tuple[Address, ...]) -> None:
 def _each_piece(
     repository: Repository, source: Address, take: Callable[[memoryview], None]
 ) -> None:
-    view = repository.view(source.dataset)
+    view = source.view(repository)
     index = found(view, source.path)
     kind = view.stat(index).kind
     if kind == Kind.LINK:

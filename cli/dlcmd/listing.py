@@ -4,21 +4,25 @@ import json
 import stat as modes
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Protocol, cast
 
 import click
 import numpy as np
 
+from diesel_fs import housekeeping
 from diesel_fs import snapshot_layout as layout
 from diesel_fs.chunk_id import chunk_id_text, id_seconds
 from diesel_fs.entries import Codec, Kind, Stat, shown
-from diesel_fs.errors import UsageError
+from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.pins import usage
 from diesel_fs.repository import DatasetInfo, Repository, found
 from diesel_fs.snapshot import Indices, Snapshot
+from diesel_fs.snapshots import KeptVersion
 
-from .addresses import Address, address, opened
-from .options import flags, verb
+from .addresses import Address, listed_address, opened, versioned_address
+from .options import ALL_VERSIONS, flags, verb
 from .output import Value, bytes_text, emit, json_name, name_line, say_json, time_text
 
 _SECOND_NS = 1_000_000_000
@@ -33,11 +37,11 @@ class _Drawing(Protocol):
 
 
 @verb("ls")
-@click.argument("target", required=False, type=address, metavar="[DATASET[/path]]")
+@click.argument("target", required=False, type=listed_address, metavar="[DATASET[@VERSION][/path]]")
 @click.option("-l", "--long", is_flag=True, help="Mode, size and mtime, too.")
 @click.option("-R", "--recursive", is_flag=True, help="All below, by their paths.")
 def ls(target: Address | None, long: bool, recursive: bool) -> None:
-    """List datasets, or the entries of a folder.
+    """List datasets, the entries of a folder, or (DATASET@) the versions that are kept.
 
     On a terminal names are shown so that they cannot harm it; into a pipe they go as they are.
 
@@ -46,12 +50,17 @@ def ls(target: Address | None, long: bool, recursive: bool) -> None:
       dlcmd ls
       dlcmd ls -l pets/train
       dlcmd ls -R pets | wc -l
+      dlcmd ls pets@
+      dlcmd ls pets@1790000000000000/train
     """
     with opened() as repository:
         if target is None:
             _list_datasets(repository, long=long)
             return
-        view = repository.view(target.dataset)
+        if target.version == ALL_VERSIONS:
+            _list_versions(repository.kept(target.dataset))
+            return
+        view = target.view(repository)
         top = found(view, target.path)
         is_folder = view.stat(top).kind == Kind.FOLDER
         if target.into and not is_folder:
@@ -63,6 +72,30 @@ def ls(target: Address | None, long: bool, recursive: bool) -> None:
         else:
             chosen = np.array(view.children(top), np.int64)
         emit(_lines(view, chosen, target.path if is_folder else b"", long=long, whole=recursive))
+
+
+def _list_versions(versions: Sequence[KeptVersion]) -> None:
+    if flags().json:
+        for each in versions:
+            say_json(
+                {
+                    "version": each.version,
+                    "published": each.published_ns / _SECOND_NS,
+                    "files": each.files,
+                    "bytes": each.bytes,
+                }
+            )
+        return
+    rows = []
+    for each in versions:
+        published = time_text(each.published_ns / _SECOND_NS)
+        rows.append([str(each.version), published, str(each.files), str(each.bytes)])
+    if sys.stdout.isatty():
+        drawing = cast("_Drawing", import_module("dlcmd.drawing"))
+        columns = ("version", "published", "files", "bytes")
+        drawing.table(columns, rows, columns[2:])
+    else:
+        emit("\t".join(row).encode() + b"\n" for row in rows)
 
 
 def _list_datasets(repository: Repository, *, long: bool) -> None:
@@ -150,7 +183,7 @@ def _entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[st
 
 
 @verb("stat")
-@click.argument("target", type=address, metavar="DATASET[/path]")
+@click.argument("target", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 def stat(target: Address) -> None:
     """Show what is known of a dataset, or of an entry: of a file also where its bytes are.
 
@@ -164,12 +197,15 @@ def stat(target: Address) -> None:
     """
     with opened() as repository:
         info = repository.dataset(target.dataset)
-        view = repository.view_of(info)
+        view = target.view(repository) if target.version else repository.view_of(info)
         index = found(view, target.path)
         described = _entry_json(view, index, target.path, view.stat(index))
         if not target.path:
             described |= _dataset_json(info)
             described |= {"entries": view.entry_count, "version": view.version}
+            if target.version:
+                described |= {"files": view.file_count, "bytes": view.byte_count}
+                described["chunks"] = view.chunk_count
         described["extents"] = _extents(view, index)
     if flags().json:
         say_json(described)
@@ -213,12 +249,14 @@ def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
 
 
 @verb("du")
-@click.argument("targets", nargs=-1, type=address, metavar="[DATASET[/path]...]")
+@click.argument(
+    "targets", nargs=-1, type=versioned_address, metavar="[DATASET[@VERSION][/path]...]"
+)
 def du(targets: tuple[Address, ...]) -> None:
     """Count files, their bytes, and the bytes that they take in the repository.
 
-    These are fewer where bytes are compressed. Holes in chunks, left by what has been replaced or
-    deleted, are not counted.
+    These are fewer where bytes are compressed. Of a whole dataset also about how many bytes
+    `dlcmd purge` can give back: what has been replaced or deleted.
 
     \b
     Examples:
@@ -228,8 +266,9 @@ def du(targets: tuple[Address, ...]) -> None:
     with opened() as repository:
         everything = [Address(info.name) for info in repository.datasets()]
         for target in targets or everything:
-            view = repository.view(target.dataset)
+            view = target.view(repository)
             files, content_bytes, stored_bytes = _usage(view, found(view, target.path))
+            unused = _reclaimable(repository, target, view)
             if flags().json:
                 say_json(
                     {
@@ -238,12 +277,26 @@ def du(targets: tuple[Address, ...]) -> None:
                         "files": files,
                         "bytes": content_bytes,
                         "stored_bytes": stored_bytes,
+                        "reclaimable_bytes": unused,
                     }
                 )
                 continue
             amounts = f"{bytes_text(content_bytes)} ({content_bytes} bytes)"
-            text = f"{files:,} files, {amounts}, stored as {bytes_text(stored_bytes)}\t{target}\n"
+            text = f"{files:,} files, {amounts}, stored as {bytes_text(stored_bytes)}"
+            if unused:
+                text += f", reclaimable {bytes_text(unused)}"
+            text += f"\t{target}\n"
             emit([text.encode("utf-8", "surrogateescape")])
+
+
+def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
+    """About how much a purge can give back; None where that is no question, or nobody can tell."""
+    if target.path or target.version:
+        return None
+    with suppress(DieselError):
+        records = repository.meta.chunks(view.identity)
+        return housekeeping.reclaimable_bytes(records, usage(view))
+    return None
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:

@@ -38,12 +38,16 @@ VERBS = {
     "save-meta": ("metadata", "Write a dataset's snapshot to a file."),
     "load-meta": ("metadata", "Check a snapshot file, and show what it holds."),
     "delete-dataset": ("removing", "Delete a dataset for ever."),
+    "purge": ("housekeeping", "Give back the space of what has been replaced or deleted."),
+    "compact": ("housekeeping", "The same as purge."),
     "verify": ("metadata", "Check metadata against chunks, and every checksum."),
     "recover": ("metadata", "Rebuild metadata from the chunks."),
     "mount": ("mounting", "Mount a dataset as a read-only folder."),
     "umount": ("mounting", "Take a mount away."),
     "stats": ("mounting", "Show what a mount does."),
     "shuffle": ("shuffling", "Print a chunk-wise order of the files."),
+    "user": ("accounts", "Add, remove, list, export or import the users of a server."),
+    "grant": ("accounts", "Give a user a role on a dataset."),
 }
 """By verb: the module with a function named after it, and the first line of its help."""
 

@@ -10,17 +10,18 @@ from diesel_fs.recovery import Findings
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
 
-from .addresses import opened
-from .options import dataset, flags, time, verb
+from .addresses import Address, opened
+from .options import dataset, flags, time, verb, versioned
 from .output import Value, bytes_text, count_text, emit, say, say_json
 from .progress import Progress, shown_progress
 
 
 @verb("save-meta")
-@click.argument("name", type=dataset, metavar="DATASET")
+@click.argument("target", type=versioned, metavar="DATASET[@VERSION]")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-def save_meta(name: str, file: Path) -> None:
-    """Write the snapshot of a dataset: all its metadata at its current version, for a mount.
+def save_meta(target: tuple[str, int], file: Path) -> None:
+    """Write a snapshot of a dataset: all its metadata at its current version, or at one that is
+    kept; for a mount.
 
     FILE is written whole or not at all.
 
@@ -28,8 +29,9 @@ def save_meta(name: str, file: Path) -> None:
     Example:
       dlcmd save-meta pets pets.snapshot
     """
+    name, version = target
     with opened() as repository:
-        view = repository.view(name)
+        view = Address(name, version=version).view(repository)
         repository.snapshots.save(view, file)
     if flags().json:
         say_json({**_described(view), "file": str(file)})

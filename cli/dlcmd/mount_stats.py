@@ -4,6 +4,7 @@ Pure. Whatever a mount tells is shown, also what this version does not know.
 """
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 
 from .output import bytes_text
 
@@ -14,6 +15,7 @@ _GROUPS = {
     "residency": "contents in the kernel's cache",
     "store": "read from the store to be pushed",
     "lists": ".diesel/filelist",
+    "follow": "following the dataset",
 }
 """Titles, by the name of a group."""
 
@@ -35,7 +37,11 @@ def _is_group(value: object) -> bool:
 def _group(name: str, values: Mapping[str, object]) -> Iterator[str]:
     yield ""
     yield f"{_GROUPS.get(name, name)}:"
-    figures = {each: value for each, value in values.items() if not _is_group(value)}
+    figures = {
+        each: value
+        for each, value in values.items()
+        if not isinstance(value, Mapping) and each != "streams"
+    }
     yield from (f"  {line}" for line in _figures(figures))
     streams = values.get("streams")
     for each, value in values.items():
@@ -54,13 +60,17 @@ def _figures(figures: Mapping[str, object]) -> Iterator[str]:
 
 
 def _text(name: str, value: object) -> str:
+    if name == "since" and isinstance(value, int | float):
+        return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name == "bytes" or name.endswith("_bytes"):
         return bytes_text(value)
     if name.endswith("_s"):
         return f"{value:,.1f} s"
-    if name in ("version", "pid", "server_pid", "seed"):
+    if name in ("version", "newest", "told", "pid", "server_pid", "seed"):
         return str(value)
     return f"{value:,}"
 

@@ -12,7 +12,7 @@ from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
 
 from .mount_stats import lines
-from .options import dataset, flags, size, verb
+from .options import flags, size, verb, versioned
 from .output import emit, say, say_json
 
 
@@ -22,7 +22,7 @@ def octal(text: str) -> int:
 
 
 @verb("mount")
-@click.argument("name", type=dataset, metavar="DATASET")
+@click.argument("target", type=versioned, metavar="DATASET[@VERSION]")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--snapshot", type=click.Path(path_type=Path), help="Go by this snapshot file.")
 @click.option(
@@ -33,6 +33,7 @@ def octal(text: str) -> int:
     help="What to do where that is not the current version.",
 )
 @click.option("--offline", is_flag=True, help="Do not ask for the current version.")
+@click.option("--follow", is_flag=True, help="Go over to newer versions as they come.")
 @click.option("--session", type=click.Choice(["auto", "kernel", "pyfuse3"]), default="auto")
 @click.option(
     "--memory", type=size, default="0", help="For contents.  [default: half of what is free]"
@@ -56,11 +57,12 @@ def octal(text: str) -> int:
 @click.option("--log-file", type=click.Path(path_type=Path), help="Where the daemon logs.")
 @click.option("-f", "--foreground", is_flag=True, help="Stay, until it is unmounted.")
 def mount(
-    name: str,
+    target: tuple[str, int],
     folder: Path,
     snapshot: Path | None,
     stale: str,
     offline: bool,
+    follow: bool,
     session: str,
     memory: int,
     policy: Literal["on-demand", "oneshot"],
@@ -79,8 +81,11 @@ def mount(
     Examples:
       dlcmd mount pets /mnt/pets
       dlcmd mount -f --memory 1G pets /mnt/pets
+      dlcmd mount --follow pets /mnt/pets
+      dlcmd mount pets@1790000000000000 /mnt/before
     """
     settings = flags().settings()
+    name, version = target
     request = MountRequest(
         url=settings.repository_url,
         dataset=name,
@@ -88,6 +93,8 @@ def mount(
         snapshot_file=os.path.abspath(snapshot) if snapshot else "",
         stale=stale,
         offline=offline,
+        follow=follow,
+        version=version,
         session=session,
         memory_bytes=memory,
         policy=policy,

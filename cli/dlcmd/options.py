@@ -15,13 +15,12 @@ import click
 import diesel_fs
 from diesel_fs.errors import UsageError
 from diesel_fs.names import check_dataset_name
-from diesel_fs.settings import Settings, load_settings
+from diesel_fs.settings import Settings, load_settings, parse_size
 
 _P = ParamSpec("_P")
 _Command = TypeVar("_Command", bound=click.Command)
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+_VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 _AGO = re.compile(r"(\d{1,6})([smhdw])", re.ASCII)
 _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -84,12 +83,7 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
     return made
 
 
-def size(text: str) -> int:
-    """A number of bytes: 4096, 64K, 4M, 1G."""
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise UsageError(f"bad size {text!r}", advice="write it as 4096, 64K, 4M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]
+size = parse_size
 
 
 def time(text: str) -> float:
@@ -106,10 +100,39 @@ def time(text: str) -> float:
         ) from None
 
 
+def duration(text: str) -> int:
+    """A length of time in seconds: 0, 90m, 7d."""
+    match = _AGO.fullmatch(text)
+    if match is not None:
+        return int(timedelta(**{_AGO_UNITS[match[2]]: int(match[1])}).total_seconds())
+    if text != "0":
+        raise UsageError(f"bad length of time {text!r}", advice="write it as 0, 90m, 24h or 7d")
+    return 0
+
+
+ALL_VERSIONS = -1
+"""In an address: the list of versions."""
+
+
 def dataset(text: str) -> str:
-    """The name of a dataset, without a path. Raises UsageError."""
+    """The name of a dataset, without a path or version. Raises UsageError."""
     name, at, _ = text.partition("@")
+    check_dataset_name(name)
     if at:
-        check_dataset_name(name)
-        raise UsageError(f"{text}: kept versions come with a later version")
-    return check_dataset_name(name)
+        raise UsageError(
+            f"{text}: this is done to a dataset as it is now", advice=f"leave @ away: {name}"
+        )
+    return name
+
+
+def versioned(text: str) -> tuple[str, int]:
+    """The name of a dataset, and a version of it: `DATASET@VERSION`, or 0 for the current one."""
+    name, at, version = text.partition("@")
+    check_dataset_name(name)
+    if not at:
+        return name, 0
+    if not _VERSION.fullmatch(version):
+        raise UsageError(
+            f"bad version in {text!r}", advice=f"`dlcmd ls {name}@` lists those that are kept"
+        )
+    return name, int(version)

@@ -21,7 +21,7 @@ from .. import snapshot_layout as layout
 from ..chunk import decode, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import Codec, Kind, shown
-from ..errors import CorruptError, ForeignError, UsageError
+from ..errors import CorruptError, DieselError, ForeignError, UsageError
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore
@@ -37,6 +37,11 @@ WINDOW_ENTRIES = 4096
 CHECKED_AT_ONCE_BYTES = 256 << 10
 """`cached` checks, and decodes, entries up to this size: 0.03 ms, with lz4 up to 0.2 ms, where a
 thread that is handed the read costs 0.3 ms."""
+
+TOGETHER_BYTES = 8 << 20
+TOGETHER_ENTRIES = 512
+"""Files that are asked for in one request, where the store takes many: a request costs what some
+hundred kilobytes do, and the first file is not to wait for more than a few milliseconds."""
 
 _PREFETCH_CHUNKS = 16
 _EMPTY = memoryview(b"")
@@ -231,6 +236,9 @@ class ContentReader:
 
         a second, so it repeats, for an uncompressed entry that is right, what `_check` does.
         """
+        if not window.whole and self._objects.joins_reads:
+            yield from self._read_together(window.wanted.tolist())
+            return
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
         ahead = iter(whole if followed is None else ())  # else the order tells what is ahead
         for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
@@ -270,6 +278,43 @@ class ContentReader:
                 self._cache.done(followed, whole[number], closed)
                 del held[number]
             yield content
+
+    def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
+        """The contents of files none of whose chunks is worth reading whole, in few requests."""
+        bytes_max = min(TOGETHER_BYTES, self._cache.budget_bytes // 4)
+        start = 0
+        while start < len(wanted):
+            parts: dict[int, tuple[int, Extent]] = {}
+            total, end = 0, start
+            while end < len(wanted) and end - start < TOGETHER_ENTRIES and total <= bytes_max:
+                extents = self.snapshot.extents(wanted[end])
+                if len(extents) == 1 and extents[0].stored <= bytes_max:
+                    parts[end] = wanted[end], extents[0]
+                    total += extents[0].stored
+                end += 1
+            contents = self._fetch_parts(parts)
+            for place in range(start, end):
+                if place in contents:
+                    yield self._check(*parts[place], contents[place], None)
+                else:
+                    yield self.read(wanted[place])
+            start = end
+
+    def _fetch_parts(self, parts: dict[int, tuple[int, Extent]]) -> dict[int, memoryview]:
+        """The stored bytes of extents, by place; of none where one cannot be read: then each is
+        asked for by itself, and says why."""
+        absent = {
+            place: extent for place, (_, extent) in parts.items() if self._in_memory(extent) is None
+        }
+        wanted = [(self._object(each.chunk), each.offset, each.stored) for each in absent.values()]
+        try:
+            found = list(self._objects.read_parts(wanted))
+        except DieselError:
+            return {}
+        self._counts["misses"] += len(found)
+        self._counts["range_fetches"] += bool(found)
+        self._counts["fetched_bytes"] += sum(map(len, found))
+        return dict(zip(absent, found, strict=True))
 
     def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
         """The chunks worth reading whole for a window, in order of first use."""
@@ -392,7 +437,7 @@ class ContentReader:
     def _second_try(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
         """The stored bytes and their content, read again from the store."""
         try:
-            raw = self._fetch(extent)
+            raw = self._fetch(extent, again=True)
             content = decode(raw, extent.codec, extent.size, extent.checksum)
         except CorruptError as error:
             self._counts["damaged"] += 1
@@ -406,10 +451,11 @@ class ContentReader:
         self._counts["healed"] += 1
         return raw, content
 
-    def _fetch(self, extent: Extent) -> memoryview:
+    def _fetch(self, extent: Extent, *, again: bool = False) -> memoryview:
         """One extent's stored bytes from the store."""
         buffer = _room(extent.stored)
-        self._objects.read_into(self._object(extent.chunk), extent.offset, buffer)
+        read = self._objects.read_again if again else self._objects.read_into
+        read(self._object(extent.chunk), extent.offset, buffer)
         self._counts["range_fetches"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return buffer.toreadonly()

@@ -82,6 +82,10 @@ class ControlSocket:
     def _takes_plans(self) -> bool:
         return self.has_helper and self._link.alive
 
+    def show(self, hello: Message) -> None:
+        """Who says hello from now on hears this."""
+        self._hello = hello
+
     @property
     def path(self) -> bytes:
         """Where it is; empty while there is none."""
@@ -176,7 +180,7 @@ class ControlSocket:
                 answer = await self._answer(message)
             except DieselError as error:
                 answer = described(error)
-            await self._send(stream, answer)
+            await self._send(stream, {**answer, "version": self._hello.get("version")})
 
     async def _received(self, stream: trio.SocketStream, bytes_max: int) -> Message | None:
         """The next message; None at the end. Raises CorruptError, trio.TooSlowError."""
@@ -209,17 +213,10 @@ class ControlSocket:
         if "id" in message:
             raise UsageError("a message: unknown field 'id'")
         if not self._takes_plans:
-            if do == "stats":
-                return {"stats": self._stats()}
-            if self.has_helper:
-                raise DieselError(
-                    "the mount's helper has ended: nothing is pushed any more", advice="mount again"
-                )
-            raise UsageError(
-                "this mount pushes nothing ahead, so plans have no effect",
-                advice="mount with --session kernel",
-            )
+            return self._without_helper(do)
         answer = await self._link.ask(message, ANSWER_DEADLINE_S)
+        if answer is None and not self._link.alive:  # it has ended since
+            return self._without_helper(do)
         if answer is None:
             raise DeadlineError(f"the mount's helper did not answer within {ANSWER_DEADLINE_S:g} s")
         if do == "stats" and "error" not in answer:
@@ -229,6 +226,19 @@ class ControlSocket:
                 told["residency"] = {**held, **fresh}
             return {"stats": told}
         return answer
+
+    def _without_helper(self, do: str) -> Message:
+        """What becomes of a request that nobody carries out. Raises DieselError."""
+        if do == "stats":
+            return {"stats": self._stats()}
+        if self.has_helper:
+            raise DieselError(
+                "the mount's helper has ended: nothing is pushed any more", advice="mount again"
+            )
+        raise UsageError(
+            "this mount pushes nothing ahead, so plans have no effect",
+            advice="mount with --session kernel",
+        )
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:

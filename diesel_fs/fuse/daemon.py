@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from .. import clouds
 from ..errors import DieselError
@@ -294,10 +295,16 @@ def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Sign
 
 
 def _is_killed_but_waits(pid: int) -> bool:
-    """Whether a process has been killed and cannot end: it waits uninterruptibly."""
-    with suppress(OSError, ValueError, IndexError):
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
-            said = dict(line.split(":", 1) for line in lines if ":" in line)
+    """Whether a process has been killed and cannot end: a thread of it waits uninterruptibly."""
+    with suppress(OSError):
+        return any(map(_waits_killed, Path(f"/proc/{pid}/task").iterdir()))
+    return False
+
+
+def _waits_killed(thread: Path) -> bool:
+    with suppress(OSError, ValueError, KeyError):
+        lines = (thread / "status").read_text(encoding="ascii", errors="replace").splitlines()
+        said = dict(line.split(":", 1) for line in lines if ":" in line)
         pending = int(said["ShdPnd"], 16) | int(said["SigPnd"], 16)
         return bool(pending & _KILLED_BIT) and said["State"].strip().startswith("D")
     return False

@@ -48,6 +48,33 @@ class Idle:
 Decision: TypeAlias = Push | Drop | Sample | Idle
 
 
+@dataclass(slots=True)
+class Done:
+    """What has been done since the mount's start, over all versions."""
+
+    pushes: int = 0
+    pushed_entries: int = 0
+    pushed_bytes: int = 0
+    absent: int = 0
+    drops: int = 0
+    dropped_entries: int = 0
+    lost_entries: int = 0
+    opened: int = 0  # markers, of streams that are gone
+    planned_reads: int = 0  # as well
+
+    def push(self, entries: int, size_bytes: int, absent: int) -> None:
+        """A push has ended."""
+        self.pushes += 1
+        self.pushed_entries += entries
+        self.pushed_bytes += size_bytes
+        self.absent += absent
+
+    def drop(self, entries: int) -> None:
+        """A drop has ended."""
+        self.drops += 1
+        self.dropped_entries += entries
+
+
 class StreamStats(TypedDict):
     """Where one stream is; positions are those of its current epoch, high and frontier may pass
     its length by as much as they have entered the next one."""

@@ -54,30 +54,32 @@ class FolderAnswers:
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._shown = protocol.Shown(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
-        self._parts: OrderedDict[tuple[int, int], _Part | None] = OrderedDict()
+        self._parts: OrderedDict[tuple[int, int, int], _Part | None] = OrderedDict()
 
     def answer(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
         """Children from `offset` on, as many as fit, in pieces; nothing at the folder's end.
 
         The kernel gets a reference to each node that is in it, but for `.` and `..`.
         """
-        dots = self._dots(folder, offset) if offset < DOTS else b""
+        base, offset = self._vfs.listing_from(folder, offset)
+        dots = self._dots(folder, offset, base) if offset < DOTS else b""
         number, within = divmod(max(offset - DOTS, 0), PART_ENTRIES)
-        part = self._part(folder, number)
+        part = self._part(folder, base, number)
         if part is None or within >= len(part.bounds) - 1:
             return (dots,)
         start = part.bounds[within]
-        end = part.bounds[bisect_right(part.bounds, start + room_bytes - len(dots)) - 1]
-        return dots, part.content[start:end]
+        behind = bisect_right(part.bounds, start + room_bytes - len(dots)) - 1
+        self._vfs.remember_listed(folder, number * PART_ENTRIES + within, behind - within)
+        return dots, part.content[start : part.bounds[behind]]
 
-    def _part(self, folder: int, number: int) -> _Part | None:
-        key = folder, number
+    def _part(self, folder: int, base: int, number: int) -> _Part | None:
+        key = folder, base, number
         if key in self._parts:
             self._parts.move_to_end(key)
             return self._parts[key]
         first = number * PART_ENTRIES
         found = self._vfs.child_columns(folder, first, PART_ENTRIES)
-        made = self._parts[key] = None if found is None else self._made(found, first)
+        made = self._parts[key] = None if found is None else self._made(found, base + first)
         if len(self._parts) > PARTS_KEPT:
             self._parts.popitem(last=False)
         return made
@@ -85,8 +87,7 @@ class FolderAnswers:
     def _made(self, found: ChildColumns, first: int) -> _Part:
         count = len(found.mode)
         fixed = np.zeros(count, _ENTRY)
-        nodes = np.arange(found.first_node, found.first_node + count)
-        fixed["node"] = fixed["ino"] = fixed["listed_ino"] = nodes
+        fixed["node"] = fixed["ino"] = fixed["listed_ino"] = found.nodes
         fixed["name_valid_s"] = fixed["valid_s"] = int(FOREVER_S)
         fixed["size"] = found.size
         fixed["blocks"] = (found.size + np.uint64(511)) >> np.uint64(9)
@@ -101,10 +102,10 @@ class FolderAnswers:
         fixed["name_bytes"], fixed["type"] = lengths, found.mode >> 12
         return _joined(fixed, found, lengths)
 
-    def _dots(self, folder: int, offset: int) -> bytes:
+    def _dots(self, folder: int, offset: int, base: int = 0) -> bytes:
         names = ((b".", folder), (b"..", self._vfs.folder_parent(folder)))
         return b"".join(
-            bytes(protocol.ENTRY_OUT.size) + protocol.dirent(node, at + 1, 4, name)
+            bytes(protocol.ENTRY_OUT.size) + protocol.dirent(node, base + at + 1, 4, name)
             for at, (name, node) in enumerate(names)
             if at >= offset
         )

@@ -36,12 +36,25 @@ class Held:
         self.claims = np.zeros(len(cost), np.int32)
         self.bytes = 0
         self.unclaimed_bytes = 0  # of what is resident
+        self.since_s = np.zeros(len(cost))  # pushed then
         self._read_s = np.full(len(cost), -np.inf)
         self._leaving: Mask = np.zeros(len(cost), np.bool_)  # given out by `victims`
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first
         self._behind_entries = 0
         self._ranked = NONE
+
+    def take_over(self, old: "Held", was: npt.NDArray[np.int32]) -> None:
+        """What `old` has of other entries, one of which each of these `was` (-1: none)."""
+        now = np.flatnonzero(was >= 0)
+        before = was[now]
+        self.resident[now] = old.resident[before]
+        self.bytes = self.unclaimed_bytes = int(self.cost[self.resident].sum())
+        self.since_s[now] = old.since_s[before]
+        self._read_s[now] = old._read_s[before]
+        if old._value is not None:
+            self._value = np.zeros(len(self.cost), np.float32)
+            self._value[now] = old._value[before]
 
     def bytes_of(self, entries: Entries) -> int:
         """What these (each once) take."""

@@ -6,16 +6,18 @@ decisions (`residency.py`), the system calls (`residents.py`), answering the ker
 
 It has a process of its own because what it does can wait: for the server, for a store, for a page
 lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
-One thread; the store is read ahead in others.
+Where the mount goes over to another version, it tells the kernel (`kernel_news.py`), piece by piece
+before all other work, and what is resident of unchanged files counts on. One thread; the store is
+read ahead in others.
 """
 
-import errno
 import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -26,15 +28,17 @@ from ..entries import Kind
 from ..errors import DieselError
 from ..snapshot import Snapshot
 from ..snapshot_layout import MANY, kinds
+from ..snapshot_match import Match
 from .decisions import Drop, Idle, Policy, Push, Sample
 from .helper_link import Message, ServerEnd, Value
+from .kernel_news import ENDED, KernelNews, Nodes, tell_folders
 from .mountpoint import mounts
 from .plan_messages import PlanMessages
 from .push_board import PushBoard
 from .request import MountRequest
 from .residency import Residency
 from .residents import Residents
-from .source import Pieces, SourceOpener, snapshot_at
+from .source import Pieces, SourceOpener, read_numbers, snapshot_at
 
 log = logging.getLogger("diesel.mount")
 
@@ -57,9 +61,6 @@ UNITS_SOON = 12
 
 BEGIN_DEADLINE_S = 10.0
 
-_ENDED = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
-"""What the connection says when the mount has gone."""
-
 
 def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
     """Helps the server at the other end of `link`, until it ends. The exit code."""
@@ -72,17 +73,9 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
         snapshot = snapshot_at(file)
         os.close(file)
-        push_bytes, name = begin["push_bytes"], begin["device"]
-        assert isinstance(push_bytes, int)
-        residency = residency_of(snapshot, push_bytes, request.policy)
-        helper = Helper(
-            server,
-            snapshot,
-            opener.pieces(request, snapshot),
-            Residents(request.mountpoint, snapshot, device),
-            residency,
-            PushBoard(shared),
-        )
+        name = begin["device"]
+        helper = Helper(server, request, opener, device, _whole(begin, "push_bytes"))
+        helper.show(snapshot, None, PushBoard(shared))
         try:
             helper.run(str(name), early)
         finally:
@@ -92,36 +85,59 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
     return 0
 
 
+def _whole(message: Message, name: str) -> int:
+    value = message[name]
+    assert isinstance(value, int)
+    return value
+
+
 class Helper:
     """One mount's helper, from `run` to its end."""
+
+    _snapshot: Snapshot
+    _pieces: Pieces
+    _residents: Residents
+    _residency: Residency
+    _plans: PlanMessages
+    _board: PushBoard
+    _nodes: Nodes | None
 
     def __init__(
         self,
         server: ServerEnd,
-        snapshot: Snapshot,
-        pieces: Pieces,
-        residents: Residents,
-        residency: Residency,
-        board: PushBoard,
+        request: MountRequest,
+        opener: SourceOpener,
+        device: int,
+        push_bytes: int,
     ) -> None:
+        """`device` is a descriptor of the connection."""
         self._server = server
-        self._board = board
-        self._snapshot = snapshot
-        self._pieces = pieces
-        self._residents = residents
-        self._residency = residency
-        self._plans = PlanMessages(snapshot, residency)
+        self._request = request
+        self._opener = opener
+        self._device = device
+        self._push_bytes = push_bytes
         self._failed = 0
         self._walked: set[int] = set()
+        self._news: deque[Iterator[None]] = deque()  # that the kernel is still to be told
         self._is_news = True  # since the server was last told
         self._told_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+
+    def show(self, snapshot: Snapshot, nodes: Nodes | None, board: PushBoard) -> None:
+        """What is pushed from now on; `nodes` are those of its entries. Raises DieselError."""
+        self._snapshot = snapshot
+        self._pieces = self._opener.pieces(self._request, snapshot)
+        self._residency = residency_of(snapshot, self._push_bytes, self._request.policy)
+        self._residents = Residents(self._request.mountpoint, snapshot, self._device, nodes)
+        self._plans = PlanMessages(snapshot, self._residency)
+        self._board = board
+        self._nodes = nodes
+        self._server.watch(self._residents.events)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Helps until the mount is gone from the tree or the server has ended; `early` are messages
         that have come already.
         """
-        self._server.watch(self._residents.events)
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         wait_s = 0.0
         while True:
@@ -137,7 +153,7 @@ class Helper:
             self._plans.foresee(now_s)
             if self._mountinfo in self._server.ready and not _is_mounted(device):
                 return
-            wait_s = self._act(now_s)
+            wait_s = self._tell_kernel() if self._news else self._act(now_s)
             self._board.want(each_miss=self._residency.wants_misses)
             self._residents.rest()
             self._tell(now_s)
@@ -158,6 +174,12 @@ class Helper:
         if do == "forgotten" and isinstance(packed, bytes):
             self._residency.forgotten(np.frombuffer(packed, "<i8"))
             return
+        if do == "switch":
+            self._switch(message)
+            return
+        if do == "names are old":
+            self._news.append(tell_folders(self._device, _folders_of(message)))
+            return
         node = message.get("node")
         if do == "forget" and isinstance(node, int):  # it lists what has been read
             self._residents.forget(node)
@@ -167,6 +189,44 @@ class Helper:
             answer = self._plans.answer(message, now_s)
         if "id" in message:
             self._server.send({**answer, "id": message["id"]})
+
+    def _switch(self, message: Message) -> None:
+        """The mount has gone over to another version: all entries are others from here on."""
+        file, numbers, shared = self._server.handed_over(3)
+        old, held, residents = self._snapshot, self._residency, self._residents
+        before = self._nodes
+        if before is None:
+            before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
+        snapshot = snapshot_at(file)
+        nodes, met, was = read_numbers(numbers, snapshot.entry_count)
+        for descriptor in (file, numbers):
+            os.close(descriptor)
+        self._server.watch_no_more(residents.events)
+        residents.close()
+        self.show(snapshot, nodes, PushBoard(shared))
+        self._residency.take_over(held, was)
+        self._residents.walked_entries = residents.walked_entries
+        found = Match(old, snapshot, met, was)
+        unchanged = np.setdiff1d(np.flatnonzero(was >= 0), found.changed_folders)
+        walked = unchanged[np.isin(was[unchanged], list(self._walked))]
+        self._walked = set(walked.tolist())
+        self._news.append(KernelNews(found, before, nodes).tell(self._device))
+        self._news.append(self._told_all(message["id"]))
+
+    def _told_all(self, asked: Value) -> Iterator[None]:
+        self._server.send({"id": asked})
+        self._is_news = True
+        yield
+
+    def _tell_kernel(self) -> float:
+        """The next piece of what it must know; how long nothing is to be done after it."""
+        try:
+            next(self._news[0])
+        except StopIteration:
+            self._news.popleft()
+        except OSError:  # the mount has gone
+            self._news.clear()
+        return 0.0
 
     def _hear_opens(self, now_s: float) -> None:
         for entry in self._residents.opened():
@@ -211,7 +271,7 @@ class Helper:
                 count += len(batch.entries)
                 seen.append(batch.entries)
         except (DieselError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in _ENDED:
+            if isinstance(error, OSError) and error.errno in ENDED:
                 raise
             failed = True
             self._failed += 1
@@ -278,6 +338,19 @@ class Helper:
 
 def _is_mounted(device: str) -> bool:
     return any(each.device == device for each in mounts())
+
+
+def _folders_of(message: Message) -> dict[int, list[bytes]]:
+    """Names by the nodes of their folders."""
+    nodes, names = message["nodes"], message["names"]
+    assert isinstance(nodes, list)
+    assert isinstance(names, list)
+    found: dict[int, list[bytes]] = {}
+    for node, some in zip(nodes, names, strict=True):
+        assert isinstance(node, int)
+        assert isinstance(some, list)
+        found[node] = [name for name in some if isinstance(name, bytes)]
+    return found
 
 
 def residency_of(snapshot: Snapshot, budget_bytes: int, policy: Policy) -> Residency:

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgpack
@@ -33,6 +33,9 @@ NUMBERS_PENDING_MAX = 65_536
 FRAMES_PENDING_MAX = 256
 """Messages that wait for a helper that is stopped, or waits for a page lock; further ones are lost,
 and whoever waits for an answer is told that none came."""
+
+DESCRIPTORS_MAX = 8
+"""That may come along with one message."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -74,7 +77,7 @@ class HelperLink:
         self._socket = end
         self._missed: list[int] = []
         self._forgotten: list[int] = []
-        self._frames: list[bytes] = []
+        self._frames: list[tuple[bytes, Sequence[int]]] = []  # with descriptors that go along
         self._wake = trio.Event()
         self._ids = itertools.count(1)
         self._answers: dict[int, Message] = {}
@@ -103,16 +106,33 @@ class HelperLink:
     def tell(self, message: Message) -> None:
         """Something without an answer; lost where the helper does not listen any more."""
         if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
-            self._frames.append(frame(message))
+            self._frames.append((frame(message), ()))
             self._wake.set()
+
+    async def hand_over(self, message: Message, descriptors: Sequence[int]) -> Message | None:
+        """A message from which on entries are others, with descriptors: behind all that was told,
+
+        missed and forgotten when it was called. The answer, however long it takes; None where the
+        helper has gone.
+        """
+        if not self.alive:
+            return None
+        self._frames += [(each, ()) for each in self._numbers()]
+        number = next(self._ids)
+        self._frames.append((frame({**message, "id": number}), descriptors))
+        self._wake.set()
+        return await self._answer(number, math.inf)
 
     async def ask(self, message: Message, deadline_s: float) -> Message | None:
         """The helper's answer, or None where none comes in time."""
         if not self.alive:
             return None
         number = next(self._ids)
-        event = self._answered[number] = trio.Event()
         self.tell({**message, "id": number})
+        return await self._answer(number, deadline_s)
+
+    async def _answer(self, number: int, deadline_s: float) -> Message | None:
+        event = self._answered[number] = trio.Event()
         try:
             with trio.move_on_after(deadline_s):
                 await event.wait()
@@ -131,18 +151,26 @@ class HelperLink:
                     await self._wake.wait()
                     self._wake = trio.Event()
                     frames, self._frames = self._frames, []
-                    for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
-                        if numbers:
-                            frames.append(frame({"do": do, "entries": _packed(numbers)}))
-                            numbers.clear()
-                    for each in frames:
-                        await stream.send_all(each)
+                    frames += [(each, ()) for each in self._numbers()]
+                    for each, descriptors in frames:
+                        if descriptors:
+                            sent = await end.sendmsg([each], [_rights(descriptors)])
+                            await stream.send_all(each[sent:])
+                        else:
+                            await stream.send_all(each)
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         except* Exception as faults:  # what cannot be understood ends the helping, not the mount
             log.exception("the helper cannot be understood", exc_info=faults)
         finally:
             self.close()
+
+    def _numbers(self) -> Iterator[bytes]:
+        """What was missed and forgotten, as frames; then nothing is any more."""
+        for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
+            if numbers:
+                yield frame({"do": do, "entries": _packed(numbers)})
+                numbers.clear()
 
     def close(self) -> None:
         """Lets the helper go: it ends then."""
@@ -177,17 +205,32 @@ class ServerEnd:
         self._poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
         """What of the watched descriptors ended the last wait."""
+        self._received: list[int] = []
 
     def descriptors(self, count: int) -> list[int]:
         """What came along with the first byte; fewer where the server has gone."""
-        received, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        return self._kept(socket.recv_fds(self._socket, 1, count)[1])
+
+    def handed_over(self, count: int) -> list[int]:
+        """What came along with the last message. Raises ValueError where that is another number."""
+        found, self._received = self._received, []
+        if len(found) != count:
+            raise ValueError(f"{len(found)} descriptors came with a message instead of {count}")
+        return found
+
+    @staticmethod
+    def _kept(descriptors: Sequence[int]) -> list[int]:
         for each in descriptors:
             os.set_inheritable(each, False)
-        return list(descriptors) if received else []
+        return list(descriptors)
 
     def watch(self, descriptor: int, events: int = select.POLLIN) -> None:
         """`messages` returns early for these events, too."""
         self._poll.register(descriptor, events)
+
+    def watch_no_more(self, descriptor: int) -> None:
+        """Before it is closed."""
+        self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float) -> list[Message]:
         """What has come, after at most this time. Raises EOFError where the server has gone."""
@@ -196,13 +239,16 @@ class ServerEnd:
         if self._socket.fileno() not in self.ready:
             return []
         try:
-            received = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+            received, descriptors, _, _ = socket.recv_fds(
+                self._socket, 1 << 20, DESCRIPTORS_MAX, socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return []
         except ConnectionError:
             raise EOFError from None
         if not received:
             raise EOFError
+        self._received += self._kept(descriptors)
         return self._frames.add(received)
 
     def send(self, message: Message) -> None:
@@ -211,6 +257,10 @@ class ServerEnd:
             self._socket.sendall(frame(message))
         except OSError:
             raise EOFError from None
+
+
+def _rights(descriptors: Sequence[int]) -> tuple[int, int, bytes]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors)
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

@@ -317,11 +317,7 @@ class KernelSession:
 
     def _forget(self, request: Request, message: memoryview) -> _Answer:
         forgets = protocol.parse_forgets(request, message)
-        for node, count in forgets:
-            if node >= HIDDEN_ROOT:
-                self._vfs.forget(node, count)
-        count = self._vfs.snapshot.entry_count
-        self._forgotten([node - 1 for node, _ in forgets if 0 < node <= count])
+        self._forgotten(self._vfs.forget_all(forgets))
         return None
 
     def _getattr(self, request: Request, message: memoryview) -> _Answer:

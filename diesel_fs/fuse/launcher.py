@@ -150,6 +150,7 @@ def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> lis
 
 
 def _checked(request: MountRequest) -> MountRequest:
+    request.check()
     request = replace(request, mountpoint=real_path(request.mountpoint))
     if not os.path.exists("/dev/fuse"):
         raise PermissionDenied(

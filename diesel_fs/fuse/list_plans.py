@@ -40,9 +40,10 @@ def stream_of(ref: ListRef) -> str:
 class ListPlans:
     """The `Readers` of a mount's lists."""
 
-    def __init__(self, seed: int, group_size: int) -> None:
+    def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: HelperLink | None = None
         self._name = ListName(seed, 0, group_size)
+        self._version = version
         self._is_read = False  # the list of this epoch
         self._tail: frozenset[int] = frozenset()
         self._last = -1
@@ -55,6 +56,13 @@ class ListPlans:
     def help_comes(self, link: HelperLink) -> None:
         """The helper has begun: it is told of lists from now on."""
         self._link = link
+
+    def show(self, version: int) -> None:
+        """The mount goes over to another version: the list is of the same epoch, of its files."""
+        self._version = version
+        self._is_read = False
+        self._tail = frozenset()
+        self._opened.clear()
 
     async def list_name(self) -> ListName:
         """The list that `.diesel/filelist` is now."""
@@ -73,7 +81,9 @@ class ListPlans:
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def reading(self, ref: ListRef) -> None:
-        """Its reader will probably read the files that it names."""
+        """Its reader will probably read the files that it names, unless they are of old."""
+        if ref.version != self._version:
+            return
         if ref.by_filelist and ref.name == self._name:
             self._is_read = True
         said: Message = {"do": "list read", "stream": stream_of(ref), "list": str(ref.name)}
@@ -82,7 +92,8 @@ class ListPlans:
 
     def made(self, ref: ListRef, tail: list[int]) -> None:
         """From here on the opens of its last files count."""
-        if ref.by_filelist and ref.name == self._name and not self._tail:
+        is_now = ref.version == self._version and ref.name == self._name
+        if ref.by_filelist and is_now and not self._tail:
             self._tail = frozenset(tail)
             self._last = tail[-1] if tail else -1
             self._opened.clear()

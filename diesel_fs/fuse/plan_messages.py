@@ -57,6 +57,7 @@ class PlanMessages:
     def __init__(self, snapshot: Snapshot, residency: Residency) -> None:
         self._snapshot = snapshot
         self._residency = residency
+        self._held = False  # the mount is about to go over to another version
         self._lists: OrderedDict[str, _Followed] = OrderedDict()
         self._looked_s = 0.0
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
@@ -70,6 +71,9 @@ class PlanMessages:
             "stats": self._stats,
             "list read": self._list_read,
             "list looked up": self._list_looked_up,
+            "running": self._running,
+            "hold plans": self._hold,
+            "let plans": self._let,
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
@@ -85,6 +89,25 @@ class PlanMessages:
             return handler(fields, now_s)
         except DieselError as error:
             return described(error)
+
+    # going over to another version ----------------------------------------------------------------
+
+    def _running(self, fields: Fields, now_s: float) -> Message:
+        """The streams that another version has to wait for."""
+        fields.end()
+        return {"running": [*self._residency.running(now_s)]}
+
+    def _hold(self, fields: Fields, now_s: float) -> Message:
+        """The same; where there is none, no plan is taken from now on."""
+        running = self._running(fields, now_s)
+        self._held = not running["running"]
+        return running
+
+    def _let(self, fields: Fields, now_s: float) -> Message:
+        """Plans are taken again: the version stays."""
+        fields.end()
+        self._held = False
+        return {}
 
     # what others announce -------------------------------------------------------------------------
 
@@ -158,6 +181,11 @@ class PlanMessages:
         """Indices mean something in one version alone. Raises ConflictError for another."""
         identity, version = fields.text("identity"), fields.whole("version")
         own = self._snapshot
+        if self._held:
+            raise ConflictError(
+                f"the mount goes over to another version of {own.dataset}",
+                advice="ask again in a moment, for that one",
+            )
         if identity != str(own.identity):
             raise ConflictError(
                 f"the plan is for the dataset {identity[:64]}, the mount shows {own.identity}"

@@ -71,6 +71,7 @@ REQUEST_BYTES = 1 << 16
 """Room for one request: the longest is a BATCH_FORGET, which the kernel fits to the room."""
 
 NOTIFY_INVALIDATE = 2
+NOTIFY_INVALIDATE_NAME = 3
 NOTIFY_STORE = 4
 
 IN_HEADER = struct.Struct("<IIQQIIIHH")  # length, opcode, unique, node, uid, gid, pid, extension, -
@@ -91,6 +92,8 @@ _STATFS_OUT = struct.Struct("<QQQQQIIII24x")
 DIRENT = struct.Struct("<QQII")  # node, offset of the next, length of the name, type
 STORE = struct.Struct("<IiQQQII")  # the header of a notification, then node, offset, size, -
 INVALIDATE = struct.Struct("<IiQQqq")  # the same header, then node, offset, length (0: all)
+
+_INVALIDATE_NAME = struct.Struct("<IiQQII")  # the same header, then folder, length of the name, -
 
 HEADER_BYTES = IN_HEADER.size
 
@@ -257,3 +260,19 @@ def refusal(unique: int, number: int) -> bytes:
 def answer_header(unique: int, size: int) -> bytes:
     """What stands before `size` bytes of an answer."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, 0, unique)
+
+
+def node_is_old(node: int) -> bytes:
+    """A notification: the kernel is to ask again for what it keeps of a node, attributes included.
+
+    Of a folder, for its listing; names in it stay.
+    """
+    return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, 0, 0)
+
+
+def name_is_old(folder: int, name: bytes) -> bytes:
+    """A notification: the kernel is to ask again where a name leads, also if it led nowhere."""
+    size = _INVALIDATE_NAME.size + len(name) + 1
+    return (
+        _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"
+    )

@@ -19,6 +19,7 @@ import math
 import mmap
 import os
 import time
+from collections.abc import Callable
 from typing import Self
 
 import numpy as np
@@ -46,6 +47,13 @@ _Entries = npt.NDArray[np.uint32]
 _NONE: _Entries = np.empty(0, np.uint32)
 
 
+def board_file(entry_count: int) -> int:
+    """A descriptor of the memory for a board of so many entries. Raises OSError."""
+    descriptor = os.memfd_create("diesel-board", os.MFD_CLOEXEC)
+    os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
+    return descriptor
+
+
 class PushBoard:
     """One mount's board, in one of its two processes."""
 
@@ -63,8 +71,7 @@ class PushBoard:
     @classmethod
     def make(cls, entry_count: int) -> tuple[Self, int]:
         """A new one, and the descriptor for the other process. Raises OSError."""
-        descriptor = os.memfd_create("diesel-board", os.MFD_CLOEXEC)
-        os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
+        descriptor = board_file(entry_count)
         return cls(descriptor), descriptor
 
     # the helper
@@ -136,3 +143,24 @@ class PushBoard:
             if still >= STILL_STEPS or not self.is_soon(entry):
                 return
             before = now
+
+
+class NumberedBoard(PushBoard):
+    """The server's end where entries are known by their nodes alone: `entry` is a node - 1."""
+
+    def __init__(self, descriptor: int, entry_of: Callable[[int], int]) -> None:
+        """`entry_of` gives the entry that has a node, -1 for none of this board's version."""
+        super().__init__(descriptor)
+        self._entry_of = entry_of
+
+    def is_held(self, entry: int) -> bool:
+        """See `PushBoard`."""
+        return super().is_held(self._entry_of(entry + 1))
+
+    def answered(self, entry: int) -> None:
+        """See `PushBoard`."""
+        super().answered(self._entry_of(entry + 1))
+
+    def is_soon(self, entry: int) -> bool:
+        """See `PushBoard`."""
+        return super().is_soon(self._entry_of(entry + 1))

@@ -13,9 +13,10 @@ in globals.
 
 import errno
 import functools
+import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import pyfuse3
@@ -24,6 +25,7 @@ from ..entries import NAME_BYTES_MAX
 from ..errors import DieselError
 from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, Listing, Refused
 from ..vfs import BLOCK_BYTES, Vfs
+from . import kernel
 from .pyfuse3_loop import Loop, installed
 from .session import MountOptions
 
@@ -111,7 +113,10 @@ class _Operations(pyfuse3.Operations):
 
     @_answered("lookup")
     def _lookup(self, node: int, name: bytes) -> pyfuse3.EntryAttributes:
-        return self._told(self.vfs.lookup(node, name))
+        found = self.vfs.lookup(node, name)
+        if found.node >= self.vfs.counted_from:
+            self.vfs.remember(found.node)
+        return self._told(found)
 
     async def _waited(
         self,
@@ -132,7 +137,7 @@ class _Operations(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node, count in inode_list:
-            if node >= HIDDEN_ROOT:
+            if node >= self.vfs.counted_from:
                 self.vfs.forget(node, count)
 
     @_answered("getattr")
@@ -184,16 +189,17 @@ class _Operations(pyfuse3.Operations):
     def _readdir(
         self, node: int, start_id: int, token: pyfuse3.ReaddirToken, hidden: Listing | None
     ) -> None:
-        if start_id == 0 and not self._dot(token, b".", node, 1):
+        base, start_id = self.vfs.listing_from(node, start_id)
+        if start_id == 0 and not self._dot(token, b".", node, base + 1):
             return
-        if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), 2):
+        if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), base + 2):
             return
         position = max(start_id - 2, 0)
         if hidden is not None:
-            self._children(token, hidden, position)
+            self._children(token, hidden, position, base)
             return
         while (
-            after := self._children(token, self.vfs.listing(node, position), position)
+            after := self._children(token, self.vfs.listing(node, position), position, base)
         ) > position:
             position = after
 
@@ -204,7 +210,9 @@ class _Operations(pyfuse3.Operations):
     def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
         return pyfuse3.readdir_reply(token, name, self._told(self.vfs.attributes(node)), after)
 
-    def _children(self, token: pyfuse3.ReaddirToken, found: Listing, position: int) -> int:
+    def _children(
+        self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
+    ) -> int:
         """Adds children from `position` on: the position after them, the same at the end of the
 
         folder, and -1 where the answer is full.
@@ -213,6 +221,7 @@ class _Operations(pyfuse3.Operations):
         if skip >= len(found.names):
             return position
         entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
+        counted_from, behind = self.vfs.counted_from, base + 3
         entry.entry_timeout = found.name_valid_s
         columns = (found.names, found.nodes, found.modes, found.sizes, found.mtimes_ns)
         rest = zip(*(column[skip:] for column in columns), strict=True)
@@ -223,9 +232,9 @@ class _Operations(pyfuse3.Operations):
             entry.st_blocks = (size + 511) >> 9
             if mtime_ns != mtime_before:
                 entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = mtime_before = mtime_ns
-            if not reply(token, name, entry, position + 3):
+            if not reply(token, name, entry, position + behind):
                 return -1
-            if node >= HIDDEN_ROOT:
+            if node >= counted_from:
                 self.vfs.remember(node)
             position += 1
         return position
@@ -293,6 +302,14 @@ class Pyfuse3Session:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+    def clone(self) -> int:
+        """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not tell which is its own
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
+                    return kernel.clone(int(name))
+        raise OSError(errno.EBADF, "no connection")
 
     def observe(self, opened: Callable[[int], None]) -> None:
         """From now on, tell of each entry that is opened."""

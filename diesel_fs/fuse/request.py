@@ -28,6 +28,9 @@ class MountRequest:
     snapshot_file: str = ""
     stale: str = "warn"  # refuse, warn, allow
     offline: bool = False
+    version: int = 0  # one that is kept; 0: the current one
+    follow: bool = False
+    look_s: float = 0.0  # how often a mount that follows looks for another version
     session: str = "auto"
     memory_bytes: int = 0
     policy: Policy = "on-demand"
@@ -70,6 +73,21 @@ class MountRequest:
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError("not a mount request: other fields than this version's")
         return cls(**values)
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be had together."""
+        if self.version and (self.follow or self.snapshot_file):
+            option = "--follow" if self.follow else "--snapshot"
+            raise UsageError(
+                f"{self.dataset}@{self.version} and {option} exclude each other",
+                advice="a version is mounted as it is",
+            )
+        if self.follow and (self.snapshot_file or self.offline):
+            option = "--snapshot" if self.snapshot_file else "--offline"
+            raise UsageError(
+                f"--follow and {option} exclude each other",
+                advice="a mount that follows begins with the current version",
+            )
 
     @property
     def kept_outside(self) -> Sequence[Path]:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..plans import Entries, Epoch, Order, Plan, Stream
-from .decisions import Decision, Drop, Idle, Policy, Push, ResidencyStats, Sample
+from .decisions import Decision, Done, Drop, Idle, Policy, Push, ResidencyStats, Sample
 from .held import NONE, Held, Mask
 from .members import Members
 from .streams import STRIDE, Follow
@@ -88,7 +88,6 @@ class Residency:
         """Per entry: its (first) chunk, -1 for none; its size in bytes; its offset in the chunk,
         by which mixed units are sorted; whether it is a file (else: what has a chunk).
         """
-        count = len(chunk)
         cost = -(-size // page_bytes) * page_bytes
         cost[chunk < 0] = 0
         self._columns = Columns(chunk.astype(np.int32), cost.astype(np.int64), chunk_count)
@@ -100,7 +99,6 @@ class Residency:
         self._known = 0
         self._members = Members(self._columns, offset)
         self._held = Held(self._cost)
-        self._since_s = np.zeros(count)  # pushed then, counted from `_start_s`
         self._lost: deque[Entries] = deque()
         self._unplanned = Unplanned(
             self._members, self._held, chunk_count, everything=policy == "oneshot"
@@ -113,9 +111,7 @@ class Residency:
         self._pause_s = 0.0  # after the last push failed
         self._paused_until_s = -math.inf
         self._now_s = 0.0
-        self._pushes = self._pushed_entries = self._pushed_bytes = self._absent = 0
-        self._drops = self._dropped_entries = self._lost_entries = 0
-        self._opened = self._planned_reads = 0  # of streams that are gone
+        self._done = Done()
 
     @property
     def held_bytes(self) -> int:
@@ -128,6 +124,15 @@ class Residency:
         them show if pages are lost.
         """
         return bool(self._follows) or self._unplanned.has_room(self._room())
+
+    def take_over(self, old: "Residency", was: npt.NDArray[np.int32]) -> None:
+        """Go on where another version ended, whose entries these `was` (-1: none). Plans end."""
+        self._held.take_over(old._held, was)
+        self._done, self._start_s, self._now_s = old._done, old._start_s, old._now_s
+
+    def running(self, now_s: float) -> list[str]:
+        """The streams whose readers are in the midst of what is announced."""
+        return [name for name, follow in self._follows.items() if follow.runs(now_s)]
 
     # Facts: the plan
 
@@ -214,7 +219,7 @@ class Residency:
             return
         follow, position = self._attributed(entry, now_s)
         if self._held.resident[entry]:
-            if now_s - self._start_s - float(self._since_s[entry]) >= LATE_READ_S:
+            if now_s - self._start_s - float(self._held.since_s[entry]) >= LATE_READ_S:
                 self._lose(entry, follow, position)
             return
         self._held.read(entry, now_s - self._start_s)
@@ -237,12 +242,9 @@ class Residency:
         assert push is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         resident, unknown = self._checked(done), self._checked(absent)
-        self._since_s[resident] = now_s - self._start_s
+        self._held.since_s[resident] = now_s - self._start_s
         self._held.add(resident if done is push.entries else np.unique(resident))
-        self._pushes += 1
-        self._pushed_entries += len(resident)
-        self._pushed_bytes += int(self._cost[resident].sum())
-        self._absent += len(unknown)
+        self._done.push(len(resident), int(self._cost[resident].sum()), len(unknown))
         self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
         self._paused_until_s = now_s + self._pause_s
         if failed:
@@ -254,8 +256,7 @@ class Residency:
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self._held.gone(drop.entries)
-        self._drops += 1
-        self._dropped_entries += len(drop.entries)
+        self._done.drop(len(drop.entries))
 
     def sampled(self, entries: Order, resident_mask: Mask) -> None:
         """What a sample showed, or what anybody has seen of these entries."""
@@ -264,8 +265,7 @@ class Residency:
         gone = self._checked(entries)[~np.asarray(resident_mask, np.bool_)]
         for entry in gone[self._held.resident[gone]].tolist():
             if self._held.resident[entry]:  # an earlier one may have taken it along
-                follow, position = self._place_of(entry)
-                self._lose(entry, follow, position)
+                self._lose(entry, *self._place_of(entry))
 
     # Decisions
 
@@ -307,16 +307,16 @@ class Residency:
     def stats(self) -> ResidencyStats:
         """What has been done, and where every stream is."""
         follows = self._follows.values()
-        opened = self._opened + sum(follow.opened_markers for follow in follows)
-        reads = self._planned_reads + sum(follow.planned_reads for follow in follows)
+        opened = self._done.opened + sum(follow.opened_markers for follow in follows)
+        reads = self._done.planned_reads + sum(follow.planned_reads for follow in follows)
         return ResidencyStats(
-            pushes=self._pushes,
-            pushed_entries=self._pushed_entries,
-            pushed_bytes=self._pushed_bytes,
-            absent_entries=self._absent,
-            drops=self._drops,
-            dropped_entries=self._dropped_entries,
-            lost_entries=self._lost_entries,
+            pushes=self._done.pushes,
+            pushed_entries=self._done.pushed_entries,
+            pushed_bytes=self._done.pushed_bytes,
+            absent_entries=self._done.absent,
+            drops=self._done.drops,
+            dropped_entries=self._done.dropped_entries,
+            lost_entries=self._done.lost_entries,
             resident_entries=int(np.count_nonzero(self._held.resident)),
             resident_bytes=self._held.bytes,
             known_bytes=self._known * self._known_entry_bytes,
@@ -539,8 +539,8 @@ class Residency:
         if follow is not None:
             self._release(follow, follow.retreat(0), behind=False)
             del self._follows[name]
-            self._opened += follow.opened_markers
-            self._planned_reads += follow.planned_reads
+            self._done.opened += follow.opened_markers
+            self._done.planned_reads += follow.planned_reads
             self._share_bytes = 0
 
     def _place_of(self, entry: int) -> tuple[Follow | None, int]:
@@ -575,15 +575,15 @@ class Residency:
             mates = self._members.of(chunk)
             if follow is not None:
                 mates = np.concatenate([mates, follow.neighbours(position, STRIDE)])
-            old = self._now_s - self._start_s - self._since_s[mates] >= LATE_READ_S
+            old = self._now_s - self._start_s - self._held.since_s[mates] >= LATE_READ_S
             mates = np.unique(mates[self._held.resident[mates] & (old | (mates == entry))])
             self._lost.append(mates)
-        self._lost_entries += len(mates)
+        self._done.lost_entries += len(mates)
         self._held.remove(mates)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
         entries, brought = self._held.without_read(entries, self._now_s - self._start_s)
-        self._since_s[brought] = self._now_s - self._start_s
+        self._held.since_s[brought] = self._now_s - self._start_s
         chunk = -1
         if len(entries):
             chunks = self._chunk[entries]

@@ -23,7 +23,7 @@ from ..cache.extents import Batch
 from ..snapshot import ROOT_INDEX, Snapshot
 from . import kernel
 from .dropper import Dropper
-from .protocol import INVALIDATE, NOTIFY_INVALIDATE, NOTIFY_STORE, STORE
+from .protocol import NOTIFY_STORE, STORE, node_is_old
 
 FOLDERS_OPEN = 256
 """Folders of the mount that are kept open to open files in; the least recently used goes."""
@@ -123,11 +123,19 @@ def drop_from(folders: Folders, snapshot: Snapshot, entries: list[int]) -> None:
 class Residents:
     """The files of one mount as the kernel holds them; see the module.
 
-    `device` is a descriptor of the connection, used for notifications alone.
+    `device` is a descriptor of the connection, used for notifications alone; `nodes` are those of
+    the entries, where they are not their indices + 1.
     """
 
-    def __init__(self, mountpoint: str, snapshot: Snapshot, device: int) -> None:
+    def __init__(
+        self,
+        mountpoint: str,
+        snapshot: Snapshot,
+        device: int,
+        nodes: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
         self._snapshot = snapshot
+        self._nodes = nodes
         self._device = device
         self._folders = Folders(mountpoint, snapshot)
         self._inotify = kernel.inotify_init()
@@ -154,7 +162,9 @@ class Residents:
         headers = np.zeros(len(batch.entries), _STORE)
         sizes = np.fromiter(map(len, batch.contents), np.uint32, len(batch.entries))
         headers["length"], headers["code"] = sizes + STORE.size, NOTIFY_STORE
-        headers["node"], headers["offset"] = batch.entries + 1, batch.starts
+        nodes = self._nodes
+        headers["node"] = batch.entries + 1 if nodes is None else nodes[batch.entries]
+        headers["offset"] = batch.starts
         headers["size"] = sizes
         left = iter(batch.contents)
         messages = zip(cast(list[bytes], headers.view(_PACKED).tolist()), left, strict=True)
@@ -173,9 +183,8 @@ class Residents:
 
         Waits while a READ of its pages is under way.
         """
-        message = INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, 0, 0)
         with suppress(FileNotFoundError):  # it keeps nothing
-            os.write(self._device, message)
+            os.write(self._device, node_is_old(node))
 
     def walk(self, folder: int) -> None:
         """Make everything in a folder known to the kernel: it asks for names and attributes."""

@@ -20,27 +20,34 @@ from contextlib import ExitStack, suppress
 import trio
 
 from ..errors import DieselError
+from ..following import FollowingVfs
 from ..hidden import HiddenFile
 from ..nodes import Owner
 from ..settings import runtime_folder
 from ..shuffle import GROUP_SIZE_DEFAULT
+from ..snapshot import Snapshot
 from ..vfs import Vfs
 from . import kernel
 from .control_socket import ControlSocket
+from .follower import Follower
 from .helper_link import HelperLink, Message
 from .kernel_session import KernelSession
 from .list_plans import ListPlans
 from .mountpoint import mounted_at, unmount
-from .push_board import PushBoard
+from .push_board import PushBoard, board_file
 from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
 from .session import MountOptions, Session, SessionUnsupported
 from .source import Memory, SourceOpener, snapshot_descriptor
+from .version_leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
 
 GRACE_S = 1.5
 """How long reads under way may take after a signal: the process ends within 2 s (FAULTS H4)."""
+
+LEASE_DEADLINE_S = 2.0
+"""So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""
 
 BEAT_S = 1.0
 """How often the watchdog is told that requests are answered."""
@@ -124,8 +131,13 @@ class _Server:
             report({"warning": source.warning})
         self._snapshot = source.snapshot
         self._memory = Memory.of(request.memory_bytes)
-        self._lists = ListPlans(request.seed, request.group_size or GROUP_SIZE_DEFAULT)
+        self._lists = ListPlans(
+            request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
+        )
         self._control: ControlSocket | None = None
+        self._follower: Follower | None = None
+        self._leases = VersionLeases(request, opener)
+        self._leased = trio.Event()
 
     def run(self) -> None:
         """Mounts, serves, and returns when the mount is gone. Raises DieselError."""
@@ -145,6 +157,7 @@ class _Server:
                     nursery.start_soon(self._obey, signals, nursery.cancel_scope)
                     nursery.start_soon(self._announce)
                     nursery.start_soon(self._pulse)
+                    nursery.start_soon(self._hold)
                     if self._control is not None:
                         nursery.start_soon(self._control.run)
                     await self._session.serve(self._started.set)
@@ -167,7 +180,10 @@ class _Server:
         for name in names:
             self._vfs = self._vfs_for(name)
             options = MountOptions(
-                self._snapshot.dataset, self._snapshot.version, self._request.allow_other
+                self._snapshot.dataset,
+                self._snapshot.version,
+                self._request.allow_other,
+                self._request.follow,
             )
             session = SESSIONS[name](self._vfs, self._request.mountpoint, options)
             try:
@@ -183,39 +199,70 @@ class _Server:
         snapshot, request = self._snapshot, self._request
         pushes = session == KernelSession.name
         memory_bytes = self._memory.server_bytes(pushes=pushes)
-        uid, gid = request.owner_ids
-        return Vfs(
-            snapshot,
-            self._opener.reader(request, snapshot, memory_bytes, pushes=pushes),
-            Owner(uid, gid, request.umask),
-            about={
-                "session": session,
-                "pid": os.getppid(),
-                "server_pid": os.getpid(),
-                "mountpoint": request.mountpoint,
-            },
-            hidden={b"snapshot": HiddenFile(lambda: snapshot.buffer)},
-            readers=self._lists,
-            control=lambda: b"" if self._control is None else self._control.path,
-            residency=lambda: dict(self._link.state),
-            read_deadline_s=request.read_deadline_s,
+        reader = self._opener.reader(request, snapshot, memory_bytes, pushes=pushes)
+        owner = Owner(*request.owner_ids, request.umask)
+        about = {
+            "session": session,
+            "pid": os.getppid(),
+            "server_pid": os.getpid(),
+            "mountpoint": request.mountpoint,
+        }
+        hidden = {b"snapshot": HiddenFile(lambda: self._snapshot.buffer)}
+        if not request.follow:
+            return Vfs(
+                snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
+                control=self._control_path, residency=self._residency,
+                read_deadline_s=request.read_deadline_s,
+            )  # fmt: skip
+        self._follower = Follower(
+            request, self._opener, self._link, self._leases, memory_bytes, self._show
         )
+        made = FollowingVfs(
+            snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
+            control=self._control_path, residency=self._residency, follow=self._follower.stats,
+            read_deadline_s=request.read_deadline_s,
+        )  # fmt: skip
+        self._follower.follow(made)
+        return made
+
+    def _control_path(self) -> bytes:
+        return b"" if self._control is None else self._control.path
+
+    def _residency(self) -> Message:
+        return dict(self._link.state)
+
+    def _show(self, snapshot: Snapshot) -> None:
+        """Names lead to another version: so does all that speaks of it."""
+        self._snapshot = snapshot
+        self._lists.show(snapshot.version)
+        if self._control is not None:
+            self._control.show(self._hello())
+
+    async def _hold(self) -> None:
+        """Says that this version is being read; then follows, where that is asked for."""
+        await trio.to_thread.run_sync(self._leases.hold, [self._snapshot], abandon_on_cancel=True)
+        self._leased.set()
+        if self._follower is not None:
+            await self._started.wait()
+            await self._follower.run(self._session)
 
     def _control_socket(self) -> ControlSocket | None:
         """The socket that takes plans; a mount goes without where it cannot be."""
-        hello: Message = {
-            "dataset": self._snapshot.dataset,
-            "identity": str(self._snapshot.identity),
-            "version": self._snapshot.version,
-            "entries": self._snapshot.entry_count,
-        }
         try:
-            made = ControlSocket(runtime_folder(), hello, self._stats, self._link)
+            made = ControlSocket(runtime_folder(), self._hello(), self._stats, self._link)
             made.listen()
         except DieselError as error:
             log.warning("the mount takes no plans: %s", error)
             return None
         return made
+
+    def _hello(self) -> Message:
+        return {
+            "dataset": self._snapshot.dataset,
+            "identity": str(self._snapshot.identity),
+            "version": self._snapshot.version,
+            "entries": self._snapshot.entry_count,
+        }
 
     def _stats(self) -> Message:
         return self._vfs.stats()  # type: ignore[return-value]  # what JSON takes, msgpack takes
@@ -223,6 +270,8 @@ class _Server:
     async def _announce(self) -> None:
         """Settings come after the kernel's first exchange, which would set them back."""
         await self._started.wait()
+        with trio.move_on_after(LEASE_DEADLINE_S):
+            await self._leased.wait()
         kernel.tune(self._device)
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
@@ -242,7 +291,12 @@ class _Server:
         else:
             self._link.close()
         if isinstance(self._session, Pyfuse3Session):
-            self._session.observe(self._lists.opened)
+            self._session.observe(self._opened)
+
+    def _opened(self, entry: int) -> None:
+        """A file whose node is its `entry` + 1 was opened."""
+        vfs = self._vfs
+        self._lists.opened(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
     def _begin_helping(self, session: KernelSession) -> bool:
         """Hands the helper what it works with: the connection, and the snapshot."""
@@ -255,13 +309,16 @@ class _Server:
             try:
                 held.callback(os.close, device := session.clone())
                 held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
-                board, shared = PushBoard.make(self._snapshot.entry_count)
-                held.callback(os.close, shared)
+                held.callback(os.close, shared := board_file(self._snapshot.entry_count))
                 self._link.begin(begin, [device, snapshot, shared])
+                if self._follower is not None:
+                    self._follower.observe(session, shared)
+                else:
+                    board = PushBoard(shared)
+                    session.observe(self._link.missed, self._link.forgotten, board)
             except OSError as error:
                 log.error("nothing is pushed into the kernel's cache: %s", error)
                 return False
-        session.observe(self._link.missed, self._link.forgotten, board)
         self._lists.help_comes(self._link)
         if self._control is not None:
             self._control.has_helper = True
@@ -301,6 +358,8 @@ class _Server:
 
     async def _leave(self, scope: trio.CancelScope) -> None:
         """Unmounts, or detaches where somebody holds the mount, and ends the session."""
+        if self._follower is not None:
+            self._follower.end()
         self._link.tell({"do": "end"})  # it holds the mount, too
         with trio.move_on_after(GRACE_S):
             try:
@@ -320,6 +379,10 @@ class _Server:
 
     def _close(self) -> None:
         self._session.close()
-        closing = threading.Thread(target=self._vfs.close, daemon=True)
+        closing = threading.Thread(target=self._let_go, daemon=True)
         closing.start()
         closing.join(0.3)  # a reader that waits for a dead store must not keep us
+
+    def _let_go(self) -> None:
+        self._vfs.close()
+        self._leases.close()

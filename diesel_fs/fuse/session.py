@@ -22,6 +22,7 @@ class MountOptions:
     dataset: str
     version: int
     allow_other: bool = False
+    follows: bool = False  # so its version changes
 
     def as_list(self) -> Sequence[str]:
         """The options for mount(2) or fusermount3: a fixed list, and nothing of a user's but a
@@ -29,7 +30,8 @@ class MountOptions:
         dataset's name, which holds neither comma nor backslash (FAULTS H20, S16). The mount is
         `ro` and `noatime`, or each read would make the kernel ask for attributes again.
         """
-        source = f"{check_dataset_name(self.dataset)}@{int(self.version)}"
+        name = check_dataset_name(self.dataset)
+        source = name if self.follows else f"{name}@{int(self.version)}"
         fixed = ["ro", "nosuid", "nodev", "noatime", "default_permissions", f"subtype={SUBTYPE}"]
         return [*fixed, f"fsname={source}", *(["allow_other"] if self.allow_other else [])]
 
@@ -59,6 +61,10 @@ class Session(Protocol):
 
         those that still wait. Calls `started` once the kernel's first request is being answered.
         """
+        ...
+
+    def clone(self) -> int:
+        """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
         ...
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,11 @@ import numpy.typing as npt
 from ..cache.extents import Batch, ExtentReader
 from ..cache.store import ContentReader as RepositoryReader
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
+from ..leases import ReadLease
 from ..repositories import open_repository
 from ..repository import DatasetInfo, Repository
 from ..snapshot import Snapshot
+from ..snapshot_match import Match, Places
 from ..snapshots import adopt, private_file
 from ..vfs import ContentReader
 from .request import MountRequest
@@ -94,7 +97,26 @@ class SourceOpener:
             if request.snapshot_file:
                 snapshot = adopt(Path(request.snapshot_file))
                 return Source(snapshot, _doubt(repository, request, snapshot))
+            if request.version:
+                return Source(repository.view_at(request.dataset, request.version))
             return Source(repository.view(request.dataset))
+
+    def newest(self, request: MountRequest, identity: UUID) -> int:
+        """The current version of the dataset that is mounted. Raises NoSuchDataset where it has
+
+        been deleted, ForeignError where another one has its name, DieselError where nobody can
+        tell.
+        """
+        with _opened(request) as repository:
+            info = repository.dataset(request.dataset)
+            if info.identity != identity:
+                raise ForeignError(f"{request.dataset!r} is another dataset now ({info.identity})")
+            return _newest(repository, info)
+
+    def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
+        """That this process reads a version, where its chunks are objects. Raises DieselError."""
+        with _opened(request) as repository:
+            return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
@@ -124,6 +146,27 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
         return descriptor
 
 
+def numbers_file(found: Match, nodes: npt.NDArray[np.uint64]) -> int:
+    """A descriptor of a file that holds a version's nodes and what its entries were before, for
+    another process of the same mount. Raises OSError.
+    """
+    descriptor = os.memfd_create("diesel-numbers", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        for column in (nodes, found.met, found.was):
+            file.write(column.data)
+    return descriptor
+
+
+def read_numbers(
+    descriptor: int, entry_count: int
+) -> tuple[npt.NDArray[np.uint64], Places, Places]:
+    """The columns in such a file, mapped."""
+    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    nodes = np.frombuffer(mapped, np.uint64, entry_count)
+    places = np.frombuffer(mapped, np.int32, 2 * entry_count, nodes.nbytes)
+    return nodes, places[:entry_count], places[entry_count:]
+
+
 def snapshot_at(descriptor: int) -> Snapshot:
     """The snapshot in such a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
@@ -149,7 +192,7 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     if info is None or request.offline:
         return ""
     known = info.marker.version if info.marker else 0
-    current = max(known, repository.snapshots.newest(info.identity))
+    current = _newest(repository, info)
     text = ""
     if current > snapshot.version:
         text = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
@@ -158,6 +201,12 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     elif known < snapshot.version:
         text = f"the metadata store is behind {request.snapshot_file} (version {snapshot.version})"
     return "" if request.stale == "allow" else text
+
+
+def _newest(repository: Repository, info: DatasetInfo) -> int:
+    """The greatest version that anybody knows of."""
+    known = info.marker.version if info.marker else 0
+    return max(known, repository.snapshots.newest(info.identity))
 
 
 def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:

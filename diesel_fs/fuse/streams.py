@@ -59,6 +59,12 @@ STILL_BACK_S = 5.0
 """A reader that has gone no further for so long may have begun again, where marks far behind it say
 so: a program that was stopped and started once more."""
 
+SILENT_S = 600.0
+"""A reader of whom there is no sign for so long is not waited for: it may have been killed."""
+
+LAST_READS_S = 10.0
+"""The same once the last of its files has been opened; those around may not have been."""
+
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this long: single events come in bursts."""
 
@@ -525,6 +531,12 @@ class Follow:
         while self.watched and self.watched[0][0] < self.low:
             gone.append(heapq.heappop(self.watched))
         return gone
+
+    def runs(self, now_s: float) -> bool:
+        """Whether the reader is on its way, as far as one can tell: nobody tells of its end."""
+        silent_s = now_s - self.last_sign_s
+        patience_s = SILENT_S if self.high < self.end else LAST_READS_S
+        return not self.tentative and self.low < self.end and silent_s < patience_s
 
     def stats(self) -> StreamStats:
         """Where the reader is."""

@@ -2,8 +2,8 @@
 
 Owns: the write order (temporary, fsync, link, fsync of the folder), temporaries' names, what an
 OSError means. Does not own: names of objects and the marker's content (`objects`), how large
-objects go past the page cache (`direct_writes`), and `meta.sqlite`, which lies beside the objects
-and is passed over.
+objects go past the page cache (`direct_writes`), and what lies beside the objects and is passed
+over: `meta.sqlite`, `accounts`.
 
 Concurrency: any thread, any process, any host that shares the folder. The file system decides
 races (link and rename are atomic); the shared fields are a set of folders known to be durable and
@@ -54,7 +54,7 @@ from .objects import (
 
 _WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
-_BESIDE = re.compile(r"meta\.sqlite[-.a-z0-9]*")
+_BESIDE = re.compile(r"meta\.sqlite[-.a-z0-9]*|accounts(\.lock)?")
 # mkfs puts this into the root of a new file system, so a store's new home may hold it.
 _OF_THE_FILE_SYSTEM = "lost+found"
 # The kernel may have thrown the pages away (EIO), or the folder went (ENOENT, ESTALE): a second

@@ -27,7 +27,7 @@ from diesel_fs.errors import UsageError
 HOLD_S_MAX = 60.0
 """Longer holds are refused, and one that seems to last longer is void: a clock has gone back."""
 
-_DIGEST_MODULUS = 1 << 128
+DIGEST_MODULUS = 1 << 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def chunk_digest(chunk: ChunkId) -> int:
 
 def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
     """The digest of a set of chunks, whatever their order; `start` is that of others before."""
-    return (start + sum(map(chunk_digest, chunks))) % _DIGEST_MODULUS
+    return (start + sum(map(chunk_digest, chunks))) % DIGEST_MODULUS
 
 
 def next_version(previous: int, clock_ns: int) -> int:
@@ -196,6 +196,25 @@ class MetadataStore(ABC):
         is known already changes nothing; where that goes for all, the current version comes back.
         The version moves once, with everything else: nobody sees the one without the other. What
         has been committed survives a crash of this process on return, a power cut after `durable`.
+        """
+
+    @abstractmethod
+    def forget(
+        self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
+    ) -> frozenset[ChunkId]:
+        """Forget chunks that nothing is in any more; those of `chunks` that are not known now come
+        back. Idempotent.
+
+        Those stay of which a place is no hole, and the greatest of the dataset, which new IDs must
+        follow. With `tombstones` what a chunk says to be deleted does not keep it: it is dropped
+        with it. Records and holes go, count and digest of the marker follow, the version moves
+        if anything went. As atomic as a commit (where there are many, some of them at a time), and
+        held back as one.
+
+        The state after it is the fold over the other chunks, as long as none of those holds an
+        older entry of a dropped tombstone's path: the caller knows that. A dropped tombstone is in
+        no `changes`: who adds those to an earlier state must start anew where a chunk of that one
+        is not known any more.
         """
 
     @abstractmethod

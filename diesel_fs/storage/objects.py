@@ -117,6 +117,9 @@ class ObjectStore(ABC):
     forks: bool = True
     """Whether a forked child may use it. Else the child must become a program that opens it."""
 
+    joins_reads: bool = False
+    """Whether many parts cost little more than one: then they should be asked for together."""
+
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """Create an object from `parts`, one after the other (they are not joined).
@@ -155,6 +158,18 @@ class ObjectStore(ABC):
         for start, size in ranges:
             self.read_into(name, start, room[:size])
             yield room[:size].toreadonly()
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        """The bytes of parts of objects (name, start, size) of one dataset, in their order, in
+        memory of their own. Raises as `read_into`."""
+        for name, start, size in parts:
+            room = memoryview(bytearray(size))
+            self.read_into(name, start, room)
+            yield room.toreadonly()
+
+    def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """`read_into` for who got damaged bytes from it: from no copy, where it may read one."""
+        self.read_into(name, start, buffer)
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         """`read_into` where nothing has to be waited for, not even a disk; else False, at once.

@@ -11,6 +11,9 @@ applies what is named there, so nobody sees the version without its entries, nor
     4  APPLY    each piece once, in its bucket: entries, holes, the bucket's tally; the piece goes
     5  APPLIED  the tallies reach the marker, the plan goes
 
+A chunk is forgotten in the same way: what goes with each of its pieces (`x`), then FORGET in the
+head, then UNAPPLY in its buckets.
+
 A crash before 3 leaves rubbish (`sweep`), after it work for the next one (`settled`). Each step may
 be repeated. Where Redis has lost pieces between 3 and 4, `n` tells it from their having been
 applied, and the answer is MetadataBehind.
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from itertools import chain
 from uuid import UUID
 
+from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
     BusyError,
@@ -36,9 +40,16 @@ from diesel_fs.errors import (
     NewerVersionError,
     NoSuchDataset,
 )
-from diesel_fs.storage.metadata import HOLD_S_MAX, Batch, Marker, chunk_digest
+from diesel_fs.storage.metadata import (
+    DIGEST_MODULUS,
+    HOLD_S_MAX,
+    Batch,
+    Marker,
+    chunk_digest,
+)
 from diesel_fs.storage.redis_keys import (
     CHUNK,
+    FORGETS,
     SCHEMA,
     SCHEMA_KEY,
     STATE,
@@ -48,6 +59,7 @@ from diesel_fs.storage.redis_keys import (
     FolderId,
     Generation,
     PieceName,
+    Places,
     Plan,
     pack_places,
     unpack_plan,
@@ -60,7 +72,9 @@ from diesel_fs.storage.redis_scripts import (
     APPLY,
     BEGIN,
     COMMIT,
+    FORGET,
     LOOK,
+    UNAPPLY,
     Script,
 )
 
@@ -85,6 +99,14 @@ class Head:
     first: int  # the version of chunks whose record says 0
     unapplied: Sequence[bytes]  # plans
     pieces: Mapping[int, int]  # of each bucket, how many are committed
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Of a chunk that is forgotten: where it was, and what goes with each of its pieces."""
+
+    places: Places
+    pieces: Sequence[Piece]
 
 
 class Commits:
@@ -190,7 +212,7 @@ class Commits:
         """One try to fold batches in; the version after that."""
         if not batches:
             return self.settled(identity, wholly=False).marker.version
-        transaction = secrets.token_bytes(TRANSACTION_BYTES)
+        transaction = _new_transaction()
         generation = self._generations.get(identity) or self.look(identity).generation
         while True:
             cuts = [cut(batch, generation) for batch in batches.values()]
@@ -210,7 +232,7 @@ class Commits:
                 raise no_such(identity) from None
             except Refused:  # it was rebuilt, or swept up, or somebody has just committed one
                 generation = self.look(identity).generation
-                transaction = secrets.token_bytes(TRANSACTION_BYTES)
+                transaction = _new_transaction()
 
     def _begin(
         self, identity: UUID, generation: Generation, transaction: bytes, cuts: Sequence[Cut]
@@ -319,6 +341,70 @@ class Commits:
             assert isinstance(waiting, int)
             return int(version), waiting
 
+    def forget(
+        self, identity: UUID, generation: Generation, going: Mapping[ChunkId, Leaving]
+    ) -> None:
+        """One try to forget chunks, of which every place is a hole or a tombstone to be dropped.
+
+        Raises Refused("moved") where one of them is not known, or the generation another.
+        """
+        transaction = FORGETS + secrets.token_bytes(TRANSACTION_BYTES - len(FORGETS))
+        chunks = [(chunk, leaving.places) for chunk, leaving in going.items()]
+        plan = Plan(generation.name, transaction, chunks)
+        keys = DatasetKeys(identity)
+        self.ask(
+            BEGIN,
+            [keys.marker, keys.chunks, keys.begun],
+            generation.name,
+            transaction,
+            plan.pack(),
+            LOWEST,  # which nobody has: there is something to be done
+        )
+        try:
+            self._stage(
+                generation, transaction, [p for each in going.values() for p in each.pieces]
+            )
+            now_ns = self._clock_ns()
+            words: list[Word] = []
+            for chunk in going:
+                words += (chunk, (DIGEST_MODULUS - chunk_digest(chunk)).to_bytes(17, "big")[1:])
+            self.ask(
+                FORGET,
+                [keys.marker, keys.chunks, keys.unapplied, keys.begun, keys.holds],
+                generation.name,
+                transaction,
+                plan.pack(),
+                now_ns // 1000,
+                repr(now_ns / 1e9),
+                HOLD_S_MAX,
+                *words,
+            )
+        except Again:
+            raise  # it may have been decided; what has not is swept up
+        except (Refused, Unknown, DieselError):
+            self._forget(identity, generation, plan)
+            raise
+        self._unapply(identity, generation, plan)
+
+    def _unapply(self, identity: UUID, generation: Generation, plan: Plan) -> None:
+        """What a transaction that forgets says. A piece that does not wait has been done."""
+        names = list(plan.pieces())
+        for start in range(0, len(names), _PIECES_AT_ONCE):
+            some = names[start : start + _PIECES_AT_ONCE]
+            of_pieces = self._folders_of(generation, plan, some)
+            self._link.scripts(
+                ScriptCommand(
+                    UNAPPLY,
+                    piece_keys(generation, name.bucket, of_pieces[name]),
+                    (plan.transaction + name.field, name.field),
+                )
+                for name in some
+            )
+        keys = DatasetKeys(identity)
+        with suppress(Refused):  # it has been rebuilt or dropped since
+            applied = [keys.marker, keys.unapplied, keys.tallies]
+            self.ask(APPLIED, applied, generation.name, plan.pack())
+
     def _apply(
         self,
         identity: UUID,
@@ -326,6 +412,9 @@ class Commits:
         plan: Plan,
         folders: Mapping[PieceName, Sequence[FolderId]] | None = None,
     ) -> None:
+        if plan.transaction.startswith(FORGETS):
+            self._unapply(identity, generation, plan)
+            return
         names = list(plan.pieces())
         tallies: dict[int, Tally] = {}
         for start in range(0, len(names), _PIECES_AT_ONCE):
@@ -441,6 +530,13 @@ def tally_of(reply: object) -> Tally:
     assert isinstance(reply, list)
     pieces, files, total = (int(each) for each in reply)
     return pieces, files, total
+
+
+def _new_transaction() -> bytes:
+    """The name of one that brings chunks."""
+    while (name := secrets.token_bytes(TRANSACTION_BYTES)).startswith(FORGETS):
+        pass
+    return name
 
 
 def _plan(generation: Generation, transaction: bytes, cuts: Sequence[Cut]) -> Plan:

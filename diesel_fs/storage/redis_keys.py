@@ -9,6 +9,8 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
     dfs:{head}:schema   STRING  `SCHEMA`; a store with another one is refused
     dfs:{head}:store    STRING  UUID of the object store (32 digits) whose chunks all this describes
     dfs:{head}:names    HASH    name of a dataset -> identity (16 bytes)
+    dfs:{head}:users    HASH    name of a user -> account, a line of JSON (`accounts.py`); `=` ->
+                                token of this state. Not derived: nothing makes it again
     dfs:{head}:dead     HASH    generation -> state, `time`, buckets: to be deleted, or being built
     dfs:{head}:m:ID     HASH    the marker: name, generation, buckets, version, first (the version
                                 of chunks whose record says 0), files, bytes, chunks, digest, newest
@@ -21,7 +23,8 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
     dfs:{head}:h:ID     HASH    token -> until: who holds commits back
     dfs:{head}:k:GEN    HASH    the `c:` of a generation that is being built; renamed at its end
 
-    dfs:{GEN.B}:x       HASH    transaction, chunk, piece -> packed piece: waits to be applied
+    dfs:{GEN.B}:x       HASH    transaction, chunk, piece -> packed piece: waits to be applied; of a
+                                transaction that forgets, what goes with that piece
     dfs:{GEN.B}:n       HASH    chunk, piece -> paths: the piece has been applied, and named these
     dfs:{GEN.B}:t       HASH    pieces (that have been applied), files, bytes
     dfs:{GEN.B}:h       HASH    chunk, number of 1,024 places -> bitmap of holes, 128 bytes
@@ -37,7 +40,7 @@ An **entry** is `RECORD` (48 bytes) and the ID of the chunk that holds it (16), 
 stamp is its own place and it has no tail, stamp (20) and tail; nearly all have 64 bytes.
 
 A file takes some 150 bytes besides its name; that is there as it is (`e:`) and, packed by LZ4, in
-`n`. All of it is made again from the chunks by `rebuild`: from `x` to `s`, and `c`,
+`n`. All but `users` is made again from the chunks by `rebuild`: from `x` to `s`, and `c`,
 `t`, `m`; `u`, `b` and `h` start empty.
 """
 
@@ -57,6 +60,8 @@ SCHEMA_KEY = HEAD + b"schema"
 STORE_KEY = HEAD + b"store"
 NAMES_KEY = HEAD + b"names"
 DEAD_KEY = HEAD + b"dead"
+USERS_KEY = HEAD + b"users"
+USERS_TOKEN = b"="  # no user has this name
 
 CHUNK = struct.Struct("<QqIQ")
 """Of a chunk: bytes of its object, when it was uploaded (ns), entries, version (or 0)."""
@@ -72,6 +77,8 @@ EXTENDED_BYTES = PLAIN_BYTES + 20
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
+FORGETS = b"forget"
+"""How the transactions begin that remove chunks; those that bring some never do."""
 
 FolderId = NewType("FolderId", bytes)
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))

@@ -21,7 +21,8 @@ Safe from threads, processes and forked children.
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Self, TypeVar
 from uuid import UUID
 
@@ -49,7 +50,16 @@ from diesel_fs.storage.metadata import (
     StampedRows,
 )
 from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.storage.redis_commits import Commits, Head, Unknown, Unsettled, no_such
+from diesel_fs.storage.redis_commits import (
+    Commits,
+    Head,
+    Leaving,
+    Refused,
+    Unknown,
+    Unsettled,
+    no_such,
+)
+from diesel_fs.storage.redis_forgetting import Candidate, Lost, in_portions, leaving
 from diesel_fs.storage.redis_generations import Building, clean, new_generation
 from diesel_fs.storage.redis_keys import (
     CHUNK,
@@ -81,6 +91,7 @@ from diesel_fs.storage.redis_scripts import CREATE, DROP, HOLD
 _CLUSTER_BUCKETS = 64
 """Enough to spread over the nodes of a cluster, few enough to ask them all at once."""
 
+_HOLD_POLL_S = 0.02
 _TRIES_WITHOUT_HOLD = 3
 _TRIES_MAX = 20
 _PATHS_AT_ONCE = 10_000
@@ -230,6 +241,54 @@ class RedisMetadata(MetadataStore):
         end = time.monotonic() + self._link.deadline_s
         return self._link.patiently(lambda: self._commits.commit(identity, by_chunk, end))
 
+    def forget(
+        self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
+    ) -> frozenset[ChunkId]:
+        wanted = sorted(set(chunks))
+        end = time.monotonic() + self._link.deadline_s
+        for some in in_portions(wanted):
+            attempt = partial(self._forget, identity, some, end, tombstones=tombstones)
+            while not self._link.patiently(attempt):
+                pass
+        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+
+    def _forget(
+        self, identity: UUID, chunks: Sequence[ChunkId], end: float, *, tombstones: bool
+    ) -> bool:
+        """One try; whether it was not in vain."""
+
+        def read(head: Head, reader: GenerationReader) -> tuple[Head, dict[ChunkId, Leaving]]:
+            key = DatasetKeys(identity).chunks
+            (packed,) = self._link.run([Command(key, ("HMGET", key, *chunks))])
+            assert isinstance(packed, list)
+            candidates = {}
+            for chunk, each in zip(chunks, packed, strict=True):
+                if each is not None and chunk != head.marker.newest:
+                    record = _chunk_record(each, head.first)
+                    holes = frozenset(self._holes(head, chunk, record).tolist())
+                    candidates[chunk] = Candidate(record.entries, record.places, holes)
+            try:
+                return head, leaving(
+                    self._link, head.generation, reader, candidates, tombstones=tombstones
+                )
+            except Lost:
+                raise _Moved from None
+
+        head, going = self._read_once(identity, read, one_state=False)
+        if not going:
+            return True
+        try:
+            self._commits.forget(identity, head.generation, going)
+        except Unknown:
+            raise no_such(identity) from None
+        except Refused as refused:
+            if time.monotonic() > end:
+                raise BusyError(f"dataset {identity} does not hold still") from None
+            if refused.word == "held":
+                time.sleep(_HOLD_POLL_S)
+            return False
+        return True
+
     def durable(self) -> None:
         self._link.patiently(lambda: self._link.wait_durable(HEAD + b"sync"))
 
@@ -359,21 +418,23 @@ class RedisMetadata(MetadataStore):
             (packed,) = self._link.run([Command(key, ("HGET", key, chunk))])
             if not isinstance(packed, bytes):
                 raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
-            record = _chunk_record(packed, head.first)
-            found = [np.zeros(0, np.uint32)]
-            for bucket, _pieces in record.places:
-                key = head.generation.key(bucket, b"h")
-                fields = [*hole_fields(chunk, record.entries)]
-                (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
-                assert isinstance(bitmaps, list)
-                for block, bitmap in enumerate(bitmaps):
-                    if bitmap is not None:
-                        bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
-                        places = np.flatnonzero(bits) + block * HOLES_PER_FIELD
-                        found.append(places.astype(np.uint32))
-            return np.sort(np.concatenate(found))
+            return self._holes(head, chunk, _chunk_record(packed, head.first))
 
         return self._read(identity, read)
+
+    def _holes(self, head: Head, chunk: ChunkId, record: _Chunk) -> npt.NDArray[np.uint32]:
+        found = [np.zeros(0, np.uint32)]
+        for bucket, _pieces in record.places:
+            key = head.generation.key(bucket, b"h")
+            fields = [*hole_fields(chunk, record.entries)]
+            (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
+            assert isinstance(bitmaps, list)
+            for block, bitmap in enumerate(bitmaps):
+                if bitmap is not None:
+                    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+                    places = np.flatnonzero(bits) + block * HOLES_PER_FIELD
+                    found.append(places.astype(np.uint32))
+        return np.sort(np.concatenate(found))
 
     def _chunk_table(self, head: Head) -> dict[ChunkId, _Chunk]:
         keys = DatasetKeys(head.marker.identity)

@@ -264,6 +264,26 @@ return {'ok', version}
 """
 )
 
+# schema users | schema, expected token, new token, (user, account or nothing)...
+SET_USERS = _script(
+    _HEAD
+    + """
+local token = redis.call('HGET', KEYS[2], '=') or ''
+if token == ARGV[3] then return {'ok'} end  -- sent again
+if token ~= ARGV[2] then return {'moved'} end
+for i = 4, #ARGV, 2 do  -- removals first: they are not refused where the memory is full
+  if ARGV[i + 1] == '' then
+    redis.call('HDEL', KEYS[2], ARGV[i])
+  else
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+end
+redis.call('HSET', KEYS[2], '=', ARGV[3])
+redis.call('SET', KEYS[1], ARGV[1])
+return {'ok'}
+"""
+)
+
 # x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece itself]
 # Numbers in a piece are little-endian. A piece is: count of folders (u16), so many folders (16),
 # then steps, each with the position of its folder (u16):
@@ -493,4 +513,78 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
-ALL = (LOOK, CREATE, DROP, BEGIN, COMMIT, APPLIED, HOLD, ABANDON, BUILD, CONDEMN, SWITCH, APPLY)
+# schema marker chunks unapplied begun holds |
+# schema generation transaction plan, clock in us and s, longest hold,
+# (chunk, what is added to the digest in place of taking its own away)...
+FORGET = _script(
+    _HEAD
+    + """
+local marker = redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest')
+if not marker[1] then return {'none'} end
+if marker[1] ~= ARGV[2] then return {'moved'} end
+local begun = redis.call('HGET', KEYS[5], ARGV[3])
+if not begun or begun:byte(1) ~= 98 then return {'moved'} end
+for i = 8, #ARGV, 2 do
+  if ARGV[i] == marker[4] or redis.call('HEXISTS', KEYS[3], ARGV[i]) == 0 then
+    return {'moved'}
+  end
+end
+local now, longest = tonumber(ARGV[6]), tonumber(ARGV[7])
+for _, until_text in ipairs(redis.call('HVALS', KEYS[6])) do
+  local left = tonumber(until_text) - now
+  if left >= 0 and left <= longest then return {'held'} end
+end
+local version = math.max(tonumber(marker[2]) + 1, tonumber(ARGV[5]))
+version = string.format('%.0f', version)
+local digest, chunks = {marker[3]:byte(1, 16)}, 0
+redis.call('HSET', KEYS[2], 'version', version)
+for i = 8, #ARGV, 2 do
+  local carry, more = 0, ARGV[i + 1]
+  for at = 16, 1, -1 do
+    local sum = digest[at] + more:byte(at) + carry
+    digest[at], carry = sum % 256, math.floor(sum / 256)
+  end
+  redis.call('HDEL', KEYS[3], ARGV[i])
+  chunks = chunks + 1
+end
+redis.call('HINCRBY', KEYS[2], 'chunks', -chunks)
+redis.call('HSET', KEYS[2], 'digest', string.char(unpack(digest)))
+redis.call('RPUSH', KEYS[4], ARGV[4])
+redis.call('HDEL', KEYS[5], ARGV[3])
+return {'ok', version}
+"""
+)
+
+# As APPLY | field in x, field in n. The piece: count of folders (u16), so many folders (16), how
+# many fields of `h` the chunk has here (u32), then tombstones to drop: position of the folder
+# (u16), length of the name (u8), name, length of the entry (u32), entry.
+UNAPPLY = _script(
+    """
+local X, N, T, H, D = unpack(KEYS, 1, 5)
+local call, take = redis.call, struct.unpack
+local piece = call('HGET', X, ARGV[1])
+if not piece then return 0 end
+local count = (take('<I2', piece))
+if #KEYS ~= 8 + 2 * count then return redis.error_reply('ERR a piece of other folders') end
+call('HDEL', X, ARGV[1])
+call('HDEL', N, ARGV[2])
+local blocks, at = take('<I4', piece, 3 + 16 * count)
+for block = 0, blocks - 1 do
+  call('HDEL', H, ARGV[2]:sub(1, 16) .. struct.pack('>I4', block))
+end
+while at <= #piece do
+  local k, name, entry, next_at = take('<I2Bc0I4c0', piece, at)
+  at = next_at
+  if call('HGET', KEYS[9 + 2 * k], name) == entry then
+    call('HDEL', KEYS[9 + 2 * k], name)
+    call('HINCRBY', D, piece:sub(k * 16 + 3, k * 16 + 18), -1)
+  end
+end
+return 1
+"""
+)
+
+ALL = (
+    LOOK, CREATE, DROP, BEGIN, COMMIT, APPLIED, HOLD, ABANDON,
+    BUILD, CONDEMN, SWITCH, APPLY, SET_USERS, FORGET, UNAPPLY,
+)  # fmt: skip

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -25,6 +25,7 @@ from diesel_fs.chunk_id import LOWEST, chunk_id_text, stamp
 from diesel_fs.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
 from diesel_fs.errors import BusyError, ConflictError, NoSuchDataset, NotFoundError, UsageError
 from diesel_fs.storage.metadata import (
+    DIGEST_MODULUS,
     HOLD_S_MAX,
     Batch,
     Changes,
@@ -44,7 +45,9 @@ from diesel_fs.storage.sqlite_rows import (
     Gathered,
     Row,
     all_chunks,
+    empty_chunks,
     everything,
+    forget_chunk,
     implied,
     kind_of,
     named_chunks,
@@ -55,6 +58,8 @@ from diesel_fs.storage.sqlite_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSI
 
 _MARKER = "number, identity, name, version, files, bytes, chunks, digest, newest"
 _HOLD_POLL_S = 0.02
+
+T = TypeVar("T")
 
 
 class _Dataset(NamedTuple):
@@ -179,12 +184,16 @@ class SqliteMetadata(MetadataStore):
 
     def commit(self, identity: UUID, *batches: Batch) -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
+        return self._unless_held(identity, lambda: self._try_commit(identity, by_chunk))
+
+    def _unless_held(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
+        """What an attempt gives, which is None while somebody holds commits back."""
         deadline = time.monotonic() + self._file.deadline_s
-        while (version := self._try_commit(identity, by_chunk)) is None:
+        while (found := attempt()) is None:
             if time.monotonic() > deadline:
                 raise BusyError(f"an export holds commits to dataset {identity} back")
             time.sleep(_HOLD_POLL_S)
-        return version
+        return found
 
     def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
         """The version after the commit; None while somebody holds commits back."""
@@ -203,6 +212,39 @@ class SqliteMetadata(MetadataStore):
             folded = self._fold(db, number, marker, new)
             self._write(db, number, folded)
         return folded.version
+
+    def forget(
+        self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
+    ) -> frozenset[ChunkId]:
+        wanted = sorted(set(chunks))
+        self._unless_held(
+            identity, lambda: self._try_forget(identity, wanted, tombstones=tombstones)
+        )
+        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+
+    def _try_forget(
+        self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
+    ) -> int | None:
+        """How many chunks are forgotten now; None while somebody holds commits back."""
+        with self._file.writing() as db:
+            number, marker = self._find(db, identity)
+            others = (chunk for chunk in chunks if chunk != marker.newest)
+            empty = empty_chunks(db, number, others, tombstones=tombstones)
+            if not empty:
+                return 0
+            if self._is_held(db, number):
+                return None
+            for chunk in empty.values():
+                forget_chunk(db, chunk)
+            digest = marker.digest - chunks_digest(empty)
+            left = replace(
+                marker,
+                version=next_version(marker.version, self._clock_ns()),
+                chunks=marker.chunks - len(empty),
+                digest=digest % DIGEST_MODULUS,
+            )
+            self._write(db, number, left)
+        return len(empty)
 
     def _fold(
         self, db: sqlite3.Connection, number: int, marker: Marker, batches: Sequence[Batch]

@@ -1,6 +1,7 @@
 """Reading entries from the tables of the embedded metadata store, few or all of them.
 
-Owned here: how folders' paths become numbers and back, and how rows become the columns of `Rows`.
+Owned here: how folders' paths become numbers and back, how rows become the columns of `Rows`, and
+which chunks have none left.
 Everything belongs to one transaction and one thread: nothing is remembered beyond it, so nothing
 can be stale.
 """
@@ -173,6 +174,37 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
             raise _damaged("an entry without a chunk")
         infos.append(ChunkInfo(ChunkId(row[0]), row[1]))
     return ChunkTable(np.array(wanted, np.int64), infos)
+
+
+def empty_chunks(
+    db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
+) -> dict[ChunkId, int]:
+    """The numbers of those chunks of which all places are holes, or (with `tombstones`) dead."""
+    dead = f"AND NOT {_IS_DEAD}" if tombstones else ""
+    found: dict[ChunkId, int] = {}
+    parts = {chunk for (chunk,) in db.execute("SELECT DISTINCT chunk FROM part")}
+    for id_ in chunks:
+        row = db.execute(
+            "SELECT number FROM chunk WHERE dataset = ? AND id = ?", (dataset, id_)
+        ).fetchone()
+        if row is None or row[0] in parts:
+            continue
+        used = db.execute(
+            "SELECT EXISTS (SELECT 1 FROM run WHERE chunk = ?1)"
+            " OR EXISTS (SELECT 1 FROM span WHERE chunk = ?1)"
+            f" OR EXISTS (SELECT 1 FROM entry WHERE chunk = ?1 {dead})",
+            row,
+        ).fetchone()
+        if not used[0]:
+            found[id_] = row[0]
+    return found
+
+
+def forget_chunk(db: sqlite3.Connection, number: int) -> None:
+    """Remove an empty chunk, and the tombstones that are in it."""
+    db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
+    db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
+    db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
 class Gathered:

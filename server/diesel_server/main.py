@@ -1,25 +1,59 @@
-"""The server's command line, which so far says that there is no server yet.
+"""The server's command line: options to the parent of the workers, errors to exit codes."""
 
-It takes any option, so that a script written for the coming server gets the true reason and not
-"no such option", and never a process that looks as if it served.
-"""
-
+import logging
 import sys
 
 import click
+import trio
 
 import diesel_fs
+from diesel_fs.errors import DieselError, UsageError
 
-_USAGE = 2  # the exit code of dlcmd for "asked for something that cannot be"
+from .options import PREFIX, checked, options
+from .supervisor import Supervisor
+
+_INTERRUPTED = 130
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.command(
+    context_settings={"auto_envvar_prefix": PREFIX, "help_option_names": ["-h", "--help"]}
+)
 @click.version_option(diesel_fs.__version__, prog_name="diesel-server")
-def main() -> None:
-    """Serves datasets to many machines. NOT IN THIS VERSION: use a file:// repository."""
-    click.echo(
-        f"diesel-server: version {diesel_fs.__version__} has no server yet; "
-        "use a repository in a folder: dlcmd --url file:///path ...",
-        err=True,
+@options
+def program(**given: object) -> None:
+    """Serves datasets to many machines, from one object store and one metadata store.
+
+    Every option may also stand in the environment (--tls-cert as DIESEL_SERVER_TLS_CERT), or in a
+    file of TOML (as tls-cert = "..."); a flag wins over the environment, that over the file. The
+    repository must be there, and an account to log in with:
+
+    \b
+      dlcmd --url "file:///data?meta=redis://localhost" user add NAME --admin
+      diesel-server --listen 127.0.0.1:9300 --store file:///data --meta redis://localhost
+    """
+    wanted, warnings = checked(**given)  # type: ignore[arg-type]
+    for warning in warnings:
+        click.echo(f"diesel-server: warning: {warning}", err=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s diesel-server %(levelname)s %(message)s",
     )
-    sys.exit(_USAGE)
+    supervisor = Supervisor(wanted, click.echo)
+    sys.exit(trio.run(supervisor.run))
+
+
+def main() -> None:
+    """Run the program; its end is the process's."""
+    try:
+        program.main(standalone_mode=False)
+    except click.Abort:
+        sys.exit(_INTERRUPTED)
+    except click.exceptions.Exit as ended:
+        sys.exit(ended.exit_code)
+    except click.ClickException as error:
+        click.echo(f"diesel-server: {error.format_message()}", err=True)
+        sys.exit(UsageError.exit_code)
+    except DieselError as error:
+        click.echo(f"diesel-server: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -33,5 +33,7 @@ Handler = (
     | Callable[[Request], AsyncIterator[Reply]]
 )
 """A plain function runs in a thread and may block; a generator, too: each of its replies but the
-last has `more`. An `async` one runs in the loop, and must not block it. Errors are DieselError; any
-other is a bug, which is logged and answered without its words."""
+last has `more`, and leaves once the one after it is there; one whose message has `more` itself (as
+progress does) leaves at once, and another must follow. An `async` one runs in the loop, and must
+not block it. Errors are DieselError; any other is a bug, which is logged and answered without its
+words."""

@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -371,3 +371,61 @@ def test_a_dataset_that_fits_is_read_by_chunks_all_the_same(
     assert bytes(reader.read(index)) == FILES["n009"]
     assert reader.cached(index, 0, 10_000) is not None
     assert store.at_hand == 0
+
+
+class Together(Counting):
+    """A store that takes many parts in one request, and damages some."""
+
+    joins_reads = True
+
+    def __init__(self, repository: Repository) -> None:
+        super().__init__(repository)
+        self.requests: list[int] = []
+        self.missing = ""
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        self.requests.append(len(parts))
+        for name, start, size in parts:
+            if self.missing and name == self.missing:
+                raise ObjectMissing(name)
+            room = memoryview(bytearray(size))
+            self.inner.read_into(name, start, room)
+            self.change(name, room)
+            yield room
+
+
+def test_many_files_are_one_request_where_the_store_takes_many(
+    repository: Repository, view: Snapshot
+) -> None:
+    store = Together(repository)
+    reader = ContentReader(view, store, 400_000)
+    names = ["n003", "small", "empty", "text", "n003", "large", *(f"n{i:03}" for i in (9, 8, 7))]
+    wanted = view.lookup_many([name.encode() for name in names])
+    contents = [bytes(content) for content in reader.read_many(wanted)]
+    assert contents == [FILES[name] for name in names]
+    assert store.requests == [7], "all but what has no bytes or many extents"
+
+
+def test_what_came_damaged_in_a_request_of_many_is_read_again(
+    repository: Repository, view: Snapshot
+) -> None:
+    store = Together(repository)
+    reader = ContentReader(view, store, 100_000)
+    store.change = corrupt(1)
+    wanted = view.lookup_many([b"n003", b"n004"])
+    assert [bytes(c) for c in reader.read_many(wanted)] == [FILES["n003"], FILES["n004"]]
+    assert reader.stats()["healed"] == 1
+
+
+def test_G3_one_file_that_cannot_be_read_fails_alone(
+    repository: Repository, view: Snapshot
+) -> None:
+    store = Together(repository)
+    first, last = view.lookup(b"n001"), view.lookup(b"n299")
+    lost = _object(repository, view, view.extents(last)[0].chunk)
+    assert lost != _object(repository, view, view.extents(first)[0].chunk)
+    store.missing = lost
+    contents = ContentReader(view, store, 100_000).read_many([first, last])
+    assert bytes(next(contents)) == FILES["n001"]
+    assert bytes(next(contents)) == FILES["n299"]  # by itself it can be read here
+    assert store.requests == [2]

@@ -18,9 +18,16 @@ from .conftest import Dlcmd
 
 
 def commands() -> dict[str, click.Command]:
+    """All that can be said, by its words."""
     context = click.Context(main.program)
     found = {name: main.program.get_command(context, name) for name in main.VERBS}
-    return {name: command for name, command in found.items() if command is not None}
+    whole = dict[str, click.Command]()
+    for name, command in found.items():
+        if isinstance(command, click.Group):
+            whole |= {f"{name} {word}": each for word, each in command.commands.items()}
+        elif command is not None:
+            whole[name] = command
+    return whole
 
 
 def test_global_options_stand_before_or_after_the_verb(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -108,20 +115,22 @@ def test_verbose_shows_where(dlcmd: Dlcmd) -> None:
     assert "Traceback" in dlcmd.program("ls", "-v", code=13).err
 
 
-@pytest.mark.parametrize("name", main.VERBS)
+@pytest.mark.parametrize("name", sorted({*main.VERBS, *commands()}))
 def test_help_teaches(dlcmd: Dlcmd, name: str) -> None:
-    said = dlcmd(name, "--help").out.decode()
+    said = dlcmd(*name.split(), "--help").out.decode()
     assert f"dlcmd {name} " in said.partition("Example")[2]
     for option in ("--url", "--user", "--key-file", "--json", "-q", "-v", "--version"):
         assert option in said
-    assert name in dlcmd("--help").out.decode()
+    assert name.split()[0] in dlcmd("--help").out.decode()
 
 
 def test_the_table_of_verbs_holds() -> None:
     """Each verb is where the table says, and is called so; every parameter is explained."""
     found = commands()
-    assert list(found) == list(main.VERBS)
-    assert {name: command.name for name, command in found.items()} == {n: n for n in found}
+    assert list(dict.fromkeys(name.split()[0] for name in found)) == list(main.VERBS)
+    assert {name: command.name for name, command in found.items()} == {
+        name: name.split()[-1] for name in found
+    }
     for name, command in found.items():
         for parameter in command.params:
             if isinstance(parameter, click.Option) and parameter.name != "compress":

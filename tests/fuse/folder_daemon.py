@@ -85,6 +85,9 @@ class FolderOpener(SourceOpener):
             return Source(Snapshot(many()))
         return Source(FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset)))
 
+    def lease(self, request: MountRequest, snapshot: Snapshot) -> None:
+        """A folder has no purge."""
+
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> FolderReader:

@@ -21,6 +21,8 @@ from diesel_fs.errors import ConflictError, ForeignError, MetadataError
 from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.holders import holders_of
 from diesel_fs.fuse.mountpoint import mounted_at
+from diesel_fs.leases import leased_versions
+from diesel_fs.repository import Repository
 
 pytestmark = pytest.mark.fuse
 
@@ -107,7 +109,7 @@ def test_H16_a_dataset_that_changes_keeps_its_version_in_a_mount(
         assert read_or_errno(at / "new") == errno.ENOENT
 
 
-def test_H16_a_dataset_that_is_deleted_gives_its_own_bytes_or_EIO(
+def test_H16_a_dataset_that_is_deleted_gives_its_own_bytes(
     url: str, at: Path, session: str
 ) -> None:
     """Also where another one of the same name, paths and sizes has taken its place."""
@@ -120,10 +122,40 @@ def test_H16_a_dataset_that_is_deleted_gives_its_own_bytes_or_EIO(
         put(url, {name: noise(100 + seed) for seed, name in enumerate(before)})
         found = {name: read_or_errno(at / name) for name in before}
         assert found["f0"] == before["f0"]  # the kernel has its pages
-        assert all(found[name] in (before[name], errno.EIO) for name in before)
-        assert found["f11"] == errno.EIO  # nor has it been read ahead
+        assert found == before  # the mount's lease spares its chunks
         assert sorted(os.listdir(at)) == sorted(before)
         assert (at / "f2").stat().st_size == FILE_BYTES
+
+
+def test_H16_chunks_that_have_gone_all_the_same_give_EIO(
+    url: str, at: Path, session: str, tmp_path: Path
+) -> None:
+    """Never other bytes. The log says that the snapshot may be too old."""
+    before = {f"f{seed}": noise(seed) for seed in range(12)}
+    put(url, before)
+    log = tmp_path / "log"
+    with mounted(MountRequest(url, "ds", str(at), session=session, log_file=str(log))):
+        assert (at / "f0").read_bytes() == before["f0"]
+        for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+            chunk.unlink()
+        put(url, {name: noise(100 + seed) for seed, name in enumerate(before)}, "other")
+        found = {name: read_or_errno(at / name) for name in before}
+        assert found["f0"] == before["f0"]  # the kernel has its pages
+        assert all(found[name] in (before[name], errno.EIO) for name in before)
+        assert found["f11"] == errno.EIO  # nor has it been read ahead
+        assert "snapshot too old" in log.read_text()
+
+
+def test_a_mount_has_a_lease_on_its_version(
+    url: str, at: Path, session: str, tmp_path: Path
+) -> None:
+    put(url, {"a": b"a"})
+    with Repository.open(url) as repository:
+        view, objects = repository.view("ds"), repository.objects
+        with mounted(MountRequest(url, "ds", str(at), session=session)):
+            assert leased_versions(objects, view.identity, time.time()) == {view.version}
+            umount(at)
+        assert leased_versions(objects, view.identity, time.time()) == set()
 
 
 def test_H21_a_new_mount_of_a_newer_version_shows_no_old_page(

@@ -11,11 +11,12 @@ from uuid import UUID
 from xxhash import xxh3_64_intdigest
 
 from diesel_fs import wire
+from diesel_fs.accounts import Account, Role, accounts_text, check_public_key, parse_accounts
 from diesel_fs.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.control_wire import frame
 from diesel_fs.entries import ChunkId
-from diesel_fs.errors import CorruptError, ForeignError, FormatError
+from diesel_fs.errors import CorruptError, ForeignError, FormatError, UsageError
 from diesel_fs.fuse import protocol
 from diesel_fs.fuse.helper import residency_of
 from diesel_fs.fuse.plan_messages import PlanMessages
@@ -26,6 +27,7 @@ from tests.fuse.test_plan_messages import OF_VERSION, SNAPSHOT, announce
 
 SNAPSHOT_HEADER_BYTES = 640
 _HEADER = struct.Struct("<IIQQIIIHH")
+_POINT = bytes([0x58]) + bytes([0x66]) * 31  # the base point of Ed25519
 
 
 def request(content: bytes) -> None:
@@ -98,6 +100,14 @@ def wires(content: bytes) -> None:
         wire.parse_head(content[wire.LENGTHS_BYTES :], wire.REQUEST)
 
 
+def account_text(content: bytes) -> None:
+    """An export, and a public key, of whoever may give one."""
+    with suppress(FormatError):
+        parse_accounts(content)
+    with suppress(UsageError):
+        check_public_key(content[:32])
+
+
 def _sum(content: bytes) -> bytes:
     return xxh3_64_intdigest(content).to_bytes(8, "little")
 
@@ -117,6 +127,7 @@ def seeds() -> dict[str, list[bytes]]:
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],
         "wire": [wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST)],
+        "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
     }
 
 
@@ -126,4 +137,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "chunk": chunk,
     "snapshot": snapshot,
     "wire": wires,
+    "accounts": account_text,
 }

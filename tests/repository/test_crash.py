@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,15 @@ def source_tree(top: Path) -> Path:
     return write(top, small | large)
 
 
-def run_killed(arguments: list[str], call: str, when: int) -> tuple[bool, bool]:
+def run_killed(
+    arguments: list[str], call: str, when: int, driver: Sequence[str] = DRIVER
+) -> tuple[bool, bool]:
     """Run the driver, killed at its `when`-th `call`: whether it was killed, and acknowledged."""
     assert STRACE is not None, "strace is missing: make test installs it"
     done = subprocess.run(
         [
             *(STRACE, "-f", "-qq", "-o", "/dev/null", f"--trace={call}"),
-            *(f"--inject={call}:signal=KILL:when={when}", *DRIVER, *arguments),
+            *(f"--inject={call}:signal=KILL:when={when}", *driver, *arguments),
         ],
         cwd=TOP,
         check=False,

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from diesel_fs.storage.metadata import MetadataStore
+from tests.storage.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener
 from tests.storage.s3_server import Server, s3_server
 
 
@@ -16,3 +19,31 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             patch.delenv(name)
         with s3_server(tmp_path_factory.mktemp("s3")) as server:
             yield server
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["sqlite-rows", *STORES])
+def open_meta(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Opener:
+    kind: str = request.param
+    # The embedded store's two ways to keep entries, each for all that it can hold
+    entries_min = 10**9 if kind == "sqlite-rows" else 1
+    monkeypatch.setattr("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", entries_min)
+    return STORES[kind.removesuffix("-rows")](tmp_path, clock)
+
+
+@pytest.fixture
+def meta(open_meta: Opener) -> Iterator[MetadataStore]:
+    """A store with one empty dataset."""
+    store = open_meta()
+    store.create(NAME, IDENTITY)
+    yield store
+    store.close()

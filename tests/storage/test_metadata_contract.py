@@ -4,8 +4,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pytest
@@ -23,8 +21,6 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.storage.metadata import Batch, MetadataStore, chunks_digest
-from diesel_fs.storage.redis_metadata import RedisMetadata
-from diesel_fs.storage.sqlite import SqliteMetadata
 from tests.storage.batches import (
     Chunk,
     Entry,
@@ -36,99 +32,7 @@ from tests.storage.batches import (
     seen,
     tombstones,
 )
-from tests.storage.redis_servers import shared_cluster, shared_server
-
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
-NOW_NS = 1_800_000_000 * 10**9
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.ns = NOW_NS
-
-    def __call__(self) -> int:
-        return self.ns
-
-
-class Opener(Protocol):
-    """Opens the same, at first empty, store each time it is called."""
-
-    def __call__(self, *, deadline_s: float = 10.0) -> MetadataStore: ...
-
-
-def sqlite_opener(folder: Path, clock: Clock) -> Opener:
-    def opened(*, deadline_s: float = 10.0) -> MetadataStore:
-        path = folder / "meta.sqlite"
-        return SqliteMetadata.open(path, create=True, deadline_s=deadline_s, clock_ns=clock)
-
-    return opened
-
-
-def redis_opener(clock: Clock, buckets: int) -> Opener:
-    server = shared_server()
-    server.client().flushall()
-
-    def opened(*, deadline_s: float = 10.0) -> MetadataStore:
-        return RedisMetadata.open(
-            server.url, deadline_s=deadline_s, clock_ns=clock, buckets=buckets
-        )
-
-    return opened
-
-
-def cluster_opener(folder: Path, clock: Clock) -> Opener:
-    cluster = shared_cluster()
-    cluster.flush()
-
-    def opened(*, deadline_s: float = 10.0) -> MetadataStore:
-        return RedisMetadata.open(cluster.url, deadline_s=deadline_s, clock_ns=clock)
-
-    return opened
-
-
-STORES: dict[str, Callable[[Path, Clock], Opener]] = {
-    "sqlite": sqlite_opener,
-    "redis": lambda _, clock: redis_opener(clock, 1),
-    "redis-buckets": lambda _, clock: redis_opener(clock, 5),
-    "redis-cluster": cluster_opener,
-}
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture(params=["sqlite-rows", *STORES])
-def open_meta(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Opener:
-    kind: str = request.param
-    # The embedded store's two ways to keep entries, each for all that it can hold
-    entries_min = 10**9 if kind == "sqlite-rows" else 1
-    monkeypatch.setattr("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", entries_min)
-    return STORES[kind.removesuffix("-rows")](tmp_path, clock)
-
-
-@pytest.fixture
-def meta(open_meta: Opener) -> Iterator[MetadataStore]:
-    """A store with one empty dataset."""
-    store = open_meta()
-    store.create(NAME, IDENTITY)
-    yield store
-    store.close()
-
-
-def commit(meta: MetadataStore, *chunks: Chunk) -> int:
-    """The version after these."""
-    return [meta.commit(IDENTITY, chunk.batch()) for chunk in chunks][-1]
-
+from tests.storage.metadata_stores import IDENTITY, NAME, NOW_NS, Clock, Opener, commit
 
 # Datasets
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diesel_fs.entries import Kind
+from diesel_fs.entries import ChunkId, Kind
 from diesel_fs.storage.metadata import MetadataStore
 from tests.storage.batches import (
     Chunk,
@@ -21,7 +21,7 @@ from tests.storage.batches import (
     moved,
     seen,
 )
-from tests.storage.test_metadata_contract import IDENTITY, NAME, STORES, Clock
+from tests.storage.metadata_stores import IDENTITY, NAME, STORES, Clock
 
 PATHS = [b"f", b"a/f", b"a/b/f", b"a/b"]
 
@@ -69,6 +69,19 @@ def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Rando
         start = end
 
 
+def check_forgetting(meta: MetadataStore, chunks: list[Chunk]) -> None:
+    """Whatever is wholly holes can go, and the state stays; what else there is does not go."""
+    state = fold(chunks)
+    newest = max(state.holes)
+    empty = {
+        chunk.id
+        for chunk in chunks
+        if chunk.id != newest and len(state.holes[chunk.id]) == len(chunk.entries)
+    }
+    assert meta.forget(IDENTITY, map(ChunkId, state.holes)) == empty
+    check(meta, NAME, [chunk for chunk in chunks if chunk.id not in empty])
+
+
 def check_history(kind: str, history: list[Chunk], seed: int) -> None:
     """Commit in an order of chance, and compare with the oracle half-way and at the end."""
     dice = random.Random(seed)
@@ -106,4 +119,5 @@ def check_history(kind: str, history: list[Chunk], seed: int) -> None:
             fold(order).entries.items()
         )
         assert not {path for path, _ in unchanged} & set(seen(since.rows))
+        check_forgetting(meta, order)
         meta.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
-from . import kernel, listing, mount, put, read, readers, shared, snapshot, window
+from . import kernel, listing, mount, put, read, readers, server, shared, snapshot, window
 
 Benchmark = Callable[[Workbench], list[Row]]
 
@@ -26,6 +26,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "kernel-ls": listing.measure,
     "redis-put": shared.put,
     "redis-recover": shared.recover,
+    "server-put": server.put,
+    "server-stat": server.stat,
+    "server-snapshot": server.snapshot,
+    "server-read": server.read,
 }
 
 

@@ -1,0 +1,294 @@
+"""`dlcmd user` and `dlcmd grant`.
+
+A key is made here, shown once, and goes nowhere else: what travels and is kept is its public half.
+"""
+
+import os
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from diesel_fs import clouds, keys
+from diesel_fs.accounts import (
+    TEXT_BYTES_MAX,
+    Account,
+    Role,
+    check_user_name,
+    parse_accounts,
+    parse_public_key,
+    parse_role,
+    public_key_text,
+)
+from diesel_fs.administration import Administration, open_administration
+from diesel_fs.credentials import key_text
+from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.urls import SERVER_SCHEMES, parse_url
+
+from .options import dataset, flags, global_options, verb
+from .output import count_text, emit, say, say_json
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def _opened(*, create: bool = False) -> Administration:
+    clouds.enable()
+    settings = flags().settings()
+    return open_administration(
+        parse_url(settings.repository_url), settings.credentials, create=create
+    )
+
+
+@global_options
+@click.group("user", context_settings=_SETTINGS, no_args_is_help=False)
+def user() -> None:
+    """Users of a server: who they are, and by which keys they prove it.
+
+    The first one is made with direct access to the repository, the others through a server, too.
+
+    \b
+    Examples:
+      dlcmd --url "file:///data?meta=redis://localhost" user add root --admin
+      dlcmd user add ann
+      dlcmd user export accounts.jsonl
+    """
+
+
+@user.command("add", context_settings=_SETTINGS)
+@click.argument("name", type=check_user_name, metavar="NAME")
+@click.option("--admin", is_flag=True, help="Administers all datasets and all accounts.")
+@click.option("--renew", is_flag=True, help="The user is there: another key, the same roles.")
+@click.option("--public-key", metavar="TEXT", help="The public half of a key made elsewhere.")
+@click.option(
+    "--key-out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the key to a new file, readable by you alone, and do not print it.",
+)
+def user_add(
+    name: str, admin: bool, renew: bool, public_key: str | None, key_out: Path | None
+) -> None:
+    """Add a user, whose key is made here and printed once.
+
+    \b
+    Examples:
+      dlcmd user add ann --key-out ann.key
+      dlcmd user add root --admin --key-out ~/.config/diesel/key
+      dlcmd user add ann --renew
+    """
+    if public_key is not None and key_out is not None:
+        raise UsageError("--public-key and --key-out exclude each other")
+    seed = None if public_key is not None else keys.new_seed()
+    public = parse_public_key(public_key or "") if seed is None else keys.public_key(seed)
+    with _opened(create=not renew) as accounts:
+        if seed is not None and key_out is not None:
+            _write_key(key_out, seed)
+        try:
+            (accounts.renew if renew else accounts.add)(name, public, admin=admin)
+        except BaseException:
+            if seed is not None and key_out is not None:
+                key_out.unlink()  # no account has it, or one that --renew can give another
+            raise
+    described: dict[str, object] = {
+        "user": name,
+        "admin": admin,
+        "public_key": public_key_text(public),
+    }
+    if key_out is not None:
+        described["key_file"] = str(key_out)
+    elif seed is not None:
+        described["key"] = key_text(seed)
+    if flags().json:
+        say_json(described)
+        return
+    if "key" in described:
+        emit([f"{described['key']}\n".encode()])
+        _remark(f"this is the key of {name}; it is not shown again. To use it: write it to a file,")
+        _remark(f"chmod 600 it, and say --user {name} --key-file FILE")
+    else:
+        say(f"{'renewed' if renew else 'added'} {name}")
+
+
+def _write_key(path: Path, seed: bytes) -> None:
+    """A new file with a key. Raises ConflictError where there is one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise ConflictError(f"{path} exists already", advice="name a new file") from None
+    with open(fd, "wb") as file:
+        file.write(key_text(seed).encode() + b"\n")
+        file.flush()
+        os.fsync(fd)
+
+
+def _remark(text: str) -> None:
+    """Words beside a result, which stands alone on stdout."""
+    if not flags().quiet:
+        with suppress(OSError, AttributeError, ValueError):
+            sys.stderr.write(f"dlcmd: {text}\n")
+            sys.stderr.flush()
+
+
+@user.command("rm", context_settings=_SETTINGS)
+@click.argument("name", type=check_user_name, metavar="NAME")
+def user_rm(name: str) -> None:
+    """Remove a user. Who is logged in as that user is cut off within seconds.
+
+    \b
+    Example:
+      dlcmd user rm ann
+    """
+    with _opened() as accounts:
+        accounts.remove(name)
+        if parse_url(flags().settings().repository_url).scheme not in SERVER_SCHEMES:
+            left = accounts.accounts()
+            if not any(account.admin for account in left.values()):
+                _remark("there is no administrator now: dlcmd user add NAME --admin")
+    if flags().json:
+        say_json({"removed": name})
+    else:
+        say(f"removed {name}")
+
+
+@user.command("ls", context_settings=_SETTINGS)
+def user_ls() -> None:
+    """List users and their roles.
+
+    \b
+    Examples:
+      dlcmd user ls
+      dlcmd user ls --json
+    """
+    with _opened() as opened:
+        accounts = opened.accounts()
+    if flags().json:
+        for account in accounts.values():
+            say_json(_described(account))
+        return
+    width = max(map(len, accounts), default=0)
+    emit(
+        f"{name:<{width}}  {_roles(account)}".rstrip().encode() + b"\n"
+        for name, account in sorted(accounts.items())
+    )
+
+
+def _described(account: Account) -> dict[str, object]:
+    return {
+        "user": account.name,
+        "public_key": public_key_text(account.public_key),
+        "admin": account.admin,
+        "grants": {name: role.text for name, role in account.grants.items()},
+    }
+
+
+def _roles(account: Account) -> str:
+    roles = [f"{name}:{role.text}" for name, role in sorted(account.grants.items())]
+    return " ".join((["admin"] if account.admin else []) + roles)
+
+
+@user.command("export", context_settings=_SETTINGS)
+@click.argument("file", default="-", metavar="[FILE]")
+def user_export(file: str) -> None:
+    """Write all accounts as text: names, public keys and roles. It lets nobody in.
+
+    \b
+    Examples:
+      dlcmd user export accounts.jsonl
+      dlcmd user export | ssh backup "cat > accounts.jsonl"
+    """
+    with _opened() as accounts:
+        text = accounts.text()
+    count = len(parse_accounts(text))
+    if file == "-":
+        emit([text])
+        return
+    _replace(Path(file), text)
+    if flags().json:
+        say_json({"users": count, "file": file})
+    else:
+        say(f"wrote {count_text(count, 'user')} to {file}")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        temporary.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@user.command("import", context_settings=_SETTINGS)
+@click.argument("file", metavar="FILE|-")
+@click.option("--replace", is_flag=True, help="Remove all users that are not in it.")
+def user_import(file: str, replace: bool) -> None:
+    """Take over accounts from an export: all of them, or none where one is wrong.
+
+    Users of the same names get what stands in the file; others stay, unless --replace.
+
+    \b
+    Examples:
+      dlcmd user import accounts.jsonl
+      dlcmd --url "file:///data?meta=redis://localhost" user import accounts.jsonl
+    """
+    text = _content(file)
+    more = parse_accounts(text)
+    with _opened(create=True) as accounts:
+        accounts.load(text, replace=replace)
+    if flags().json:
+        say_json({"users": len(more), "replaced": replace})
+    else:
+        say(f"imported {count_text(len(more), 'user')}")
+
+
+def _content(file: str) -> bytes:
+    if file == "-":
+        return sys.stdin.buffer.read(TEXT_BYTES_MAX + 1)
+    with open(file, "rb") as opened:
+        return opened.read(TEXT_BYTES_MAX + 1)
+
+
+for _command in user.commands.values():
+    global_options(_command)
+
+
+@verb("grant")
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.argument("who", type=check_user_name, metavar="USER")
+@click.argument("role", type=parse_role, metavar="ROLE")
+def grant(name: str, who: str, role: Role) -> None:
+    """Give a user a role on a dataset, in place of the one before; it need not be there yet.
+
+    \b
+    ROLE: read; write, which is to put and delete entries, too; admin, which is to make,
+    recover, purge and delete the dataset and to grant roles on it, too; none.
+
+    \b
+    Examples:
+      dlcmd grant pets ann read
+      dlcmd grant pets ann none
+    """
+    with _opened() as accounts:
+        accounts.grant(name, who, role)
+    if flags().json:
+        say_json({"dataset": name, "user": who, "role": role.text})
+    else:
+        say(f"{who} may {_MAY[role]} {name}")
+
+
+_MAY = {
+    Role.NONE: "do nothing with",
+    Role.READ: "read",
+    Role.WRITE: "change",
+    Role.ADMIN: "administer",
+}

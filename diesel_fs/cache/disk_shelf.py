@@ -1,0 +1,541 @@
+"""The shelf of chunks in a folder of a local disk, shared by the processes of one server.
+
+    <folder>/.diesel-cache                          what makes it ours; the lock; the bytes counted
+    <folder>/.reading                               locked (shared) by who reads from the store
+    <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
+    <folder>/<store UUID>/<identity>/.<chunk ID>    one on its way; locked while its writer lives
+    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
+
+Owned here: this layout, what may be a cache's folder, the limits, who goes when they are reached.
+Not owned: when chunks are fetched (`tier.py`).
+
+Nothing is synced: a chunk is checked whole when it comes and when a process reads it for the first
+time, so whatever a crash leaves is found. Whoever makes or removes files holds the lock on
+`.diesel-cache`; readers take no lock that they would wait for. A process may die anywhere: what it
+had reserved is freed by the next who needs room. Where the disk fails, the shelf rests for a while
+and has no chunks. Any thread, any process of this machine; not in forked children.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import BusyError, ConflictError, FormatError, NoSpaceError, PermissionDenied
+from ..layout import IDENTITY_TEXT
+from ..settings import private_folder
+from ..storage.folder import FolderStore
+from ..storage.objects import ObjectStore, StoreWrapper
+from .shelves import ChunkKey, Held, Place, Shelf, check_whole
+
+log = logging.getLogger("diesel.cache")
+
+FREE_FRACTION_MIN = 0.05
+"""Of the file system: what others need of it goes before the cache (and nearly full ones crawl)."""
+
+REST_S = 30.0
+"""How long a disk that failed is left alone."""
+
+IDLE_S = 600.0
+"""A dataset that has not been read for so long makes room for another."""
+
+CHUNK_IDLE_S = 24 * 3600.0
+"""A chunk that has not been read for so long does, even where its dataset is: an epoch is shorter,
+and what purges have replaced is not read again."""
+
+EVICT_FRACTION = 0.05
+"""Of the limit, more than is needed: finding who goes means looking at every file."""
+
+_TOUCH_S = 60.0  # how exact last uses are: a thousandth of the system calls
+_LOCK_S = 5.0
+_LOCK_POLL_S = 0.01
+_KNOWN_MAX = 1 << 20  # then each is checked once more
+_FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
+_WRITE_BYTES_MAX = 64 << 20  # at once: a signal is heard between
+
+_MARKER = ".diesel-cache"
+_READING = ".reading"
+_USED = ".used"
+_MAGIC = b"DIESEL-FS cache\n"
+_HEAD = struct.Struct("<16sQ")
+_STORE_NAME = re.compile(IDENTITY_TEXT)
+_CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
+_BEGUN = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")  # what others may just have made
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def cache_place(path: Path, objects: ObjectStore | None = None) -> Path:
+    """`path` as a folder for caches: made where it is missing, this user's, nobody else may write.
+
+    Raises PermissionDenied; ConflictError where it has other content than a cache's, or is, holds
+    or lies in the folder of `objects`.
+    """
+    place = Path(os.path.realpath(path))  # one name, however it was spelled
+    inner = objects
+    while isinstance(inner, StoreWrapper):
+        inner = inner.inner
+    if isinstance(inner, FolderStore):
+        _check_apart(place, Path(inner.root))
+    private_folder(place)
+    try:
+        _check_ours(place)
+    except OSError as error:
+        raise PermissionDenied(f"{place}: cannot be used for a cache: {error.strerror}") from error
+    return place
+
+
+def _check_apart(place: Path, store: Path) -> None:
+    for inner, outer in ((place, store), (store, place)):
+        for above in (inner, *inner.parents):
+            with contextlib.suppress(OSError):  # what is not there is no other's name
+                if outer.samefile(above):
+                    raise ConflictError(
+                        f"the cache folder {place} and the store {store} lie in each other",
+                        advice="name a folder apart from the store",
+                    )
+
+
+def _check_ours(place: Path) -> None:
+    """Make the marker of an empty folder; refuse what is neither empty nor a cache."""
+    with contextlib.suppress(FileNotFoundError):
+        if (place / _MARKER).read_bytes()[:16] == _MAGIC:
+            return
+        raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
+    others = [name for name in sorted(os.listdir(place)) if not _BEGUN.fullmatch(name)]
+    if others:
+        raise ConflictError(
+            f"{place} is neither empty nor a cache: it holds {others[0]!r}",
+            advice="name an empty folder",
+        )
+    with contextlib.suppress(FileExistsError):
+        temporary = place / f"{_MARKER}-{os.getpid()}-{threading.get_ident()}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
+        try:
+            os.write(file, _HEAD.pack(_MAGIC, 0))
+            os.fsync(file)
+            os.link(temporary, place / _MARKER)
+        finally:
+            os.close(file)
+            temporary.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file of the shelf, as a look at all of them finds it."""
+
+    path: str
+    bytes: int
+    used_s: float
+    dataset_used_s: float
+    on_its_way: bool
+
+
+class DiskShelf(Shelf):
+    """Chunks of one store in a cache's folder, whose limit all stores in it share."""
+
+    kind = "disk"
+    loads_datasets = True
+
+    def __init__(self, place: Path, store: UUID, limit_bytes: int) -> None:
+        """`place` is what `cache_place` gave. Raises PermissionDenied, BusyError."""
+        self._place = os.fspath(place)
+        self._folder = f"{self._place}/{store.hex}"
+        self._limit_bytes = limit_bytes
+        self._device = os.stat(place).st_dev
+        self._known: dict[ChunkKey, float] = {}  # checked by this process; when it was touched
+        self._dataset_used: dict[UUID, float] = {}
+        self._reads = _Trouble(self._place, "read from")
+        self._writes = _Trouble(self._place, "write to")
+        self._reading_lock = threading.Lock()
+        self._reading_count = 0
+        self.evictions = 0
+        try:
+            self._reading = self._open_reading()
+            with self._locked() as marker:
+                self._tidy(marker, 0)
+        except OSError as error:
+            raise PermissionDenied(f"{place}: {error.strerror}") from error
+
+    # Reading
+
+    def find(self, key: ChunkKey) -> Held | None:
+        if self._reads.rests:
+            return None
+        try:
+            file = os.open(self._path(key), os.O_RDONLY | _FILE_FLAGS)
+        except FileNotFoundError:
+            self._known.pop(key, None)
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                self._reads.failed(error)
+            return None
+        held = _File(self, file, os.fstat(file).st_size)
+        if key not in self._known and not self._is_sound(key, held):
+            held.close()
+            return None
+        self._touch(key, file)
+        return held
+
+    def _is_sound(self, key: ChunkKey, held: Held) -> bool:
+        """Read it whole, and check it; what is damaged goes."""
+        try:
+            content = np.empty(held.bytes, np.uint8).data
+            held.read_into(0, content)
+            check_whole(key, content)
+        except (FormatError, EOFError) as error:
+            log.warning("a cached chunk is damaged, and dropped: %s", error)
+            self.drop(key)
+            return False
+        except (OSError, MemoryError):  # the first has been heard of
+            return False
+        if len(self._known) >= _KNOWN_MAX:
+            self._known.clear()
+        self._known[key] = 0.0
+        return True
+
+    def _touch(self, key: ChunkKey, file: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._known.get(key, 0.0) >= _TOUCH_S:
+            self._known[key] = now_s
+            with contextlib.suppress(OSError):  # a file system that has become read-only
+                os.utime(file)
+        self.note_use(key.identity)
+
+    def holds(self, key: ChunkKey) -> bool:
+        return os.path.exists(self._path(key))
+
+    def note_use(self, identity: UUID) -> None:
+        now_s = time.monotonic()
+        if now_s - self._dataset_used.get(identity, -_TOUCH_S) >= _TOUCH_S:
+            self._dataset_used[identity] = now_s
+            with contextlib.suppress(OSError):
+                os.utime(f"{self._folder}/{identity.hex}/{_USED}")
+
+    def drop(self, key: ChunkKey) -> None:
+        """The bytes are counted until somebody needs room, and looks at what there is."""
+        self._known.pop(key, None)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(key))
+
+    def doubt(self, key: ChunkKey) -> None:
+        self._known.pop(key, None)
+        if (held := self.find(key)) is not None:
+            held.close()
+
+    # Writing
+
+    def reserve(self, key: ChunkKey, size: int) -> Place | None:
+        if self._writes.rests:
+            raise NoSpaceError(f"{self._place} takes nothing now")
+        try:
+            with self._locked() as marker:
+                place = self._reserve(marker, key, size)
+        except BusyError:  # others make room
+            return None
+        except OSError as error:
+            self._writes.failed(error)
+            raise NoSpaceError(f"{self._place} cannot be written") from error
+        return place
+
+    def _reserve(self, marker: int, key: ChunkKey, size: int) -> Place | None:
+        """With the lock: whoever else could make or remove the files waits for us."""
+        if self.holds(key):
+            return None
+        folder = f"{self._folder}/{key.identity.hex}"
+        self._make_folder(folder)
+        temporary = f"{folder}/.{key.id.hex()}"
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)
+        try:
+            if not _try_lock(file, fcntl.LOCK_EX):
+                os.close(file)
+                return None  # somebody is at it
+            counted = os.fstat(file).st_size  # by who was at it and died
+            os.ftruncate(file, 0)
+            _add(marker, -counted)
+            if not self._has_room(marker, size):
+                self._tidy(marker, size)
+                if not self._has_room(marker, size):
+                    raise NoSpaceError(f"all that is in {self._place} is in use")
+            os.ftruncate(file, size)
+            _add(marker, size)
+        except BaseException:
+            _unlink(temporary)
+            os.close(file)
+            raise
+        return _FilePlace(self, key, file, temporary)
+
+    def _make_folder(self, folder: str) -> None:
+        for each in (self._folder, folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(each, 0o700)
+        used = f"{folder}/{_USED}"
+        os.close(os.open(used, os.O_WRONLY | os.O_CREAT | _FILE_FLAGS, 0o600))
+
+    def _has_room(self, marker: int, size: int) -> bool:
+        disk = os.fstatvfs(marker)
+        left_bytes = disk.f_bavail * disk.f_frsize - size
+        floor_bytes = FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize
+        return _counted(marker) + size <= self._limit_bytes and left_bytes >= floor_bytes
+
+    def _tidy(self, marker: int, size: int) -> None:
+        """Count anew, remove what the dead have left, and evict until `size` bytes and some more
+
+        fit; with 0, until the limit holds, whoever goes.
+        """
+        now_s = time.time()
+        files: list[_Found] = []
+        for each in self._look():
+            if each.on_its_way and _is_dead(each.path):
+                _unlink(each.path)
+            else:
+                files.append(each)
+        used_bytes = sum(each.bytes for each in files)
+        disk = os.fstatvfs(marker)
+        floor_bytes = FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize
+        beyond_bytes = max(
+            used_bytes + size - self._limit_bytes,
+            floor_bytes + size - disk.f_bavail * disk.f_frsize,
+        )
+        if beyond_bytes > 0 and size:
+            beyond_bytes += EVICT_FRACTION * self._limit_bytes
+        for each in sorted(files, key=lambda found: found.used_s):
+            if beyond_bytes <= 0:
+                break
+            idle = (
+                not size
+                or abs(now_s - each.dataset_used_s) > IDLE_S
+                or abs(now_s - each.used_s) > CHUNK_IDLE_S
+            )
+            if idle and not each.on_its_way:
+                _unlink(each.path)
+                used_bytes -= each.bytes
+                beyond_bytes -= each.bytes
+                self.evictions += 1
+        _add(marker, used_bytes - _counted(marker))
+
+    def _look(self) -> Iterator[_Found]:
+        """All chunks of all stores, those on their way too."""
+        for store in _folders(self._place):
+            for dataset in _folders(store):
+                dataset_used_s = 0.0
+                with contextlib.suppress(FileNotFoundError):
+                    dataset_used_s = os.stat(f"{dataset}/{_USED}").st_mtime
+                with os.scandir(dataset) as entries:
+                    for entry in entries:
+                        if _CHUNK_NAME.fullmatch(entry.name):
+                            with contextlib.suppress(FileNotFoundError):
+                                found = entry.stat(follow_symlinks=False)
+                                yield _Found(
+                                    entry.path,
+                                    found.st_size,
+                                    found.st_mtime,
+                                    dataset_used_s,
+                                    entry.name[0] == ".",
+                                )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The marker's descriptor, locked. Raises OSError where this is no cache any more."""
+        path = f"{self._place}/{_MARKER}"
+        try:
+            marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
+        except FileNotFoundError:
+            # Never into what lies under a mount point; a folder that was emptied begins again
+            if os.stat(self._place).st_dev != self._device:
+                raise
+            try:
+                _check_ours(private_folder(Path(self._place)))
+            except (ConflictError, PermissionDenied) as error:
+                raise OSError(errno.ESTALE, error.message) from error
+            marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
+        try:
+            until = time.monotonic() + _LOCK_S
+            while not _try_lock(marker, fcntl.LOCK_EX):
+                if time.monotonic() > until:
+                    raise BusyError(f"{path} is locked")
+                time.sleep(_LOCK_POLL_S)
+            if os.pread(marker, 16, 0) != _MAGIC:
+                raise OSError(errno.ESTALE, "not a cache any more")
+            yield marker
+        finally:
+            os.close(marker)
+
+    # Who reads from the store
+
+    def note_reading(self, *, begins: bool) -> None:
+        with self._reading_lock:
+            self._reading_count += 1 if begins else -1
+            if self._reading_count == begins and self._reading >= 0:  # the first, or the last
+                # Never waited for: who tests holds it for a moment, or was stopped in that moment
+                how = fcntl.LOCK_SH | fcntl.LOCK_NB if begins else fcntl.LOCK_UN
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._reading, how)
+
+    def others_read(self) -> bool:
+        try:
+            file = self._open_reading()
+        except OSError:
+            return False
+        try:
+            return not _try_lock(file, fcntl.LOCK_EX)
+        finally:
+            os.close(file)
+
+    def _open_reading(self) -> int:
+        # For reading: a file system with a file open for writing cannot be made read-only
+        return os.open(f"{self._place}/{_READING}", os.O_RDONLY | os.O_CREAT | _FILE_FLAGS, 0o600)
+
+    def close(self) -> None:
+        with self._reading_lock:
+            if self._reading >= 0:
+                os.close(self._reading)
+            self._reading = -1
+
+    def _path(self, key: ChunkKey) -> str:
+        return f"{self._folder}/{key.identity.hex}/{key.id.hex()}"
+
+
+class _Trouble:
+    """Whether the disk can be used: after failures it rests, and is tried again."""
+
+    def __init__(self, place: str, doing: str) -> None:
+        self._place, self._doing = place, doing
+        self._until = 0.0
+        self._failures = 0
+        self._said = False
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self._until
+
+    def went_well(self) -> None:
+        self._failures = 0
+        if self._said:
+            self._said = False
+            log.warning("the cache in %s works again", self._place)
+
+    def failed(self, error: OSError) -> None:
+        self._failures += 1
+        if self._failures < _FAILURES_MAX:
+            return
+        self._until = time.monotonic() + REST_S
+        if not self._said:
+            self._said = True
+            log.warning(
+                "cannot %s the cache in %s (%s): it is passed by, and tried again every %.0f s",
+                self._doing, self._place, error.strerror, REST_S,
+            )  # fmt: skip
+
+
+class _File(Held):
+    def __init__(self, shelf: DiskShelf, file: int, size: int) -> None:
+        self.bytes = size
+        self._shelf, self._file = shelf, file
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(buffer):
+                got = os.preadv(self._file, [buffer[done:]], start + done)
+                if not got:
+                    raise EOFError
+                done += got
+        except OSError as error:
+            self._shelf._reads.failed(error)
+            raise
+        self._shelf._reads.went_well()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class _FilePlace(Place):
+    def __init__(self, shelf: DiskShelf, key: ChunkKey, file: int, temporary: str) -> None:
+        self._shelf, self._key = shelf, key
+        self._file, self._temporary = file, temporary
+
+    def fill(self, content: memoryview) -> None:
+        try:
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._file, content[done : done + _WRITE_BYTES_MAX], done)
+            with self._shelf._locked():
+                os.rename(self._temporary, self._shelf._path(self._key))
+        except (OSError, BusyError) as error:
+            if isinstance(error, OSError):
+                self._shelf._writes.failed(error)
+            self.give_up()
+            return
+        os.close(self._file)
+        self._shelf._known[self._key] = time.monotonic()
+        self._shelf._writes.went_well()
+
+    def give_up(self) -> None:
+        """Where the lock cannot be had, the file stays, and is found dead."""
+        try:
+            with contextlib.suppress(OSError, BusyError), self._shelf._locked() as marker:
+                os.unlink(self._temporary)
+                _add(marker, -os.fstat(self._file).st_size)
+        finally:
+            os.close(self._file)
+
+
+def _folders(path: str) -> list[str]:
+    """Ours below a folder: a store's, or a dataset's."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+        return [
+            entry.path
+            for entry in entries
+            if _STORE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+    return []
+
+
+def _counted(marker: int) -> int:
+    _, used_bytes = _HEAD.unpack(os.pread(marker, _HEAD.size, 0))
+    return int(used_bytes)
+
+
+def _add(marker: int, size: int) -> None:
+    if size:
+        os.pwrite(marker, _HEAD.pack(_MAGIC, max(_counted(marker) + size, 0)), 0)
+
+
+def _try_lock(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_dead(path: str) -> bool:
+    """Whether nobody is at a file on its way any more."""
+    try:
+        file = os.open(path, os.O_RDWR | _FILE_FLAGS)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(file).st_mode) and _try_lock(file, fcntl.LOCK_EX)
+    finally:
+        os.close(file)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,45 @@
+"""The leases of one mount: that it reads these versions, so that a purge spares their chunks.
+
+Owned here: one lease for each version that the mount answers from. Not owned: what a lease is
+(`leases.py`), which versions there are (`following.py`). Everything here asks the store, and may
+wait: for a thread, one at a time. A mount that cannot write leases does without.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from ..errors import DieselError
+from ..leases import ReadLease
+from ..snapshot import Snapshot
+from .request import MountRequest
+from .source import SourceOpener
+
+log = logging.getLogger("diesel.mount")
+
+
+class VersionLeases:
+    """What is held, by version."""
+
+    def __init__(self, request: MountRequest, opener: SourceOpener) -> None:
+        self._request = request
+        self._opener = opener
+        self._held: dict[int, ReadLease | None] = {}  # None: it cannot be had
+
+    def hold(self, snapshots: Iterable[Snapshot]) -> None:
+        """These, and no others. New ones are taken before others end."""
+        wanted = {each.version: each for each in snapshots}
+        for version, snapshot in wanted.items():
+            if version not in self._held:
+                try:
+                    self._held[version] = self._opener.lease(self._request, snapshot)
+                except DieselError as error:
+                    log.info("no lease on version %d: %s", version, error.message)
+                    self._held[version] = None
+        for version in self._held.keys() - wanted:
+            lease = self._held.pop(version)
+            if lease is not None:
+                lease.close()
+
+    def close(self) -> None:
+        """None any more."""
+        self.hold(())

@@ -1,0 +1,549 @@
+"""`purge`: space that replaced and deleted entries have left is given back (FORMAT.md, section 6).
+
+Owned here: the order of the steps, and what is done to which chunk. Not owned: which tombstones are
+due (`tombstones.py`), what versions and leases pin (`pins.py`), copying (`rewriting.py`), what is
+one transaction (the metadata store). One purge per dataset at a time; beside it writers and readers
+go on. Whatever ends it, at any step: nothing is lost, and the next purge goes on.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from typing import Self
+from uuid import UUID
+
+from .catalogue import DatasetInfo
+from .chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header
+from .chunk_id import chunk_id_text
+from .entries import ChunkId
+from .errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
+from .layout import chunk_object, dataset_prefix
+from .leases import (
+    EVERY_VERSION,
+    Policy,
+    PurgeLease,
+    is_alive,
+    leased_versions,
+    leases,
+    read_policy,
+    write_policy,
+)
+from .messages import Fields, Message, Value
+from .pins import Pins, Usage, usage
+from .repository import Repository, Tell, WriteSession
+from .rewriting import Rewriter
+from .snapshots import GRACE_S
+from .storage.metadata import ChunkRecord
+from .storage.objects import Leftover
+from .tombstones import Standing, all_gone, due, old_enough, standing
+
+log = logging.getLogger("diesel.housekeeping")
+
+MAX_UNUSED_PPM = 50_000
+"""5 %: of a chunk that many parts in a million may be unused."""
+
+UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
+"""Smaller chunks are merged: requests and listings cost by the chunk."""
+
+LEFTOVER_AGE_S = 86_400
+FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
+"""Of another host nobody can say whether a process lives; no object takes a week to write."""
+
+_ENDED_LEASE_AGE_S = 86_400
+_LOOK_AT_LEASES_S = 10.0
+_AS_POLICY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeOptions:
+    """What to purge. `keep` and `grace_s` of -1: as the dataset's policy says."""
+
+    max_unused_ppm: int = MAX_UNUSED_PPM
+    keep: int = _AS_POLICY  # versions
+    grace_s: int = _AS_POLICY
+    dry_run: bool = False
+
+    def to_message(self) -> Message:
+        """These options as they travel."""
+        return dict(asdict(self))
+
+    @classmethod
+    def from_message(cls, message: Message) -> Self:
+        """The options that were sent. Raises UsageError for anything else."""
+        found = Fields(message, "options of a purge")
+        options = cls(
+            found.whole("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
+            found.whole("keep", _AS_POLICY, low=_AS_POLICY, high=1 << 20),
+            found.whole("grace_s", _AS_POLICY, low=_AS_POLICY, high=1 << 31),
+            found.flag("dry_run", False),
+        )
+        found.end()
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeReport:
+    """What a purge did, or would have done; sizes in bytes."""
+
+    rewritten: int = 0  # chunks whose entries were copied
+    unused_bytes: int = 0  # in them
+    written: int = 0  # new chunks
+    copied_bytes: int = 0
+    deleted: int = 0  # chunks
+    deleted_bytes: int = 0
+    waiting: int = 0  # empty chunks that the grace period, a version or a reader still needs
+    waiting_bytes: int = 0
+    tombstones: int = 0  # that were dropped
+    versions_removed: int = 0
+    versions_kept: int = 0
+    leftovers: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_message(self) -> Message:
+        """This report as it travels."""
+        notes: list[Value] = [*self.notes]
+        return {**{name: getattr(self, name) for name in _COUNTS}, "notes": notes}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Self:
+        """The report that was sent. Raises UsageError for anything else."""
+        found = Fields(message, "the report of a purge")
+        return cls(
+            rewritten=found.whole("rewritten"),
+            unused_bytes=found.whole("unused_bytes"),
+            written=found.whole("written"),
+            copied_bytes=found.whole("copied_bytes"),
+            deleted=found.whole("deleted"),
+            deleted_bytes=found.whole("deleted_bytes"),
+            waiting=found.whole("waiting"),
+            waiting_bytes=found.whole("waiting_bytes"),
+            tombstones=found.whole("tombstones"),
+            versions_removed=found.whole("versions_removed"),
+            versions_kept=found.whole("versions_kept"),
+            leftovers=found.whole("leftovers"),
+            notes=tuple(found.texts("notes")),
+        )
+
+
+_COUNTS = tuple(each.name for each in fields(PurgeReport) if each.name != "notes")
+
+
+def silent(done: int, total: int) -> None:
+    """No progress."""
+
+
+def purge(
+    repository: Repository,
+    name: str,
+    options: PurgeOptions | None = None,
+    tell: Tell = silent,
+) -> PurgeReport:
+    """Purge a dataset; what was done before an error is done, and nothing is lost.
+
+    Raises NoSuchDataset, BusyError where another purge is under way, NoSpaceError where new chunks
+    find no room.
+    """
+    options = options or PurgeOptions()
+    there = repository.elsewhere("purge", name, options.to_message(), tell)
+    if there is not None:
+        return PurgeReport.from_message(there)
+    dying = list(repository.catalogue.dying(name))
+    removed = 0 if options.dry_run else _remove_deleted(repository, name, dying)
+    try:
+        info = repository.dataset(name)
+    except NoSuchDataset:
+        if not dying:
+            raise
+        return PurgeReport(notes=(f"{name} is deleted: {removed} of its objects were removed",))
+    if options.dry_run:
+        return _Purge(repository, info, options, tell).run()
+    session = repository.begin(name, create=False)  # folds orphans in, as long as no lease stands
+    with PurgeLease.take(repository.objects, info.identity) as lease:
+        return _Purge(repository, repository.dataset(name), options, tell, session, lease).run()
+
+
+def _remove_deleted(repository: Repository, name: str, dying: Sequence[UUID]) -> int:
+    return sum(repository.remove_deleted(name, identity).removed for identity in dying)
+
+
+def reclaimable_bytes(records: Sequence[ChunkRecord], used: dict[ChunkId, Usage]) -> int:
+    """About how many bytes of chunks no file of a version is in, beyond what headers take."""
+    found = 0
+    for record in records:
+        if record.holes == record.entries:
+            found += record.object_bytes
+        elif record.holes:
+            there = used.get(record.id, Usage(0, 0))
+            alive = record.entries - record.holes
+            unused = record.object_bytes - there.stored_bytes - alive * _HEADER_ENTRY_BYTES
+            found += max(unused, 0)
+    return found
+
+
+_HEADER_ENTRY_BYTES = 60
+"""Of a chunk's header, with a name of some 20 bytes."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """A report in the making."""
+
+    rewritten: int = 0
+    unused_bytes: int = 0
+    deleted: int = 0
+    deleted_bytes: int = 0
+    waiting: int = 0
+    waiting_bytes: int = 0
+    tombstones: int = 0
+    versions_removed: int = 0
+    versions_kept: int = 0
+    leftovers: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class _Purge:
+    """One purge; without a session and a lease it only looks."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        info: DatasetInfo,
+        options: PurgeOptions,
+        tell: Tell,
+        session: WriteSession | None = None,
+        lease: PurgeLease | None = None,
+    ) -> None:
+        self._repository = repository
+        self._objects = repository.objects
+        self._shelf = repository.snapshots
+        self._meta = repository.meta
+        self._info = info
+        self._identity = info.identity
+        self._options = options
+        self._tell = tell
+        self._session = session
+        self._lease = lease
+        self._counts = _Counts()
+        self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
+        self._due: dict[ChunkId, set[int]] = {}
+        self._listing_is_whole = True
+        self._policy, self._grace_s = self._policies()
+
+    def _policies(self) -> tuple[Policy, float]:
+        """How many versions are kept, and the grace period of this purge."""
+        options = self._options
+        policy = read_policy(self._objects, self._identity) if options.keep < 0 else Policy()
+        keep = policy.keep if options.keep < 0 else options.keep
+        longest_s = policy.grace_s
+        if options.grace_s >= 0:
+            longest_s = options.grace_s if options.grace_s > GRACE_S else 0
+        new = Policy(keep, longest_s)
+        if self._lease is not None and new != policy:
+            write_policy(self._objects, self._identity, new)
+        return new, options.grace_s if options.grace_s >= 0 else max(GRACE_S, longest_s)
+
+    def run(self) -> PurgeReport:
+        """All steps."""
+        began_s = time.time()
+        self._publish()
+        records = self._meta.chunks(self._identity)
+        used = usage(self._repository.view(self._info.name))
+        self._find_due(records, used, began_s)
+        chosen = self._choose(records, used)
+        rewriter = self._rewrite(chosen) if self._session is not None else None
+        self._publish()
+        self._give_back()
+        self._sweep()
+        counts = self._counts
+        return PurgeReport(
+            rewritten=counts.rewritten,
+            unused_bytes=counts.unused_bytes,
+            written=rewriter.written if rewriter else 0,
+            copied_bytes=rewriter.copied_bytes if rewriter else 0,
+            deleted=counts.deleted,
+            deleted_bytes=counts.deleted_bytes,
+            waiting=counts.waiting,
+            waiting_bytes=counts.waiting_bytes,
+            tombstones=counts.tombstones,
+            versions_removed=counts.versions_removed,
+            versions_kept=counts.versions_kept,
+            leftovers=counts.leftovers,
+            notes=tuple(counts.notes),
+        )
+
+    def _publish(self) -> None:
+        """From now on nobody who opens the dataset is sent where it was before."""
+        if self._session is None:
+            return
+        marker = self._meta.marker(self._info.name)
+        if marker.version and self._shelf.newest(self._identity) != marker.version:
+            self._repository.publish(self._info.name)
+
+    def _check(self) -> None:
+        """Raise BusyError where this is not the one purge any more."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def _note(self, text: str) -> None:
+        log.info("%s: %s", self._info.name, text)
+        self._counts.notes.append(text)
+
+    def _header(self, chunk: ChunkId) -> Header:
+        return self._repository.read_header(self._identity, chunk)
+
+    def _readable(self, chunk: ChunkId) -> Header | None:
+        """The header of a chunk that can be purged; others are left alone, and named."""
+        if chunk in self._left_alone:
+            return None
+        try:
+            header = self._header(chunk)
+        except (FormatError, ObjectMissing) as error:
+            self._leave_alone(chunk, error.message)
+            return None
+        if header.faults:
+            self._leave_alone(chunk, "it has entries that are skipped")
+            return None
+        return header
+
+    def _leave_alone(self, chunk: ChunkId, why: str) -> None:
+        self._left_alone.add(chunk)
+        self._note(f"chunk {chunk_id_text(chunk)} stays as it is: {why}")
+
+    # What there is to do
+
+    def _find_due(
+        self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage], began_s: float
+    ) -> None:
+        """Which tombstones are not needed any more; and whether the listing can be trusted."""
+        known = {record.id for record in records}
+        listed = set(self._repository.chunk_names(self._identity))
+        for chunk in known - listed:
+            with suppress(ObjectMissing):
+                self._objects.stat(chunk_object(self._identity, chunk))
+                self._listing_is_whole = False
+                self._note(f"the listing lacks chunk {chunk_id_text(chunk)}: nothing is deleted")
+                return
+        found: dict[bytes, Standing] = {}
+        for record in records:
+            files = used.get(record.id, Usage(0, 0)).places
+            if record.id in listed and record.entries - record.holes > files:
+                header = self._readable(record.id)
+                if header is not None:
+                    holes = set(self._meta.holes(self._identity, record.id).tolist())
+                    found |= dict(standing(header, holes))
+        old = old_enough(found, began_s)
+        if not old:
+            return
+        if not self._forgotten_are_gone(known):
+            self._note("a chunk that was forgotten is still there: no tombstone is dropped")
+            return
+        suspects = [record.id for record in records if record.holes] + sorted(listed - known)
+        self._due = due(old, suspects, self._header)
+
+    def _forgotten_are_gone(self, known: Collection[ChunkId]) -> bool:
+        """Whether what kept versions know, and the metadata no more, is not in the store."""
+        forgotten: set[ChunkId] = set()
+        for version in self._shelf.versions(self._identity):
+            try:
+                view = self._shelf.look(self._identity, version)
+            except (FormatError, ObjectMissing):
+                return False
+            forgotten.update(set(view.chunk_ids).difference(known))
+        return all_gone(self._objects, self._identity, sorted(forgotten))
+
+    def _dead(self, record: ChunkRecord) -> int:
+        return record.holes + len(self._due.get(record.id, ()))
+
+    def _choose(
+        self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage]
+    ) -> list[ChunkRecord]:
+        """The chunks to rewrite, in order of their IDs."""
+        chosen, small = list[ChunkRecord](), list[ChunkRecord]()
+        for record in records:
+            dead = self._dead(record)
+            if dead == record.entries or record.id in self._left_alone:
+                continue
+            unused = record.object_bytes - used.get(record.id, Usage(0, 0)).stored_bytes
+            if dead and unused > self._allowed(record) and self._is_wasteful(record):
+                chosen.append(record)
+            elif record.object_bytes < UNDERSIZED_BYTES:
+                small.append(record)
+        left = sum(used.get(record.id, Usage(0, 0)).stored_bytes for record in chosen)
+        together = left + sum(record.object_bytes for record in small)
+        apart = len(small) - -left // CHUNK_BYTES_DEFAULT
+        if -(-together // CHUNK_BYTES_DEFAULT) < apart:
+            chosen += small
+        self._counts.rewritten = len(chosen)
+        return sorted(chosen)
+
+    def _allowed(self, record: ChunkRecord) -> int:
+        return record.object_bytes * self._options.max_unused_ppm // 1_000_000
+
+    def _is_wasteful(self, record: ChunkRecord) -> bool:
+        """Whether too much of a chunk is unused, exactly."""
+        header = self._readable(record.id)
+        if header is None:
+            return False
+        dead = sorted(self._dropped(record.id))
+        bodies = int(header.records["stored"][dead].sum())
+        share = header.preamble.header_stored * len(dead) // max(len(header), 1)
+        if bodies + share <= self._allowed(record):
+            return False
+        self._counts.unused_bytes += bodies + share
+        return True
+
+    def _dropped(self, chunk: ChunkId) -> set[int]:
+        """The places of a chunk that need not be copied."""
+        holes = self._meta.holes(self._identity, chunk).tolist()
+        return {*holes, *self._due.get(chunk, ())}
+
+    # Writing
+
+    def _rewrite(self, chosen: Sequence[ChunkRecord]) -> Rewriter:
+        assert self._session is not None
+        largest = max((record.object_bytes for record in chosen), default=0)
+        chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
+        rewriter = Rewriter(self._repository, self._session, chunk_bytes, self._check)
+        for done, record in enumerate(chosen):
+            self._tell(done, len(chosen))
+            try:
+                rewriter.copy(record.id, self._dropped(record.id))
+            except (FormatError, ObjectMissing) as error:
+                self._counts.rewritten -= 1
+                self._leave_alone(record.id, error.message)
+        rewriter.finish()
+        self._tell(len(chosen), len(chosen))
+        return rewriter
+
+    # Deleting
+
+    def _give_back(self) -> None:
+        """Remove versions and chunks that nobody needs: metadata first, objects later."""
+        marker = self._meta.marker(self._info.name)
+        empty = {
+            record.id: record
+            for record in self._meta.chunks(self._identity)
+            if self._dead(record) == record.entries
+            and record.id not in self._left_alone
+            and record.id != marker.newest
+        }
+        now_s = time.time()
+        leased = leased_versions(self._objects, self._identity, now_s)
+        versions = self._expire(leased)
+        pins = Pins(self._shelf, self._identity, empty)
+
+        def free() -> frozenset[ChunkId]:
+            before_us = int((now_s - self._grace_s) * 1e6)
+            there = leased_versions(self._objects, self._identity, time.time())
+            return pins.free(versions, there, before_us)
+
+        going: list[ChunkId] = []
+        if self._listing_is_whole:
+            try:
+                going = sorted(chunk for chunk in free() if self._may_go(chunk))
+            except (FormatError, ObjectMissing) as error:
+                self._note(f"nothing is deleted, since a kept version cannot be read: {error}")
+        if self._session is not None:
+            going = self._delete(going, free)
+        if self._session is not None and going:  # another has been published since
+            self._expire(leased_versions(self._objects, self._identity, time.time()))
+        self._counts.deleted = len(going)
+        self._counts.deleted_bytes = sum(empty[chunk].object_bytes for chunk in going)
+        self._counts.tombstones = sum(len(self._due.get(chunk, ())) for chunk in going)
+        self._counts.waiting = len(empty) - len(going)
+        self._counts.waiting_bytes = (
+            sum(record.object_bytes for record in empty.values()) - self._counts.deleted_bytes
+        )
+
+    def _may_go(self, chunk: ChunkId) -> bool:
+        """Whether an empty chunk can be read, so that it is known what goes with it; or is lost."""
+        try:
+            self._objects.stat(chunk_object(self._identity, chunk))
+        except ObjectMissing:
+            return True
+        return self._readable(chunk) is not None
+
+    def _expire(self, leased: Collection[int]) -> list[int]:
+        """Remove versions that need not be kept; those that are left, ascending."""
+        versions = self._shelf.versions(self._identity)
+        stay = self._shelf.staying(self._identity, versions, self._policy, self._grace_s)
+        going = [version for version in versions if version not in stay and version not in leased]
+        if EVERY_VERSION in leased:
+            going = []
+        if self._session is not None:
+            for version in going:
+                self._check()
+                self._shelf.remove(self._identity, version)
+        self._counts.versions_removed += len(going)
+        self._counts.versions_kept = len(versions) - len(going)
+        return sorted(set(versions).difference(going))
+
+    def _delete(
+        self, going: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
+    ) -> list[ChunkId]:
+        """Forget chunks, then delete their objects; which have gone comes back."""
+        if not going:
+            return []
+        self._check()
+        plain = [chunk for chunk in going if chunk not in self._due]
+        forgotten = self._meta.forget(self._identity, plain)
+        dead = [chunk for chunk in going if chunk in self._due]
+        forgotten |= self._meta.forget(self._identity, dead, tombstones=True)
+        self._publish()
+        done = list[ChunkId]()
+        for chunk in self._one_by_one(sorted(forgotten), free):
+            self._check()
+            self._objects.delete(chunk_object(self._identity, chunk))
+            if all_gone(self._objects, self._identity, [chunk]):
+                done.append(chunk)
+            else:
+                self._note(f"chunk {chunk_id_text(chunk)} was deleted, and is still there")
+        again = {record.id for record in self._meta.chunks(self._identity)}.intersection(done)
+        if again:  # a rebuild had read them before they went
+            self._meta.forget(self._identity, again)
+            self._publish()
+        return done
+
+    def _one_by_one(
+        self, chunks: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
+    ) -> Iterator[ChunkId]:
+        """Chunks, as long as no reader has come who needs them."""
+        looked_s, allowed = 0.0, frozenset[ChunkId]()
+        for done, chunk in enumerate(chunks):
+            self._tell(done, len(chunks))
+            if not done or time.monotonic() > looked_s + _LOOK_AT_LEASES_S:
+                looked_s, allowed = time.monotonic(), free()
+            if chunk in allowed:
+                yield chunk
+
+    # Rubbish
+
+    def _sweep(self) -> None:
+        """Remove leases that ended long ago, and what dead writers have left half done."""
+        now_s = time.time()
+        for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
+            if _is_dead(leftover, now_s):
+                self._counts.leftovers += 1
+                if self._session is not None:
+                    self._check()
+                    self._objects.discard(leftover)
+        if self._session is None:
+            return
+        for name, lease, holds in list(leases(self._objects, self._identity, now_s)):
+            if not holds and (lease.holder_is_dead or lease.until + _ENDED_LEASE_AGE_S < now_s):
+                self._check()
+                with suppress(DieselError):
+                    self._objects.delete(name)
+
+
+def _is_dead(leftover: Leftover, now_s: float) -> bool:
+    """Whether nobody will finish a leftover."""
+    age_s = now_s - leftover.modified_ns / 1e9
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
+    if leftover.host == host:
+        return age_s > LEFTOVER_AGE_S and not is_alive(leftover.pid)
+    return age_s > FOREIGN_LEFTOVER_AGE_S

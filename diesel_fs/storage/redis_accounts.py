@@ -1,0 +1,101 @@
+"""The table of accounts in Redis, beside the metadata.
+
+Owned here: how accounts stand under `USERS_KEY` (`redis_keys.py`). Not owned: connections
+(`redis_link.py`), what a change means (`accounts.py`).
+
+A change reads all accounts, and a script puts the difference in, if the token still is what it was;
+so changes are atomic, one after the other, and may be sent again. Safe from threads, processes and
+forked children.
+"""
+
+import functools
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Self
+from uuid import UUID
+
+from diesel_fs.accounts import Accounts, account_line, parse_account
+from diesel_fs.errors import BusyError, CorruptError
+from diesel_fs.storage.accounts import NEVER, AccountState, AccountTable
+from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.redis_keys import HEAD, SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
+from diesel_fs.storage.redis_link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
+from diesel_fs.storage.redis_rows import packed_dict
+from diesel_fs.storage.redis_scripts import SET_USERS
+
+_TOKEN_BYTES = 16
+_TRIES_MAX = 50
+
+
+class RedisAccounts(AccountTable):
+    """A table in Redis. What survives a crash of it: as `redis_metadata.py` says."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        store: UUID,
+        deadline_s: float = DEADLINE_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """The table at a URL (`redis_address.py`), of the repository over that object store.
+
+        Raises ConfigError, MetadataError, NewerVersionError.
+        """
+        link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
+        commits = Commits(link, lambda: 0)
+        try:
+            link.patiently(commits.check_schema)
+            link.patiently(lambda: commits.bind(store))
+        except BaseException:
+            link.close()
+            raise
+        return cls(link)
+
+    def __repr__(self) -> str:
+        return f"RedisAccounts({self._link.address})"
+
+    def read(self) -> AccountState:
+        (reply,) = self._ask("HGETALL", USERS_KEY)
+        fields = packed_dict(reply)
+        token = fields.pop(USERS_TOKEN, NEVER)
+        accounts = {}
+        for field, line in fields.items():
+            account = parse_account(line, f"{self._link.address}, {USERS_KEY.decode()}")
+            if account.name.encode() != field:
+                raise CorruptError(f"{self._link.address}: the account of another user")
+            accounts[account.name] = account
+        return AccountState(token, accounts)
+
+    def token(self) -> bytes:
+        (reply,) = self._ask("HGET", USERS_KEY, USERS_TOKEN)
+        return reply if isinstance(reply, bytes) else NEVER
+
+    def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
+        for _ in range(_TRIES_MAX):
+            before = self.read()
+            after = edit(before.accounts)
+            words: list[Word] = [SCHEMA, before.token, secrets.token_bytes(_TOKEN_BYTES)]
+            for name in sorted(before.accounts.keys() - after.keys()):
+                words += [name, ""]
+            for name in sorted(after):
+                if before.accounts.get(name) != after[name]:
+                    words += [name, account_line(after[name])]
+            run = ScriptCommand(SET_USERS, (SCHEMA_KEY, USERS_KEY), words)
+            reply = self._link.patiently(functools.partial(self._link.scripts, [run]))[0]
+            assert isinstance(reply, list)
+            if reply[0] == b"ok":
+                self._link.patiently(lambda: self._link.wait_durable(HEAD + b"sync"))
+                return after
+        raise BusyError("the accounts are being changed by too many at once")
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, *words: Word) -> list[object]:
+        return self._link.patiently(lambda: self._link.run([Command(USERS_KEY, words)]))

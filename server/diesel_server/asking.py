@@ -1,0 +1,357 @@
+"""What clients ask about datasets: which there are, their entries, their bytes, their snapshots.
+
+Owned here: that an answer about entries is true at a moment after the request came, whether a
+snapshot or the metadata store gave it, and that ignorance is never taken for absence. Not owned:
+who may ask (`directory.py`), the meaning of entries (`snapshot.py`, the metadata store).
+
+The newest snapshot of each dataset that is asked about is kept mapped. Where its version is the
+marker's, entries are looked up in it, in the loop. Where it is not, a new one is made behind the
+requests, and few paths are looked up in the metadata store meanwhile.
+"""
+
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+from uuid import UUID
+
+import numpy as np
+import trio
+
+from diesel_fs.cache.merged_reads import MergedReads
+from diesel_fs.catalogue import DatasetInfo
+from diesel_fs.entries import Kind, Rows, check_path
+from diesel_fs.errors import (
+    DeadlineError,
+    MetadataBehind,
+    MetadataError,
+    NoSuchDataset,
+    NoSuchPath,
+)
+from diesel_fs.messages import Fields, Message
+from diesel_fs.names import shown
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot, Span, Stats
+from diesel_fs.snapshot_pieces import SnapshotPieces
+from diesel_fs.storage.metadata import Marker
+from diesel_fs.wire_values import (
+    columns_message,
+    info_message,
+    parts_in,
+    paths_in,
+    paths_message,
+)
+
+from .directory import Directory, Known, no_such, plainly
+from .markers import Look, Markers
+from .requests import Reply, Request
+from .rounds import Rounds
+
+IN_LOOP_PATHS = 1024
+"""So many look-ups take half a millisecond; for more, the loop does not wait."""
+
+FEW_PATHS = 32
+"""So many the metadata store is asked for, a few round trips each; for more a snapshot is made."""
+
+NAMES_PER_ANSWER = 65_536
+
+_MAPPED_MAX = 64
+_QUIET_S = 1.0
+_QUIET_FACTOR = 4  # of the time that making a snapshot took: a fifth of one thread at most
+_READ_THREADS = 64
+_ASK_THREADS = 8
+
+T = TypeVar("T")
+
+
+class Asking:
+    """The requests that change nothing."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        directory: Directory,
+        markers: Markers,
+        reads: MergedReads,
+        pieces: SnapshotPieces,
+    ) -> None:
+        self._repository = repository
+        self._directory = directory
+        self._markers = markers
+        self._reads = reads
+        self._pieces = pieces
+        self._reading = trio.CapacityLimiter(_READ_THREADS)
+        self._threads = trio.CapacityLimiter(_ASK_THREADS)
+        self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
+        self._made_s: dict[UUID, tuple[float, float]] = {}  # when a view was made; how long it took
+        self._making = Rounds(self._make, trio.CapacityLimiter(2))
+
+    # Datasets
+
+    async def datasets(self, request: Request) -> Reply:
+        """The datasets that the user may read."""
+        try:
+            found = await self._markers.ask(self._repository.datasets)
+        except (MetadataError, DeadlineError):  # the object store knows what there is
+            found = await self._in_thread(lambda: self._repository.catalogue.all({})[0])
+        role = request.account.role
+        return Reply({"datasets": [info_message(info) for info in found if role(info.name)]})
+
+    async def dataset(self, request: Request, name: str) -> Reply:
+        """A dataset by its name."""
+        try:
+            info, away = await self.info(name), ""
+        except MetadataError as error:
+            info, away = await self._without_metadata(name), error.message
+        return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
+
+    async def info(self, name: str) -> DatasetInfo:
+        """A dataset by its name, with its marker of now. Raises NoSuchDataset, and MetadataError
+        where nobody can tell its marker."""
+        with plainly(name):
+            return await self._info(name)
+
+    async def _info(self, name: str) -> DatasetInfo:
+        try:
+            look = await self._markers.now(name)
+        except (NoSuchDataset, MetadataBehind):
+            pass
+        except DeadlineError as error:
+            raise MetadataError(error.message, advice=error.advice) from None
+        else:
+            known = await self.known(look.marker.identity)
+            if known.name == name:
+                return DatasetInfo(name, known.identity, known.created_ns, look.marker)
+        info = await self._markers.ask(lambda: self._repository.dataset(name))
+        self._directory.remember(info)
+        return info
+
+    async def _without_metadata(self, name: str) -> DatasetInfo:
+        known = self._directory.named(name)
+        if known is None:
+            info = await self._in_thread(lambda: self._catalogued(name))
+            known = self._directory.remember(info)
+        return known.info()
+
+    async def known(self, identity: UUID) -> Known:
+        """A dataset by its identity. Raises NoSuchDataset."""
+        found = self._directory.peek(identity)
+        if found is not None:
+            return found
+        return await self._in_thread(lambda: self._directory.find(identity))
+
+    def _catalogued(self, name: str) -> DatasetInfo:
+        found, damaged = self._repository.catalogue.all({})
+        same = [info for info in found if info.name == name]
+        if len(same) == 1:
+            return same[0]
+        if damaged or same:
+            raise damaged[0] if damaged else MetadataError(f"several datasets are named {name!r}")
+        raise no_such(name)
+
+    # Entries
+
+    async def stat(self, request: Request, known: Known) -> Reply:
+        """Entries by their paths."""
+        paths = paths_in(Fields(request.message, "stat"))
+        look = await self._look(known)
+        view = self._current(known, look)
+        if view is None and len(paths) > FEW_PATHS:
+            view = await self._newer(known, look)
+        if view is None:
+            stats = await self._markers.ask(lambda: self._stats(known.identity, paths))
+            return Reply({"version": look.marker.version, **columns_message(stats)})
+        if len(paths) <= IN_LOOP_PATHS:
+            stats = view.stat_many(paths, missing_ok=True)
+        else:
+            held = view
+            stats = await self._in_thread(lambda: held.stat_many(paths, missing_ok=True))
+        return Reply({"version": view.version, **columns_message(stats)})
+
+    def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
+        """Entries as the metadata store has them."""
+        meta = self._repository.meta
+        for path in paths:
+            check_path(path)
+        rows = meta.lookup(identity, paths)
+        records = {rows.path(i): rows.records[i] for i in range(len(rows))}
+        found = _no_stats(len(paths))
+        for i, path in enumerate(paths):
+            record = records.get(path)
+            if record is None or record["kind"] != Kind.FOLDER:
+                if not path or len(meta.children(identity, path)):  # only its entries imply it
+                    found.kind[i], found.mode[i] = Kind.FOLDER, 0o755
+                    continue
+                if record is None:
+                    continue
+            for name in _COLUMNS:
+                getattr(found, name)[i] = record[name]
+        return found
+
+    async def listing(self, request: Request, known: Known) -> Reply:
+        """What lies in a folder, some names at a time."""
+        fields = Fields(request.message, "list")
+        folder, after = fields.octets("folder"), fields.octets("after")
+        check_path(folder)
+        look = await self._look(known)
+        view = self._current(known, look)
+        if view is None:
+            return await self._markers.ask(lambda: self._listed(known, look, folder, after))
+        held = view
+        return await self._in_thread(lambda: _listed_in(held, folder, after))
+
+    def _listed(self, known: Known, look: Look, folder: bytes, after: bytes) -> Reply:
+        rows = self._repository.meta.children(known.identity, folder)
+        if not len(rows) and folder:
+            found = self._stats(known.identity, [folder])
+            if found.kind[0] != Kind.FOLDER:
+                raise _no_folder(known.name, folder)
+        return _page(look.marker.version, rows.names, after, lambda some: _stats_of(rows, some))
+
+    async def _look(self, known: Known) -> Look:
+        """The marker of now. Raises MetadataBehind where it does not know all."""
+        try:
+            look = await self._markers.now(known.name)
+        except NoSuchDataset:
+            raise _behind(known.name) from None
+        if look.marker.identity != known.identity:
+            self._directory.forget(known.name)
+            raise no_such(str(known.identity))
+        if look.behind:
+            raise _behind(known.name)
+        return look
+
+    # Snapshots
+
+    def _current(self, known: Known, look: Look) -> Snapshot | None:
+        """The snapshot of a look's version, where it is mapped; else one is made, not too often."""
+        view = self._views.get(known.identity)
+        if view is not None and view.version == look.marker.version:
+            self._views.move_to_end(known.identity)
+            return view
+        made_s, took_s = self._made_s.get(known.identity, (0.0, 0.0))
+        if time.monotonic() > made_s + max(_QUIET_S, _QUIET_FACTOR * took_s):
+            self._making.begin(known)
+        return None
+
+    async def _newer(self, known: Known, look: Look) -> Snapshot | None:
+        """A snapshot of a look's version or a later one."""
+        view = await self._making.ask(known)
+        return view if view.version >= look.marker.version else None
+
+    def _make(self, known: Known) -> Snapshot:
+        began_s = time.monotonic()
+        repository = self._repository
+        marker = repository.meta.marker(known.name)
+        if marker.identity != known.identity:
+            raise no_such(str(known.identity))
+        view = repository.snapshots.at(repository.meta, marker)
+        now_s = time.monotonic()
+        self._views[known.identity] = view
+        self._made_s[known.identity] = now_s, now_s - began_s
+        while len(self._views) > _MAPPED_MAX:
+            self._made_s.pop(self._views.popitem(last=False)[0], None)
+        return view
+
+    async def snapshot(self, request: Request, known: Known) -> AsyncIterator[Reply]:
+        """A snapshot, in pieces."""
+        fields = Fields(request.message, "snapshot")
+        version, have = fields.whole("version"), fields.whole("have", 0)
+        view = await self._wanted(known, version)
+        if have and view.version == have:
+            yield Reply({"version": have, "total": 0})
+            return
+        pieces = self._pieces.pieces(view)
+        total = 0
+        while (piece := await self._in_thread(lambda: next(pieces, None))) is not None:
+            raw_bytes, block = piece
+            total += raw_bytes
+            yield Reply({"bytes": raw_bytes, "more": True}, [block])
+        yield Reply({"version": view.version, "total": total})
+
+    async def _wanted(self, known: Known, version: int) -> Snapshot:
+        repository = self._repository
+        if version:
+            return await self._in_thread(lambda: repository.snapshots.load(known.identity, version))
+        marker: Marker | None = None
+        try:
+            look = await self._markers.now(known.name)
+        except (NoSuchDataset, MetadataError, DeadlineError):
+            pass  # it goes by the newest that the store has
+        else:
+            if look.marker.identity == known.identity:
+                marker = look.marker
+        info = DatasetInfo(known.name, known.identity, known.created_ns, marker)
+        return await self._in_thread(lambda: repository.view_of(info))
+
+    async def kept(self, request: Request, known: Known) -> Reply:
+        """The versions that are kept."""
+        shelf = self._repository.snapshots
+        if Fields(request.message, "kept").flag("newest", default=False):
+            return Reply({"newest": await self._in_thread(lambda: shelf.newest(known.identity))})
+        found = await self._in_thread(lambda: shelf.kept(known.identity))
+        return Reply({"kept": [[*each] for each in found]})
+
+    # Bytes
+
+    async def read(self, request: Request, known: Known) -> Reply:
+        """Parts of chunks."""
+        fields = Fields(request.message, "read")
+        parts, fresh = parts_in(fields), fields.flag("fresh", default=False)
+        read = partial(self._reads.read, known.identity, parts, fresh=fresh)
+        return Reply({}, await trio.to_thread.run_sync(read, limiter=self._reading))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(work, limiter=self._threads)
+
+
+_COLUMNS = ("kind", "mode", "size", "mtime_ns")
+
+
+def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
+    index = view.lookup(folder)
+    if index < 0 or view.stat(index).kind != Kind.FOLDER:
+        raise _no_folder(view.dataset, folder)
+    children = view.children(index)
+    names = view.names(children)
+    return _page(view.version, names, after, lambda some: view.stat_many(children[some]))
+
+
+def _page(
+    version: int, names: Sequence[bytes], after: bytes, stats_of: Callable[[Span], Stats]
+) -> Reply:
+    start = bisect_right(names, after) if after else 0
+    some = slice(start, min(start + NAMES_PER_ANSWER, len(names)))
+    columns = columns_message(stats_of(some)) if names[some] else columns_message(_no_stats(0))
+    answer: Message = {
+        "version": version,
+        "names": paths_message(names[some]),
+        "more_names": some.stop < len(names),
+    }
+    return Reply({**answer, **columns})
+
+
+def _stats_of(rows: Rows, some: Span) -> Stats:
+    records = rows.records[some]
+    return Stats(*(records[name] for name in _COLUMNS))
+
+
+def _no_stats(count: int) -> Stats:
+    return Stats(
+        np.full(count, Kind.TOMBSTONE, np.uint8),
+        np.zeros(count, np.uint16),
+        np.zeros(count, np.uint64),
+        np.zeros(count, np.int64),
+    )
+
+
+def _behind(name: str) -> MetadataBehind:
+    return MetadataBehind(
+        f"the metadata of {name!r} is behind its chunks", advice=f"run `dlcmd recover {name}`"
+    )
+
+
+def _no_folder(name: str, folder: bytes) -> NoSuchPath:
+    return NoSuchPath(f"{shown(folder)} in dataset {name!r} is not a folder")

@@ -1,0 +1,504 @@
+"""One client's connection: greeting, login, requests, answers (`WIRE.md`).
+
+Owned here: the order of things on a connection, its deadlines, what errors become, what is logged.
+Not owned: bytes (`channel.py`, `wire.py`), how many connections there may be (`listener.py`),
+running handlers (`running.py`).
+
+Concurrency: one task reads, a task for each request that is under way answers, one at a time
+writes. A request's memory is taken from the budget before anything of it is received, and given
+back when its answer has been sent. Nothing waits without a deadline, but for the next request while
+others are under way.
+"""
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+from uuid import UUID
+
+import numpy as np
+import trio
+
+from diesel_fs import wire
+from diesel_fs.accounts import Account
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    ForeignError,
+    MetadataError,
+    PermissionDenied,
+)
+from diesel_fs.messages import WHOLE_MAX, Fields, Message, described
+from diesel_fs.metrics import Cells
+
+from . import limits
+from .channel import Channel, Gone
+from .limits import ByteBudget, ConnectionCount, TooMany
+from .refusals import Refusals, dataset_in
+from .requests import Reply, Request
+from .running import Runner, ThreadsBusy
+
+log = logging.getLogger("diesel.server")
+
+CURRENT_S = 1.0
+"""A connection's account is looked at again after so long: what was taken away is soon gone."""
+
+GOING = "it is going"
+_OVERLOADED = "the server is overloaded"
+_NOTHING = memoryview(b"")
+_LOGINS = 16
+
+
+class Login(Protocol):
+    """Who users are (`login.py`). Both may block, for a stated time."""
+
+    def authenticate(
+        self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
+    ) -> Account:
+        """The account whose key made the signature. Raises PermissionDenied; others where the
+        accounts cannot be had. The notes of an error are for the log alone."""
+        ...
+
+    def current(self, account: Account) -> Account:
+        """The account as it is now. Raises PermissionDenied where it is no more."""
+        ...
+
+
+@dataclass(slots=True)
+class Service:
+    """What the connections of a worker share."""
+
+    store_id: UUID
+    login: Login
+    runner: Runner
+    cells: Cells
+    refusals: Refusals
+    count: ConnectionCount = field(default_factory=ConnectionCount)
+    budget: ByteBudget = field(default_factory=ByteBudget)
+    logins: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_LOGINS))
+    under_way: int = 0
+    going: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a request is not begun with; `retry_after_s`: it may be sent again, wherever."""
+
+    reason: str
+    error: DieselError
+    retry_after_s: float | None = None
+
+
+Opener = Callable[[], Awaitable[tuple[Channel, bytes]]]
+"""Makes the channel, by TLS perhaps, and what a login on it is bound to. Raises Gone."""
+
+
+class Connection:
+    """One connection, from `run` to its end."""
+
+    def __init__(self, service: Service, opener: Opener, address: str, port: int = 0) -> None:
+        self._service = service
+        self._opener = opener
+        self._address = address
+        self._peer = f"{address}:{port}"
+        self._channel: Channel | None = None
+        self._account = Account("", b"")
+        self._account_s = 0.0
+        self._writing = trio.Lock()
+        self._slots = trio.Semaphore(limits.REQUESTS_PER_CONNECTION_MAX)
+        self._ids: set[int] = set()
+        self._waiting: trio.CancelScope | None = None
+        self._nursery: trio.Nursery | None = None
+        self._counted = [0, 0]
+
+    async def run(self) -> None:
+        """Everything. Errors of a client end its connection, and nothing else."""
+        try:
+            with ExitStack() as held:
+                if await self._admitted(held):
+                    await self._requests()
+        except Gone as error:
+            if str(error):  # it did not speak TLS, or not as we do
+                self.note_refusal("greeting", str(error))
+        except (CorruptError, ForeignError) as error:
+            self.note_refusal("frame", error.message)
+            await self._last_words(error)
+        except Exception:
+            log.exception("a connection met a bug: from=%s", self._peer)
+        finally:
+            self._count_bytes()
+            if self._channel is not None:
+                self._channel.close()
+
+    async def refuse(self, reason: str, sentence: str) -> None:
+        """Tell a client that it is not taken, as soon as it has greeted."""
+        self.note_refusal(reason, sentence)
+        try:
+            with trio.move_on_after(limits.REFUSING_S):
+                self._channel, _ = await self._opener()
+                await self._channel.exactly(wire.GREETING_BYTES)
+                await self._channel.send([wire.refusal(sentence)])
+                await self._channel.linger()
+        except Gone:
+            pass
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    def stop(self) -> None:
+        """The server is going: what is under way is finished, nothing else begun."""
+        if self._waiting is not None and not self._ids:
+            self._waiting.cancel()
+
+    # The beginning
+
+    async def _admitted(self, held: ExitStack) -> bool:
+        """Whether the client has proved who it is. Raises Gone, ForeignError, CorruptError."""
+        try:
+            with self._service.count.greeting(self._address):
+                with trio.move_on_after(limits.GREETING_S) as greeting:
+                    nonce, binding = await self._greeted()
+                if greeting.cancelled_caught:
+                    self.note_refusal("greeting", "it did not greet in time")
+                    return False
+                if not nonce:
+                    return False
+                with trio.move_on_after(limits.LOGIN_S) as login:
+                    message = await self._login_frame()
+                if login.cancelled_caught:
+                    self.note_refusal("login", "it did not log in in time")
+                    return False
+                account = await self._known(message, nonce, binding)
+        except TooMany as error:
+            await self.refuse(error.reason, error.sentence)
+            return False
+        if account is None:
+            return False
+        try:
+            held.enter_context(self._service.count.user(account.name))
+        except TooMany as error:
+            self.note_refusal(error.reason, error.sentence, user=account.name)
+            await self._last_words(BusyError(error.sentence))
+            return False
+        self._account, self._account_s = account, trio.current_time()
+        self._service.cells.add("diesel_logins_total")
+        welcome: Message = {"user": account.name, "store": str(self._service.store_id)}
+        await self._send([wire.frame(welcome, wire.ANSWER)])
+        return True
+
+    async def _greeted(self) -> tuple[bytes, bytes]:
+        """The nonce that the client got, or none, and the binding."""
+        self._channel, binding = await self._opener()
+        await self._channel.wait()
+        said = bytes(await self._channel.exactly(wire.GREETING_BYTES))
+        try:
+            version = wire.parse_greeting(said)
+        except ForeignError as error:
+            self.note_refusal("greeting", f"{error.message}{_looks_like(said)}")
+            return b"", b""
+        if version != wire.VERSION:
+            sentence = wire.other_version(version)
+            self.note_refusal("version", sentence)
+            await self._channel.send([wire.refusal(sentence)])
+            await self._channel.linger()
+            return b"", b""
+        nonce = os.urandom(wire.NONCE_BYTES)
+        await self._channel.send([wire.welcome(nonce)])
+        return nonce, binding
+
+    async def _login_frame(self) -> Message:
+        channel = self._open_channel
+        lengths = wire.parse_lengths(await channel.exactly(wire.LENGTHS_BYTES), wire.BEFORE_LOGIN)
+        return wire.parse_head(await channel.exactly(lengths.head), wire.BEFORE_LOGIN)
+
+    async def _known(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
+        """The account that a login proves; None where it proves nothing, and the client knows."""
+        user = ""
+        try:
+            if message.get("do") != "login":
+                raise PermissionDenied("log in first")
+            wire.check_known(message)
+            fields = Fields(message, "login")
+            user, signature = fields.text("user"), fields.octets("signature")
+            with trio.move_on_after(limits.AUTHENTICATE_S):
+                return await trio.to_thread.run_sync(
+                    self._service.login.authenticate,
+                    user,
+                    signature,
+                    nonce,
+                    binding,
+                    self._address.strip("[]"),
+                    limiter=self._service.logins,
+                    abandon_on_cancel=True,
+                )
+            raise MetadataError("the accounts cannot be looked up now", advice="try again later")
+        except DieselError as error:
+            why = "; ".join([error.message, *getattr(error, "__notes__", [])])
+            self.note_refusal("login", why, user=user, do="login")
+            await self._last_words(error)
+        except Exception:
+            log.exception("a login met a bug: from=%s", self._peer)
+            await self._last_words(DieselError("internal error"))
+        return None
+
+    # Requests
+
+    async def _requests(self) -> None:
+        """Serve requests until there are no more. Raises Gone, CorruptError."""
+        ended: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                while await self._next_begins():
+                    await self._slots.acquire()
+                    if not await self._begun(nursery):
+                        self._slots.release()
+            except (Gone, CorruptError) as error:
+                ended = error
+                nursery.cancel_scope.cancel()
+        if ended is not None:
+            raise ended
+
+    async def _next_begins(self) -> bool:
+        """Wait for the next request; False where there is none to wait for."""
+        while not (self._service.going and not self._ids):
+            with trio.CancelScope() as self._waiting:
+                self._waiting.deadline = trio.current_time() + limits.IDLE_S
+                await self._open_channel.wait()
+                return True
+            if not self._ids and not self._service.going:
+                log.debug("%s has been idle for too long", self._peer)
+                return False
+        return False
+
+    async def _begun(self, nursery: trio.Nursery) -> bool:
+        """Receive one request and begin with it; False where that has been refused."""
+        channel, owner = self._open_channel, self._account.name
+        lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST)
+        held = 0
+        if lengths.head > limits.SMALL_BYTES:
+            held = limits.head_memory(lengths.head)
+            if not await self._service.budget.take(owner, held, limits.BUDGET_WAIT_S):
+                self.note_refusal("memory", "no memory for a large message", user=owner)
+                await self._last_words(BusyError(_OVERLOADED))
+                raise Gone
+        given = False
+        try:
+            message = wire.parse_head(await self._exactly(lengths.head), wire.REQUEST)
+            number, do = message.get("id"), message.get("do")
+            if (
+                type(number) is not int
+                or not 0 <= number <= WHOLE_MAX
+                or number in self._ids
+                or type(do) is not str
+            ):
+                raise CorruptError("a request without an id of its own, or without a verb")
+            more = lengths.payload + limits.answer_bytes(message)
+            refusal = await self._why_not(message, more)
+            if refusal is not None:
+                await self._decline(message, number, do, refusal, lengths.payload)
+                return False
+            held += more if more > limits.SMALL_BYTES else 0
+            payload = _NOTHING
+            if lengths.payload:
+                payload = np.empty(lengths.payload, np.uint8).data
+                with self._deadline(lengths.payload):
+                    await channel.fill(payload)
+            self._ids.add(number)
+            self._service.under_way += 1
+            self._service.cells.set("diesel_requests_under_way", value=self._service.under_way)
+            self._service.cells.set("diesel_payload_bytes", value=self._service.budget.held)
+            request = Request(message, payload, self._account, self._peer)
+            nursery.start_soon(self._respond, request, number, do, held)
+            given = True
+            return True
+        finally:
+            if held and not given:
+                self._service.budget.give(owner, held)
+
+    async def _why_not(self, message: Message, size: int) -> "_Refusal | None":
+        """Why a request is not begun with, else None: then `size` bytes are its own."""
+        service = self._service
+        try:
+            wire.check_known(message)
+            await self._look_at_account()
+        except DieselError as error:
+            return _Refusal("permission", error)
+        if service.going:
+            return _Refusal("going", BusyError(f"the server refused: {GOING}"), 0.0)
+        if service.under_way >= limits.REQUESTS_MAX:
+            return _Refusal("requests", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
+        if size > limits.SMALL_BYTES and not await service.budget.take(
+            self._account.name, size, limits.BUDGET_WAIT_S
+        ):
+            return _Refusal("memory", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
+        return None
+
+    async def _look_at_account(self) -> None:
+        if trio.current_time() - self._account_s >= CURRENT_S:
+            self._account = await trio.to_thread.run_sync(
+                self._service.login.current, self._account, limiter=self._service.logins
+            )
+            self._account_s = trio.current_time()
+
+    async def _decline(
+        self, message: Message, number: int, do: str, refusal: "_Refusal", payload_bytes: int
+    ) -> None:
+        error = refusal.error
+        if isinstance(error, BusyError | PermissionDenied):
+            self.note_refusal(
+                refusal.reason,
+                error.message,
+                user=self._account.name,
+                do=do,
+                dataset=dataset_in(message),
+            )
+        outcome = "busy" if refusal.retry_after_s is not None else "error"
+        if isinstance(error, PermissionDenied):
+            outcome = "refused"
+        self._service.cells.add("diesel_requests_total", do, outcome)
+        with self._deadline(payload_bytes):
+            await self._open_channel.drop(payload_bytes)
+        await self._answer_error(number, error, refusal.retry_after_s)
+
+    async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
+        """Run a request's handler and answer. Ends the connection where it cannot be answered."""
+        cells, began_s, outcome = self._service.cells, trio.current_time(), "gone"
+
+        async def send(reply: Reply, more: bool) -> None:
+            message: Message = {**reply.message, "id": number}
+            if more:
+                message["more"] = True
+            await self._answer(message, reply)
+
+        try:
+            try:
+                await self._service.runner.run(do, request, send)
+                outcome = "ok"
+            except Gone:
+                raise
+            except DieselError as error:
+                outcome = await self._failed(request, number, do, error)
+            except Exception:
+                log.exception("a bug: do=%r user=%s from=%s", do[:64], request.account.name,
+                              self._peer)  # fmt: skip
+                outcome = "bug"
+                await self._answer_error(number, DieselError("internal error"))
+        except Gone:
+            outcome = "gone"
+            assert self._nursery is not None
+            self._nursery.cancel_scope.cancel()
+        finally:
+            self._service.budget.give(request.account.name, held)
+            self._service.under_way -= 1
+            self._ids.discard(number)
+            self._slots.release()
+            cells.set("diesel_requests_under_way", value=self._service.under_way)
+            cells.set("diesel_payload_bytes", value=self._service.budget.held)
+            cells.add("diesel_requests_total", do, outcome)
+            cells.observe("diesel_request_seconds", do, value=trio.current_time() - began_s)
+            self._count_bytes()
+            if self._service.going:
+                self.stop()
+
+    async def _failed(self, request: Request, number: int, do: str, error: DieselError) -> str:
+        """Answer a request with the error that its handler raised; the outcome."""
+        hint = None
+        if isinstance(error, ThreadsBusy):
+            error, hint = BusyError(error.message), limits.RETRY_AFTER_S
+        outcome = "busy" if hint is not None else "error"
+        if isinstance(error, PermissionDenied):
+            outcome = "refused"
+        if outcome != "error":
+            self.note_refusal(
+                "threads" if hint is not None else "permission",
+                error.message,
+                user=request.account.name,
+                do=do,
+                dataset=dataset_in(request.message),
+            )
+        await self._answer_error(number, error, hint)
+        return outcome
+
+    # Sending
+
+    async def _answer(self, message: Message, reply: Reply) -> None:
+        size = sum(memoryview(part).nbytes for part in reply.payload)
+        await self._send([wire.frame(message, wire.ANSWER, size), *reply.payload], size)
+
+    async def _answer_error(
+        self, number: int, error: DieselError, retry_after_s: float | None = None
+    ) -> None:
+        message: Message = {**described(error), "id": number}
+        if retry_after_s is not None:
+            message["retry_after_s"] = retry_after_s
+        await self._send([wire.frame(message, wire.ANSWER)])
+
+    async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
+        """Send a frame, whole or to the connection's end. Raises Gone."""
+        async with self._writing:
+            with self._deadline(size):
+                await self._open_channel.send(parts)
+
+    async def _exactly(self, size: int) -> bytearray:
+        """The next so many bytes, within the time for them. Raises Gone."""
+        if self._open_channel.holds(size):  # most are, and a deadline costs more than a copy
+            return await self._open_channel.exactly(size)
+        with self._deadline(size):
+            return await self._open_channel.exactly(size)
+
+    @contextmanager
+    def _deadline(self, size: int) -> Iterator[None]:
+        """Time for a frame's part of so many bytes, and no more. Raises Gone."""
+        with trio.move_on_after(limits.FRAME_S + size / limits.BYTES_PER_S_MIN) as scope:
+            yield
+        if scope.cancelled_caught:
+            self.note_refusal("frame", "it was too slow", user=self._account.name)
+            raise Gone
+
+    async def _last_words(self, error: DieselError) -> None:
+        """An error that is no request's, at the connection's end."""
+        try:
+            await self._send([wire.frame(described(error), wire.ANSWER)])
+            await self._open_channel.linger()
+        except Gone:
+            pass
+
+    @property
+    def _open_channel(self) -> Channel:
+        assert self._channel is not None
+        return self._channel
+
+    def note_refusal(
+        self, reason: str, why: str, *, user: str = "", do: str = "", dataset: str = ""
+    ) -> None:
+        """Log and count that the client is refused something."""
+        self._service.refusals.add(
+            reason, why, address=self._peer, user=user, do=do, dataset=dataset
+        )
+
+    def _count_bytes(self) -> None:
+        if self._channel is None:
+            return
+        counts = [self._channel.received_bytes, self._channel.sent_bytes]
+        for name, now, before in zip(
+            ("diesel_received_bytes_total", "diesel_sent_bytes_total"),
+            counts,
+            self._counted,
+            strict=True,
+        ):
+            if now != before:
+                self._service.cells.add(name, amount=now - before)
+        self._counted = counts
+
+
+def _looks_like(said: bytes) -> str:
+    """What somebody may have wanted, for the log."""
+    if said[:2] == b"\x16\x03":
+        return ": it speaks TLS, and this port does not"
+    if said[:4] in (b"GET ", b"POST", b"HEAD", b"PUT ", b"PRI "):
+        return ": it speaks HTTP"
+    return ""

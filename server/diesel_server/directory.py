@@ -1,0 +1,132 @@
+"""Which dataset a request means, and whether its user may do that with it.
+
+Owned here: roles, in this one place and before anything else of a request is looked at; names and
+identities of datasets, remembered. To who may not read a dataset there is none: the same error in
+the same words as where there is none. Not owned: accounts (`login.py`), what datasets hold.
+
+What is remembered of an identity is looked at again after some seconds: it may have been deleted.
+Thread-safe.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from uuid import UUID
+
+from diesel_fs.accounts import Account, Role
+from diesel_fs.catalogue import DatasetInfo
+from diesel_fs.errors import (
+    CorruptError,
+    NoSuchDataset,
+    ObjectStoreError,
+)
+from diesel_fs.repository import Repository
+
+log = logging.getLogger("diesel.server")
+
+REMEMBERED_S = 5.0
+"""How long a dataset that another server deletes may go on being read here."""
+
+_REMEMBERED_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A dataset that is there."""
+
+    name: str
+    identity: UUID
+    created_ns: int
+
+    def info(self) -> DatasetInfo:
+        """The dataset where nobody knows its marker."""
+        return DatasetInfo(self.name, self.identity, self.created_ns, None)
+
+
+class Directory:
+    """The datasets of a repository, by identity."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self._known: dict[UUID, tuple[Known, float]] = {}
+
+    def peek(self, identity: UUID) -> Known | None:
+        """A dataset that was there a moment ago; None: ask `find`."""
+        found = self._known.get(identity)
+        return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
+
+    def find(self, identity: UUID) -> Known:
+        """The dataset of an identity. May block. Raises NoSuchDataset."""
+        found = self.peek(identity)
+        if found is not None:
+            return found
+        before = self._known.pop(identity, None)
+        try:
+            info = self._look(identity)
+        except ObjectStoreError:
+            if before is None:
+                raise
+            self._known[identity] = before[0], time.monotonic()  # it does not change its name
+            return before[0]
+        if info is None:
+            raise no_such(str(identity))
+        return self.remember(info)
+
+    def _look(self, identity: UUID) -> DatasetInfo | None:
+        catalogue = self._repository.catalogue
+        try:
+            return catalogue.one(identity, None)
+        except CorruptError:  # then the metadata store's word is as good
+            markers = self._repository.meta.markers()
+            for marker in markers:
+                if marker.identity == identity:
+                    return DatasetInfo(marker.name, identity, 0, marker)
+            raise
+
+    def named(self, name: str) -> Known | None:
+        """The dataset of this name, as far as it is remembered."""
+        for known, _ in list(self._known.values()):
+            if known.name == name:
+                return self.peek(known.identity)
+        return None
+
+    def remember(self, info: DatasetInfo) -> Known:
+        """A dataset that has just been found."""
+        if len(self._known) >= _REMEMBERED_MAX:
+            self._known.clear()
+        known = Known(info.name, info.identity, info.created_ns)
+        self._known[info.identity] = known, time.monotonic()
+        return known
+
+    def forget(self, name: str) -> None:
+        """A dataset is being deleted."""
+        for identity, (known, _) in list(self._known.items()):
+            if known.name == name:
+                self._known.pop(identity, None)
+
+
+def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
+    """Raise NoSuchDataset for who may not read a dataset, PermissionDenied for who may do less.
+
+    `shown` is the word by which the dataset was asked for.
+    """
+    try:
+        account.require(name, wanted)
+    except NoSuchDataset:
+        raise no_such(shown) from None
+
+
+@contextmanager
+def plainly(name: str) -> Iterator[None]:
+    """The repository's own words for a dataset that is not there name its address: not here."""
+    try:
+        yield
+    except NoSuchDataset:
+        raise no_such(name) from None
+
+
+def no_such(shown: str) -> NoSuchDataset:
+    """The error for a dataset that is not there, or not for this user."""
+    return NoSuchDataset(f"no dataset {shown!r}")

@@ -1,0 +1,231 @@
+"""What a worker takes on at once: connections, requests, threads, bytes; and for how long.
+
+Owned here: the numbers and their reasons, and the counting. Not owned: what is said to whom is one
+too many (`listener.py`, `connection.py`). All limits are of one worker process.
+
+Concurrency: trio; nothing here is touched by other threads.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import trio
+
+from diesel_fs.messages import Message
+from diesel_fs.wire import REQUEST
+
+GREETING_S = 5.0
+LOGIN_S = 5.0
+"""For TLS and the greeting, and then for the login: both fit two packets."""
+
+AUTHENTICATE_S = 4.0
+"""For looking the account up; a client gives up after 10 s."""
+
+IDLE_S = 300.0
+"""Without any request; clients close connections that they do not use sooner."""
+
+FRAME_S = 10.0
+BYTES_PER_S_MIN = 256 << 10
+"""A frame takes at most `FRAME_S` and what it takes at this rate; likewise an answer."""
+
+DRAIN_S = 30.0
+"""For what is under way when the server is told to stop."""
+
+BUDGET_WAIT_S = 10.0
+THREAD_WAIT_S = 10.0
+"""Who waits longer for memory or a thread is told to come again."""
+
+RETRY_AFTER_S = 1.0
+
+CONNECTIONS_MAX = 8192
+"""Some 20 KB each; fewer where the process may not open so many files."""
+
+GREETING_MAX = 512
+"""Connections without a login, from everywhere."""
+
+GREETING_PER_ADDRESS_MAX = 64
+"""A node's processes all start at once, and are through within milliseconds."""
+
+REFUSING_S = 2.0
+REFUSING_MAX = 64
+"""Connections that are being told that they are too many; others are closed without a word."""
+
+FILES_BESIDE = 256
+"""Descriptors that are left to stores, caches and logs."""
+
+REQUESTS_PER_CONNECTION_MAX = 64
+"""More of one connection are not read before one of these is over."""
+
+REQUESTS_MAX = 2048
+
+BUDGET_BYTES = 2 * (REQUEST.payload_bytes + REQUEST.head_bytes)
+"""For payloads under way: the largest of one user leaves room for those of others."""
+
+SHARE_BYTES = BUDGET_BYTES // 2
+"""What one user may hold of it."""
+
+SMALL_BYTES = 64 << 10
+"""Not worth counting: requests are counted, too."""
+
+_HEAD_FACTOR = 6  # what a head of many small items takes as objects
+_PIECE_BYTES = 16 << 20  # of a snapshot: one is sent, one is made
+_PART = np.dtype([("chunk", "S16"), ("start", "<u4"), ("size", "<u4")])
+_PAYLOAD_MAX = REQUEST.payload_bytes
+
+
+def head_memory(head_bytes: int) -> int:
+    """What a head may take in memory."""
+    return head_bytes * _HEAD_FACTOR
+
+
+def answer_bytes(message: Message) -> int:
+    """What the payload of the answer to a request may take in memory, from the request alone."""
+    if message.get("do") == "snapshot":
+        return _PIECE_BYTES
+    parts = message.get("parts")
+    if message.get("do") != "read" or type(parts) is not bytes or len(parts) % _PART.itemsize:
+        return 0
+    size: int = np.frombuffer(parts, _PART)["size"].sum(dtype=np.int64).item()
+    return min(_PAYLOAD_MAX, size)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    owner: str
+    size: int
+    granted: trio.Event = field(default_factory=trio.Event)
+
+
+class ByteBudget:
+    """Bytes that may be held at once, in all and by one owner. First come, first served, except
+    that who has had its share keeps nobody else waiting."""
+
+    def __init__(self, most: int = BUDGET_BYTES, share: int = SHARE_BYTES) -> None:
+        self._most = most
+        self._share = share
+        self.held = 0
+        self._held_by: Counter[str] = Counter()
+        self._queue: deque[_Waiting] = deque()
+
+    async def take(self, owner: str, size: int, seconds: float) -> bool:
+        """Take `size` bytes as soon as they are there; False where that takes too long."""
+        if size > self._share:
+            return False
+        if not self._queue and self._fits(owner, size):
+            self._grant(owner, size)
+            return True
+        waiting = _Waiting(owner, size)
+        self._queue.append(waiting)
+        self._serve()  # those before it may be waiting for their own shares
+        try:
+            with trio.move_on_after(seconds):
+                await waiting.granted.wait()
+                return True
+        except BaseException:
+            if waiting.granted.is_set():
+                self.give(owner, size)
+            raise
+        finally:
+            if not waiting.granted.is_set():
+                self._queue.remove(waiting)
+                self._serve()
+        return waiting.granted.is_set()
+
+    def give(self, owner: str, size: int) -> None:
+        """Give bytes back."""
+        self.held -= size
+        self._held_by[owner] -= size
+        if self._held_by[owner] <= 0:
+            del self._held_by[owner]
+        self._serve()
+
+    def _fits(self, owner: str, size: int) -> bool:
+        return self.held + size <= self._most and self._held_by[owner] + size <= self._share
+
+    def _grant(self, owner: str, size: int) -> None:
+        self.held += size
+        self._held_by[owner] += size
+
+    def _serve(self) -> None:
+        for waiting in list(self._queue):
+            if self.held + waiting.size > self._most:
+                return
+            if self._fits(waiting.owner, waiting.size):
+                self._queue.remove(waiting)
+                self._grant(waiting.owner, waiting.size)
+                waiting.granted.set()
+
+
+class TooMany(Exception):
+    """One too many: the sentence for the client, and the reason for the metrics."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.sentence = sentence
+
+
+class ConnectionCount:
+    """How many connections there are: in all, without a login by address, with one by user."""
+
+    def __init__(
+        self,
+        most: int = CONNECTIONS_MAX,
+        *,
+        greeting: int = GREETING_MAX,
+        per_address: int = GREETING_PER_ADDRESS_MAX,
+    ) -> None:
+        self.most = most
+        self.per_user = max(1, most * 3 // 4)  # some room is left for others
+        self._greeting_most = greeting
+        self._per_address = per_address
+        self.all = 0
+        self._greeting = 0
+        self._by_address: Counter[str] = Counter()
+        self._by_user: Counter[str] = Counter()
+
+    @contextmanager
+    def connection(self) -> Iterator[None]:
+        """One connection, from its beginning to its end. Raises TooMany."""
+        if self.all >= self.most:
+            raise TooMany("connections", f"it has all {self.most} connections that it can have")
+        self.all += 1
+        try:
+            yield
+        finally:
+            self.all -= 1
+
+    @contextmanager
+    def greeting(self, address: str) -> Iterator[None]:
+        """The time before a connection's login is done. Raises TooMany."""
+        if self._greeting >= self._greeting_most:
+            raise TooMany("connections", "too many clients log in at this moment")
+        if self._by_address[address] >= self._per_address:
+            raise TooMany("address", "too many clients of your address log in at this moment")
+        self._greeting += 1
+        self._by_address[address] += 1
+        try:
+            yield
+        finally:
+            self._greeting -= 1
+            _less(self._by_address, address)
+
+    @contextmanager
+    def user(self, name: str) -> Iterator[None]:
+        """A user's connection, from its login on. Raises TooMany."""
+        if self._by_user[name] >= self.per_user:
+            raise TooMany("user", f"you have {self.per_user} connections, which is the limit")
+        self._by_user[name] += 1
+        try:
+            yield
+        finally:
+            _less(self._by_user, name)
+
+
+def _less(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -1,0 +1,155 @@
+"""Accepting connections: who is taken, who is told that it is one too many, and how it ends.
+
+Owned here: accepting, TLS, the limits on connections, stopping. Not owned: what happens on a
+connection (`connection.py`).
+
+Concurrency: a task for each socket that listens and for each connection. Several processes accept
+on the same sockets.
+"""
+
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import NoReturn
+
+import trio
+
+from . import limits
+from .certificate import Certificate
+from .channel import Channel, Gone, SocketChannel, StreamChannel, prepare
+from .connection import GOING, Connection, Opener, Service
+from .limits import TooMany
+
+log = logging.getLogger("diesel.server")
+
+_PAUSE_S = 0.1  # where there are no descriptors; a client's connection waits
+_NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+class Listener:
+    """The sockets of one worker, from `run` to the end of the last connection."""
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        service: Service,
+        certificate: Certificate | None = None,
+    ) -> None:
+        self._sockets = sockets
+        self._service = service
+        self.certificate = certificate
+        self._connections: set[Connection] = set()
+        self._refusing = 0
+        self._stopping = trio.Event()
+        self._all_gone = trio.Event()
+
+    def stop(self) -> None:
+        """Take nobody new; finish what is under way. `run` ends then, or after `DRAIN_S`."""
+        self._service.going = True
+        self._stopping.set()
+        for connection in list(self._connections):
+            connection.stop()
+        self._look_whether_all_gone()
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        async with trio.open_nursery() as nursery:
+            for each in self._sockets:
+                each.setblocking(False)
+                nursery.start_soon(self._accept, trio.socket.from_stdlib_socket(each), nursery)
+            await self._stopping.wait()
+            with trio.move_on_after(limits.DRAIN_S):
+                await self._all_gone.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _accept(self, listening: trio.socket.SocketType, nursery: trio.Nursery) -> NoReturn:
+        while True:
+            try:
+                accepted, peer = await listening.accept()
+            except OSError as error:
+                if error.errno in _NO_FILES:
+                    log.error("cannot accept connections: %s", error.strerror)
+                    await trio.sleep(_PAUSE_S)
+                continue
+            prepare(accepted)
+            nursery.start_soon(self._serve, accepted, str(peer[0]), int(peer[1]))
+
+    async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
+        service = self._service
+        service.cells.add("diesel_connections_total")
+        with accepted:
+            shown = f"[{address}]" if ":" in address else address
+            connection = Connection(service, self._opener(accepted), shown, port)
+            if service.going:
+                await self._refuse(connection, "going", GOING)
+                return
+            try:
+                with service.count.connection():
+                    self._connections.add(connection)
+                    service.cells.set("diesel_connections", value=service.count.all)
+                    try:
+                        await connection.run()
+                    finally:
+                        self._connections.discard(connection)
+            except TooMany as error:
+                await self._refuse(connection, error.reason, error.sentence)
+            finally:
+                service.cells.set("diesel_connections", value=service.count.all)
+                self._look_whether_all_gone()
+
+    async def _refuse(self, connection: Connection, reason: str, sentence: str) -> None:
+        if self._refusing < limits.REFUSING_MAX:
+            self._refusing += 1
+            try:
+                await connection.refuse(reason, sentence)
+            finally:
+                self._refusing -= 1
+        else:
+            connection.note_refusal(reason, sentence)
+
+    def _look_whether_all_gone(self) -> None:
+        if self._service.going and not self._connections:
+            self._all_gone.set()
+
+    def _opener(self, accepted: trio.socket.SocketType) -> Opener:
+        certificate = self.certificate
+
+        async def plain() -> tuple[Channel, bytes]:
+            return SocketChannel(accepted), bytes(32)
+
+        async def secured() -> tuple[Channel, bytes]:
+            assert certificate is not None
+            transport = trio.SocketStream(accepted)
+            stream = trio.SSLStream(
+                transport, certificate.context, server_side=True, https_compatible=True
+            )
+            try:
+                await stream.do_handshake()
+            except (trio.BrokenResourceError, ssl.SSLError, OSError) as error:
+                raise Gone(_why(error)) from error
+            return StreamChannel(stream, transport), certificate.binding
+
+        return plain if certificate is None else secured
+
+
+def _why(error: BaseException) -> str:
+    """What a handshake ended with."""
+    cause = error.__cause__ or error
+    reason = getattr(cause, "reason", None)
+    return f"no TLS: {reason}" if reason else ""
+
+
+def most_connections() -> int:
+    """How many connections a worker may have, which first asks for as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    want = limits.CONNECTIONS_MAX + limits.FILES_BESIDE
+    files = want if hard == resource.RLIM_INFINITY else min(hard, want)
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
+    most = files - limits.FILES_BESIDE
+    if most < limits.CONNECTIONS_MAX:
+        log.warning("at most %d connections: this process may open %d files", most, files)
+    return max(16, most)

@@ -1,0 +1,131 @@
+"""What the metadata store says of a dataset now, for many requests at once.
+
+Owned here: that an answer is of a moment after the request came, that requests share a look, and
+that they do not queue up behind a metadata store that is away: who asks then is told so at once,
+while one look goes on trying. Not owned: what is done with it. In the loop of one worker.
+"""
+
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from uuid import UUID
+
+import trio
+
+from diesel_fs.errors import DeadlineError, DieselError, MetadataBehind, MetadataError, revived
+from diesel_fs.repository import Repository
+from diesel_fs.storage.metadata import Marker
+
+from .rounds import Rounds
+
+ANSWER_S = 8.0
+"""How long a look may take: some round trips of a second each, which is a slow Redis."""
+
+DOWN_S = 1.0
+"""How long nobody is asked who has just failed."""
+
+_LISTED_S = 0.5
+"""A metadata store that has lost something is noticed by the snapshots that others have published
+from it; listing them takes a bucket some 10 ms."""
+
+_THREADS = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A dataset's marker, and whether a newer version of the dataset has once been there."""
+
+    marker: Marker
+    behind: bool
+
+
+class Markers:
+    """Looks at the markers of a repository's datasets."""
+
+    def __init__(self, repository: Repository, clock: Callable[[], float] = time.monotonic) -> None:
+        self._repository = repository
+        self._clock = clock
+        self._rounds = Rounds(self._look, trio.CapacityLimiter(_THREADS))
+        self._threads = trio.CapacityLimiter(_THREADS)
+        self._opening = threading.Lock()
+        self._listed: dict[UUID, tuple[int, float]] = {}
+        self._down: DieselError | None = None
+        self._down_until_s = 0.0
+        self._probing = False
+
+    async def now(self, name: str) -> Look:
+        """A look that began after the call.
+
+        Raises NoSuchDataset where the metadata store does not know it, which proves nothing;
+        MetadataError where it is away.
+        """
+        return await self._soon(lambda: self._rounds.ask(name))
+
+    async def ask(self, work: Callable[[], T]) -> T:
+        """The result of other work with the metadata store, in a thread. Raises as `now`."""
+
+        async def in_thread() -> T:
+            return await trio.to_thread.run_sync(
+                work, limiter=self._threads, abandon_on_cancel=True
+            )
+
+        return await self._soon(in_thread)
+
+    async def _soon(self, work: Callable[[], Awaitable[T]]) -> T:
+        is_probe = False
+        if self._down is not None:
+            if self._probing or self._clock() < self._down_until_s:
+                raise _again(self._down)
+            is_probe = self._probing = True
+        try:
+            with trio.fail_after(ANSWER_S):
+                found = await work()
+        except trio.TooSlowError:
+            error = MetadataError("the metadata store does not answer", advice="try again")
+            self._note(error)
+            raise error from None
+        except (MetadataError, DeadlineError) as error:
+            if not isinstance(error, MetadataBehind):
+                self._note(error)
+            raise
+        finally:
+            if is_probe:
+                self._probing = False
+        self._down = None
+        return found
+
+    def _note(self, error: DieselError) -> None:
+        self._down, self._down_until_s = error, self._clock() + DOWN_S
+
+    def _look(self, name: str) -> Look:
+        self.reopen()
+        marker = self._repository.meta.marker(name)
+        newest, listed_s = self._listed.get(marker.identity, (0, 0.0))
+        now_s = self._clock()
+        if newest > marker.version or now_s >= listed_s + _LISTED_S:
+            newest, listed_s = self._repository.snapshots.newest(marker.identity), now_s
+        behind = newest > marker.version
+        if len(self._listed) >= _LISTED_MAX:
+            self._listed.clear()
+        self._listed[marker.identity] = max(newest, marker.version), listed_s
+        return Look(marker, behind)
+
+    def reopen(self) -> None:
+        """Open a metadata store that could not be had when the server started. May block."""
+        if self._repository.meta_problem is None:
+            return
+        with self._opening:
+            if self._repository.meta_problem is not None:
+                self._repository.open_metadata(create=False)
+
+
+_LISTED_MAX = 65_536
+
+
+def _again(error: DieselError) -> DieselError:
+    """An error as new, since each has a traceback of its own."""
+    return revived(type(error).__name__, error.message, error.advice)

@@ -1,0 +1,180 @@
+"""What the server is told: options, the environment, and a TOML file, in this order.
+
+Owned here: names, defaults, what fits together. Not owned: what the options do. No value is shown
+that may hold a password.
+"""
+
+import os
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ParamSpec
+
+import click
+
+from diesel_fs.errors import ConfigError, DieselError
+from diesel_fs.settings import parse_size
+from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.urls import SERVER_SCHEMES, RepositoryUrl, parse_url
+
+from .places import Place, is_local, parse_place
+
+CONFIG_FILE = Path("/etc/diesel/server.toml")
+PREFIX = "DIESEL_SERVER"
+LISTEN = "127.0.0.1:9300"
+LOOPBACK = "127.0.0.1"
+WORKERS_MAX = 64
+
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a server is to do."""
+
+    listen: Place
+    url: RepositoryUrl
+    workers: int
+    certificate: Path | None = None
+    key: Path | None = None
+    cache: Path | None = None
+    cache_bytes: int = 0
+    metrics: Place | None = None
+
+    @property
+    def scheme(self) -> str:
+        """Of the addresses that clients use."""
+        return "diesel" if self.certificate is None else "diesel+tls"
+
+
+def default_workers() -> int:
+    """One for each processor that this process may use, and four at most."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+_OPTIONS = (
+    click.option("--listen", metavar="HOST:PORT", default=LISTEN, show_default=True,
+                 help="Where clients connect; not only this machine's with TLS alone."),
+    click.option("--store", metavar="URL", help="Where the chunks are: file:///..., s3://..."),
+    click.option("--meta", metavar="URL",
+                 help="The metadata store: redis://...  [default: beside a file:// store]"),
+    click.option("--tls-cert", metavar="FILE", help="The server's certificate and chain, PEM."),
+    click.option("--tls-key", metavar="FILE", help="Its key, PEM."),
+    click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=default_workers,
+                 show_default="processors, at most 4", help="Processes that serve."),
+    click.option("--cache-dir", metavar="DIR", help="A folder for the fast tier."),
+    click.option("--cache-size", metavar="SIZE", help="How large it may get, as 100G."),
+    click.option("--metrics", metavar="[HOST:]PORT",
+                 help="Where Prometheus asks; without HOST, this machine alone."),
+    click.option("--insecure", is_flag=True,
+                 help="Listen for other machines without TLS: in a trusted network."),
+)  # fmt: skip
+
+
+def options(command: Callable[_P, None]) -> Callable[_P, None]:
+    """Give a command the server's options."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return click.option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_file,
+        help=f"Options as TOML.  [default: {CONFIG_FILE}, if it is there]",
+    )(command)
+
+
+def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    """The file's values become defaults."""
+    path = Path(value) if value else CONFIG_FILE
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        if value is None:
+            return
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no TOML"
+        raise ConfigError(f"cannot read {path}: {reason}") from None
+    names = {each.name.replace("_", "-"): each for each in context.command.params if each.name}
+    known = sorted(names.keys() - {"config", "version", "help"})
+    for name, given in values.items():
+        if name.replace("_", "-") not in known:
+            raise ConfigError(f"{path}: unknown key {name!r}", advice=f"known: {known}")
+        wanted = {"workers": int, "insecure": bool}.get(name, str)
+        if type(given) is not wanted:
+            raise ConfigError(f"{path}: {name} is of another type than {wanted.__name__}")
+    context.default_map = {name.replace("-", "_"): given for name, given in values.items()}
+
+
+def checked(
+    *,
+    listen: str,
+    store: str | None,
+    meta: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    workers: int,
+    cache_dir: str | None,
+    cache_size: str | None,
+    metrics: str | None,
+    insecure: bool,
+) -> tuple[Options, list[str]]:
+    """The options, and what the operator should be warned of. Raises ConfigError."""
+    place = parse_place(listen)
+    url = _repository(store, meta)
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together")
+    if (cache_dir is None) != (cache_size is None):
+        raise ConfigError("--cache-dir and --cache-size belong together")
+    warnings = _warnings(url)
+    if tls_cert is None and not is_local(place):
+        if not insecure:
+            raise ConfigError(
+                f"{place} is reached from other machines, and there is no TLS",
+                advice="use --tls-cert and --tls-key, or --insecure in a network that you trust",
+            )
+        warnings.append(f"{place}: what clients send and get can be read and changed on its way")
+    return (
+        Options(
+            listen=place,
+            url=url,
+            workers=workers,
+            certificate=None if tls_cert is None else Path(tls_cert),
+            key=None if tls_key is None else Path(tls_key),
+            cache=None if cache_dir is None else Path(cache_dir).absolute(),
+            cache_bytes=0 if cache_size is None else parse_size(cache_size),
+            metrics=None if metrics is None else parse_place(metrics, default_host=LOOPBACK),
+        ),
+        warnings,
+    )
+
+
+def _repository(store: str | None, meta: str | None) -> RepositoryUrl:
+    if not store:
+        raise ConfigError("no store is named", advice="--store file:///folder or s3://bucket")
+    url = parse_url(store)
+    if url.scheme in SERVER_SCHEMES:
+        raise ConfigError("a server has a store, no other server: --store file:///, s3://, ...")
+    if not meta:
+        return url
+    if url.meta:
+        raise ConfigError("--meta and ?meta= in --store both name a metadata store")
+    if "://" not in meta:
+        raise ConfigError("--meta is no URL", advice="write it as redis://host:6379")
+    return replace(url, meta=meta)
+
+
+def _warnings(url: RepositoryUrl) -> list[str]:
+    if not url.meta:
+        return []
+    try:
+        address = parse_redis_url(url.meta)
+    except DieselError as error:
+        raise ConfigError(error.message, advice=error.advice) from None
+    if address.local or address.password:
+        return []
+    return [f"the Redis at {address} has no password: whoever reaches it can change everything"]

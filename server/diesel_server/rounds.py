@@ -1,0 +1,150 @@
+"""Blocking work that many requests wait for together.
+
+Owned here: who shares a run with whom, and how many threads that takes. Not owned: the work. In the
+loop of one worker; what an `ask` or `add` does before its first wait is atomic.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+import trio
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+T = TypeVar("T")
+
+
+class _Flight(Generic[V]):
+    """A run that is going to be, or is under way, or is over."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.result: list[V] = []
+        self.error: Exception | None = None
+
+    async def outcome(self) -> V:
+        await self.over.wait()
+        if self.error is not None:
+            raise self.error
+        return self.result[0]
+
+
+class Rounds(Generic[K, V]):
+    """Runs of a function, one at a time for each key. Who asks gets the outcome of a run that began
+    afterwards, and shares it with all who asked before it began.
+
+    A run goes on where those who asked have gone.
+    """
+
+    def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
+        self._run = run
+        self._threads = threads
+        self._next: dict[K, _Flight[V]] = {}
+        self._at_work: set[K] = set()
+
+    async def ask(self, key: K) -> V:
+        """The outcome of a run that begins now or later. Raises what it raises."""
+        flight = self._next.get(key)
+        if flight is None:
+            flight = self._next[key] = _Flight()
+            self._begin(key)
+        return await flight.outcome()
+
+    def begin(self, key: K) -> None:
+        """Have a run that nobody waits for, unless one is to come."""
+        if key not in self._next:
+            self._next[key] = _Flight()
+            self._begin(key)
+
+    def is_at_work(self, key: K) -> bool:
+        """Whether a run is under way or to come."""
+        return key in self._at_work
+
+    def _begin(self, key: K) -> None:
+        if key not in self._at_work:
+            self._at_work.add(key)
+            trio.lowlevel.spawn_system_task(self._work, key)
+
+    async def _work(self, key: K) -> None:
+        try:
+            while (flight := self._next.pop(key, None)) is not None:
+                try:
+                    flight.result.append(
+                        await trio.to_thread.run_sync(self._run, key, limiter=self._threads)
+                    )
+                except Exception as error:
+                    flight.error = error
+                finally:
+                    flight.over.set()
+        finally:
+            self._at_work.discard(key)
+
+
+class _Waiting(Generic[T, V]):
+    def __init__(self, item: T, size: int) -> None:
+        self.item = item
+        self.size = size
+        self.flight = _Flight[V]()
+
+
+class Groups(Generic[K, T, V]):
+    """Work on items, one run at a time for each key: what comes while one is under way goes
+    together into the next.
+
+    `run` gets a key and its items, of which none is lost: where it fails for several, and `alone`
+    says of the error that one item may be to blame, each is tried by itself.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[K, Sequence[T]], V],
+        threads: trio.CapacityLimiter,
+        size_max: int,
+        alone: Callable[[Exception], bool],
+    ) -> None:
+        self._run = run
+        self._threads = threads
+        self._size_max = size_max
+        self._alone = alone
+        self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
+
+    async def add(self, key: K, item: T, size: int) -> V:
+        """The outcome of the run that took an item. Raises what it raises."""
+        own = _Waiting[T, V](item, size)
+        queue = self._waiting.get(key)
+        if queue is None:
+            queue = self._waiting[key] = deque()
+            trio.lowlevel.spawn_system_task(self._work, key)
+        queue.append(own)
+        return await own.flight.outcome()
+
+    async def _work(self, key: K) -> None:
+        queue = self._waiting[key]
+        try:
+            while queue:
+                group = [queue.popleft()]
+                size = group[0].size
+                while queue and size + queue[0].size <= self._size_max:
+                    group.append(queue.popleft())
+                    size += group[-1].size
+                await self._try(key, group)
+        finally:
+            del self._waiting[key]
+
+    async def _try(self, key: K, group: Sequence[_Waiting[T, V]]) -> None:
+        items = [each.item for each in group]
+        try:
+            found = await trio.to_thread.run_sync(self._run, key, items, limiter=self._threads)
+        except Exception as error:
+            if len(group) > 1 and self._alone(error):
+                for each in group:
+                    await self._try(key, [each])
+                return
+            for each in group:
+                each.flight.error = error
+                each.flight.over.set()
+        else:
+            for each in group:
+                each.flight.result.append(found)
+                each.flight.over.set()

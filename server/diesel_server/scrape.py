@@ -1,0 +1,106 @@
+"""The port of the metrics: `GET /metrics` (Prometheus's text) and `GET /healthz`.
+
+Owned here: as much HTTP as that takes. Not owned: what is counted (`metrics.py`). It shows numbers
+alone: no user, no dataset, no address.
+
+Concurrency: a task for each connection; each is answered once, within seconds.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import trio
+
+from diesel_fs import metrics
+from diesel_fs.metrics import Cells
+
+log = logging.getLogger("diesel.server")
+
+_HEAD_BYTES_MAX = 8 << 10
+_DEADLINE_S = 5.0
+_CONNECTIONS_MAX = 16
+_PAUSE_S = 0.1
+
+Counts = Callable[[], tuple[Sequence[Cells], Cells]]
+"""The cells of the workers, and those of their parent."""
+
+
+async def serve(
+    sockets: Sequence[socket.socket], counts: Counts, is_healthy: Callable[[], bool]
+) -> None:
+    """Answer on these sockets, until it is cancelled."""
+    limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
+    async with trio.open_nursery() as nursery:
+        for each in sockets:
+            each.setblocking(False)
+            listening = trio.socket.from_stdlib_socket(each)
+            nursery.start_soon(_accept, listening, nursery, limit, counts, is_healthy)
+
+
+async def _accept(
+    listening: trio.socket.SocketType,
+    nursery: trio.Nursery,
+    limit: trio.CapacityLimiter,
+    counts: Counts,
+    is_healthy: Callable[[], bool],
+) -> NoReturn:
+    while True:
+        try:
+            accepted, _ = await listening.accept()
+        except OSError as error:
+            log.error("the metrics' port cannot answer: %s", error.strerror)
+            await trio.sleep(_PAUSE_S)
+            continue
+        stream = trio.SocketStream(accepted)
+        await limit.acquire_on_behalf_of(stream)
+        nursery.start_soon(_serve_one, stream, limit, counts, is_healthy)
+
+
+async def _serve_one(
+    stream: trio.SocketStream,
+    limit: trio.CapacityLimiter,
+    counts: Counts,
+    is_healthy: Callable[[], bool],
+) -> None:
+    try:
+        with trio.move_on_after(_DEADLINE_S):
+            async with stream:
+                await _answer(stream, counts, is_healthy)
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        return
+    except Exception:
+        log.exception("the metrics met a bug")
+    finally:
+        limit.release_on_behalf_of(stream)
+
+
+async def _answer(
+    stream: trio.SocketStream, counts: Counts, is_healthy: Callable[[], bool]
+) -> None:
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        some = await stream.receive_some(_HEAD_BYTES_MAX)
+        head += some
+        if not some or len(head) > _HEAD_BYTES_MAX:
+            return
+    words = head.partition(b"\n")[0].split()
+    method, path = words[0], words[1].partition(b"?")[0] if len(words) == 3 else b""
+    kind, body = "text/plain; charset=utf-8", ""
+    if method not in (b"GET", b"HEAD"):
+        status = "405 Method Not Allowed"
+    elif path == b"/metrics":
+        workers, own = counts()
+        status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
+        body = metrics.text(workers) + metrics.text([own])
+    elif path == b"/healthz":
+        status, body = ("200 OK", "ok\n") if is_healthy() else ("503 Service Unavailable", "no\n")
+    else:
+        status = "404 Not Found"
+    content = body.encode()
+    answer = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
+        "Connection: close\r\n\r\n"
+    ).encode()
+    await stream.send_all(answer if method == b"HEAD" else answer + content)

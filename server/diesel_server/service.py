@@ -1,0 +1,153 @@
+"""The requests that a server answers (`WIRE.md`, section 5), over one repository.
+
+Owned here: the table of requests, and the role that each needs, which is checked before anything
+else of it is looked at. Not owned: what they do (`asking.py`, `writing.py`, `jobs.py`), accounts
+(`account_requests.py`), connections. In the loop of one worker.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import fields
+
+from diesel_fs import housekeeping, recovery
+from diesel_fs.accounts import Role
+from diesel_fs.cache.merged_reads import MergedReads
+from diesel_fs.housekeeping import PurgeOptions
+from diesel_fs.messages import Fields, Message
+from diesel_fs.names import check_dataset_name
+from diesel_fs.repository import Repository, Tell
+from diesel_fs.snapshot_pieces import SnapshotPieces
+from diesel_fs.wire_values import identity_in
+
+from .asking import Asking
+from .directory import Directory, Known, check_role, plainly
+from .jobs import Jobs, Work
+from .markers import Markers
+from .requests import Handler, Reply, Request
+from .writing import Writing
+
+Named = Callable[[Request, str], Awaitable[Reply]]
+Identified = Callable[[Request, Known], Awaitable[Reply]]
+
+
+def handlers(
+    repository: Repository, reads: MergedReads, pieces: SnapshotPieces
+) -> dict[str, Handler]:
+    """All requests about datasets, by `do`."""
+    return Service(repository, reads, pieces).handlers()
+
+
+class Service:
+    """The requests of a server over a repository."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        reads: MergedReads,
+        pieces: SnapshotPieces,
+    ) -> None:
+        self._repository = repository
+        self._directory = Directory(repository)
+        self._asking = Asking(repository, self._directory, Markers(repository), reads, pieces)
+        self._writing = Writing(repository, self._directory, self._asking)
+        self._jobs = Jobs()
+
+    def handlers(self) -> dict[str, Handler]:
+        """All requests, by `do`."""
+        asking, writing = self._asking, self._writing
+        return {
+            "datasets": asking.datasets,
+            "dataset": self._by_name(Role.READ, asking.dataset),
+            "begin": self._begin,
+            "put": self._by_identity(Role.WRITE, writing.put),
+            "finish": self._by_identity(Role.WRITE, writing.finish),
+            "snapshot": self._snapshot,
+            "kept": self._by_identity(Role.READ, asking.kept),
+            "read": self._by_identity(Role.READ, asking.read),
+            "stat": self._by_identity(Role.READ, asking.stat),
+            "list": self._by_identity(Role.READ, asking.listing),
+            "verify": self._verify,
+            "recover": self._recover,
+            "purge": self._purge,
+            "lease": self._by_identity(Role.READ, writing.lease),
+            "delete_dataset": self._by_name(Role.ADMIN, writing.delete_dataset),
+        }
+
+    # Who may
+
+    def _by_name(self, role: Role, work: Named) -> Handler:
+        async def handle(request: Request) -> Reply:
+            return await work(request, self._named(request, role))
+
+        return handle
+
+    def _by_identity(self, role: Role, work: Identified) -> Handler:
+        async def handle(request: Request) -> Reply:
+            return await work(request, await self._identified(request, role))
+
+        return handle
+
+    def _named(self, request: Request, role: Role) -> str:
+        """The dataset that a request names. Raises NoSuchDataset, PermissionDenied."""
+        name = Fields(request.message, "a request").text("dataset")
+        check_dataset_name(name)
+        check_role(request.account, name, role, name)
+        return name
+
+    async def _identified(self, request: Request, role: Role) -> Known:
+        """The dataset whose identity a request has. Raises NoSuchDataset, PermissionDenied."""
+        identity = identity_in(Fields(request.message, "a request"))
+        known = await self._asking.known(identity)
+        check_role(request.account, known.name, role, str(identity))
+        return known
+
+    # What is not one answer to a role
+
+    async def _begin(self, request: Request) -> Reply:
+        name = self._named(request, Role.WRITE)
+        may_create = request.account.role(name) >= Role.ADMIN
+        return await self._writing.begin(request, name, may_create=may_create)
+
+    async def _snapshot(self, request: Request) -> AsyncIterator[Reply]:
+        known = await self._identified(request, Role.READ)
+        async for reply in self._asking.snapshot(request, known):
+            yield reply
+
+    async def _verify(self, request: Request) -> AsyncIterator[Reply]:
+        name = self._named(request, Role.READ)
+        headers_only = Fields(request.message, "verify").flag("headers_only", default=False)
+
+        def work(tell: Tell) -> Message:
+            found = recovery.verify(self._repository, name, headers_only=headers_only, tell=tell)
+            return found.to_message()
+
+        how: Message = {"headers_only": headers_only}
+        async for reply in self._job("verify", name, how, work):
+            yield reply
+
+    async def _recover(self, request: Request) -> AsyncIterator[Reply]:
+        name = self._named(request, Role.ADMIN)
+        since_s: float | None = None
+        if request.message.get("since_s") is not None:
+            since_s = Fields(request.message, "recover").number("since_s")
+
+        def work(tell: Tell) -> Message:
+            return recovery.recover(self._repository, name, since_s, tell).to_message()
+
+        async for reply in self._job("recover", name, {"since_s": since_s}, work):
+            yield reply
+
+    async def _purge(self, request: Request) -> AsyncIterator[Reply]:
+        name = self._named(request, Role.ADMIN)
+        names = {each.name for each in fields(PurgeOptions)} & request.message.keys()
+        options = PurgeOptions.from_message({each: request.message[each] for each in names})
+
+        def work(tell: Tell) -> Message:
+            return housekeeping.purge(self._repository, name, options, tell).to_message()
+
+        async for reply in self._job("purge", name, options.to_message(), work):
+            yield reply
+
+    async def _job(self, kind: str, name: str, how: Message, work: Work) -> AsyncIterator[Reply]:
+        with plainly(name):
+            async for reply in self._jobs.run(kind, name, how, work):
+                yield reply

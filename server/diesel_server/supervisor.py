@@ -1,0 +1,269 @@
+"""The server's parent: it listens, starts workers, replaces those that die, and ends them.
+
+Owned here: the sockets, the workers' lives, signals. Not owned: what is served (`worker.py`), the
+text of metrics (`metrics.py`), the port that shows it (`scrape.py`).
+
+SIGTERM and SIGINT end it when what is under way is done; a second one at once. SIGHUP is passed on
+to the workers, who read the certificate again.
+
+Concurrency: trio; a task for each worker, which starts another after the one before has ended.
+"""
+
+import json
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+import trio
+
+from diesel_fs.errors import DeadlineError, DieselError, revived
+from diesel_fs.metrics import PARENT_TABLE, Cells, cells_bytes, unshared
+
+from . import limits, scrape
+from .certificate import load_certificate
+from .options import Options
+from .places import Place, listen
+from .task import Task, split_environment, task_line
+
+log = logging.getLogger("diesel.server")
+
+PROGRAM = (sys.executable, "-P", "-m", "diesel_server.worker")
+
+START_S = 60.0
+"""A Redis that is loading is waited for."""
+
+_END_S = limits.DRAIN_S + 8.0
+_PAUSE_S = 0.1
+_PAUSE_S_MAX = 10.0
+_WELL_S = 60.0  # a worker that lived so long did not die of its start
+_STATUS_BYTES_MAX = 64 << 10
+
+
+class Supervisor:
+    """A server, from `run` to its end."""
+
+    def __init__(
+        self,
+        options: Options,
+        ready: Callable[[str], None],
+        program: Sequence[str] | None = None,
+    ) -> None:
+        """`ready` gets the line that says that connections are accepted."""
+        self._options = options
+        self._ready = ready
+        self._program = PROGRAM if program is None else program
+        self._sockets = listen(options.listen)
+        self._metrics = [] if options.metrics is None else listen(options.metrics)
+        self._memory = os.memfd_create("diesel-metrics")
+        size = cells_bytes()
+        os.ftruncate(self._memory, size * options.workers)
+        whole = memoryview(mmap.mmap(self._memory, size * options.workers))
+        self._cells = [Cells(whole[size * i : size * (i + 1)]) for i in range(options.workers)]
+        self._own = unshared(PARENT_TABLE)
+        self._running: dict[int, trio.Process] = {}
+        self._accepting: set[int] = set()
+        self._stopping = trio.Event()
+        self._code = 0
+
+    async def run(self) -> int:
+        """Serve; the exit code. Raises DieselError where it cannot start."""
+        if self._options.certificate is not None and self._options.key is not None:
+            load_certificate(self._options.certificate, self._options.key)  # else each says it
+        first_error: list[DieselError] = []
+        try:
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._obey, signals, nursery)
+                    try:
+                        await self._start_all(nursery)
+                    except DieselError as error:
+                        first_error.append(error)
+                        nursery.cancel_scope.cancel()
+                    else:
+                        self._say_ready()
+                        if self._metrics:
+                            nursery.start_soon(self._serve_metrics)
+                        await self._stopping.wait()
+                        await self._end_workers()
+                        nursery.cancel_scope.cancel()
+        finally:
+            for process in self._running.values():
+                process.kill()
+        if first_error:
+            raise first_error[0]
+        return self._code
+
+    def _say_ready(self) -> None:
+        where = Place(self._options.listen.host, self._sockets[0].getsockname()[1])
+        self._ready(f"diesel-server accepts connections at {self._options.scheme}://{where}")
+        if self._metrics:
+            seen = Place("", 0) if self._options.metrics is None else self._options.metrics
+            log.info("metrics at http://%s/metrics", Place(seen.host, self.metrics_port))
+
+    @property
+    def metrics_port(self) -> int:
+        """Where the metrics are shown."""
+        return int(self._metrics[0].getsockname()[1])
+
+    # Workers
+
+    async def _start_all(self, nursery: trio.Nursery) -> None:
+        """Returns when all accept connections. Raises DieselError of the first that cannot."""
+        errors: list[DieselError] = []
+        async with trio.open_nursery() as starting:
+
+            async def start(slot: int) -> None:
+                try:
+                    process = await self._start(slot, is_first=True)
+                except DieselError as error:
+                    errors.append(error)
+                    starting.cancel_scope.cancel()
+                else:
+                    nursery.start_soon(self._keep, slot, process)
+
+            for slot in range(self._options.workers):
+                starting.start_soon(start, slot)
+        if errors:
+            raise errors[0]
+
+    async def _keep(self, slot: int, process: trio.Process) -> None:
+        """See to it that there is a worker, until the server stops."""
+        pause_s = _PAUSE_S
+        while True:
+            began_s = trio.current_time()
+            code = await process.wait()
+            self._gone(slot)
+            if self._stopping.is_set():
+                return
+            log.error("worker %d has ended (%s): another is started", slot, _how(code))
+            if trio.current_time() - began_s > _WELL_S:
+                pause_s = _PAUSE_S
+            while True:
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+                if self._stopping.is_set():
+                    return
+                try:
+                    process = await self._start(slot, is_first=False)
+                    break
+                except DieselError as error:
+                    log.error("worker %d cannot start: %s", slot, error)
+
+    def _gone(self, slot: int) -> None:
+        self._running.pop(slot, None)
+        self._accepting.discard(slot)
+        self._own.set("diesel_workers", value=len(self._accepting))
+        self._cells[slot].clear_gauges()
+
+    async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
+        """A worker that accepts connections. Raises DieselError."""
+        options = self._options
+        inherited, told = split_environment(os.environ)
+        reading, writing = os.pipe()
+        status = trio.lowlevel.FdStream(reading)
+        task = Task(
+            url=options.url.whole,
+            slot=slot,
+            is_first=is_first,
+            sockets=[each.fileno() for each in self._sockets],
+            cells=self._memory,
+            workers=options.workers,
+            status=writing,
+            certificate=str(options.certificate or ""),
+            key=str(options.key or ""),
+            cache=str(options.cache or ""),
+            cache_bytes=options.cache_bytes,
+            environment=told,
+        )
+        try:
+            process = await trio.lowlevel.open_process(
+                self._program,
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                env=inherited,
+                pass_fds=[*task.sockets, task.cells, task.status],
+            )
+        finally:
+            os.close(writing)
+        self._own.add("diesel_worker_starts_total")
+        self._running[slot] = process
+        accepts = False
+        try:
+            said = await _first_words(process, status, task)
+            accepts = said == b"{}\n"
+        finally:
+            if not accepts:
+                process.kill()
+                with trio.CancelScope(shield=True):
+                    code = await process.wait()
+                self._gone(slot)
+        if not accepts:
+            raise _start_error(said, code)
+        self._accepting.add(slot)
+        self._own.set("diesel_workers", value=len(self._accepting))
+        return process
+
+    async def _end_workers(self) -> None:
+        for process in list(self._running.values()):
+            process.terminate()
+        with trio.move_on_after(_END_S):
+            for process in list(self._running.values()):
+                await process.wait()
+
+    # Signals and metrics
+
+    async def _obey(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                for slot in self._accepting:  # others read it as they start
+                    self._running[slot].send_signal(signal.SIGHUP)
+            elif self._stopping.is_set() or not self._accepting:
+                self._code = 128 + number
+                nursery.cancel_scope.cancel()
+            else:
+                self._stopping.set()
+
+    async def _serve_metrics(self) -> None:
+        await scrape.serve(
+            self._metrics,
+            lambda: (self._cells, self._own),
+            lambda: bool(self._accepting) and not self._stopping.is_set(),
+        )
+
+
+async def _first_words(process: trio.Process, status: trio.lowlevel.FdStream, task: Task) -> bytes:
+    """What a worker says once it has been told what to do. Raises DeadlineError."""
+    assert process.stdin is not None
+    with trio.move_on_after(START_S):
+        async with status:
+            with suppress(trio.BrokenResourceError):  # it has ended: what it said tells why
+                await process.stdin.send_all(task_line(task))
+            return await _all(status)
+    raise DeadlineError(f"a worker did not start within {START_S:g} s")
+
+
+async def _all(status: trio.lowlevel.FdStream) -> bytes:
+    said = b""
+    while len(said) < _STATUS_BYTES_MAX:
+        some = await status.receive_some()
+        if not some:
+            break
+        said += some
+    return said
+
+
+def _start_error(said: bytes, code: int) -> DieselError:
+    try:
+        told = json.loads(said)
+        return revived(str(told["error"]), str(told["message"]), str(told["advice"]))
+    except (ValueError, KeyError, TypeError):
+        return DieselError(f"a worker ended as soon as it had begun ({_how(code)})")
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

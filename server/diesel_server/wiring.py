@@ -1,0 +1,152 @@
+"""What a worker serves: a repository, its fast tier, its accounts, put together.
+
+Owned here: which parts there are, and what of them is counted. Not owned: what the parts do.
+"""
+
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+from diesel_fs import clouds
+from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+from diesel_fs.cache.merged_reads import MergedReads
+from diesel_fs.cache.shelves import MemoryShelf, Shelf
+from diesel_fs.cache.tier import FastTier
+from diesel_fs.commits import Admitted
+from diesel_fs.errors import DieselError, ObjectMissing, ObjectStoreError
+from diesel_fs.metrics import Cells
+from diesel_fs.repository import Repository
+from diesel_fs.settings import cache_folder
+from diesel_fs.snapshot_pieces import SnapshotPieces
+from diesel_fs.storage.objects import ObjectStore
+from diesel_fs.stores import open_accounts, open_objects
+from diesel_fs.urls import RepositoryUrl, parse_url
+
+from .account_requests import account_handlers
+from .connection import Login as Logins
+from .login import Login
+from .requests import Handler, Reply, Request
+from .service import handlers
+from .task import Task
+from .watching import RedisRuns, watch
+
+log = logging.getLogger("diesel.server")
+
+MEMORY_TIER_BYTES = 256 << 20
+"""Of a worker without a folder for the tier: dozens of chunks that are read again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What the connections of a worker need, what runs beside them, and the end of it all."""
+
+    store_id: UUID
+    login: Logins
+    handlers: Mapping[str, Handler]
+    background: Sequence[Callable[[], Awaitable[None]]] = ()
+    close: Callable[[], None] = lambda: None
+
+
+WireUp = Callable[[Task, Cells], Wiring]
+"""Makes the wiring of a task; blocks. Raises DieselError where that cannot be served."""
+
+
+def wire_up(task: Task, cells: Cells) -> Wiring:
+    """The wiring of a real server."""
+    clouds.enable()
+    url = parse_url(task.url)
+    objects = _objects(url)
+    place = cache_place(Path(task.cache), objects) if task.cache else None
+    shelf: Shelf = (
+        MemoryShelf(MEMORY_TIER_BYTES)
+        if place is None
+        else DiskShelf(place, objects.store_id, task.cache_bytes)
+    )
+    tier = FastTier(objects, shelf, counted=_tier_counter(cells))
+    repository = CountedRepository(tier, url, cells)
+    repository.open_metadata(create=True)
+    problem = repository.meta_problem
+    if problem is not None:
+        if task.is_first:
+            raise problem
+        log.error("serves without metadata store until it is there: %s", problem)
+    login = Login(lambda: open_accounts(url, objects, deadline_s=_ACCOUNTS_S))
+    reads = MergedReads(tier)
+    pieces = SnapshotPieces(_pieces_folder(place, objects.store_id))
+    table = {**handlers(repository, reads, pieces), **account_handlers(login)}
+    put = table["put"]
+    assert inspect.iscoroutinefunction(put)
+    table["put"] = _counted(put, cells)
+
+    runs = RedisRuns(url.meta) if url.meta else None
+
+    def close() -> None:
+        if runs is not None:
+            runs.close()
+        login.close()
+        reads.close()
+        tier.close()
+        repository.close()
+
+    watching = [partial(watch, repository, runs)] if task.slot == 0 else []
+    return Wiring(objects.store_id, login, table, watching, close)
+
+
+_ACCOUNTS_S = 3.0
+
+
+def _pieces_folder(place: Path | None, store: UUID) -> Path | None:
+    """Where compressed snapshots are kept: beside the tier, else with other private copies."""
+    if place is not None:
+        return place / store.hex / "snapshots"
+    try:
+        return cache_folder() / "pieces" / store.hex
+    except DieselError as error:  # a user without a home, or without room in it
+        log.info("compressed snapshots are not kept: %s", error)
+        return None
+
+
+def _objects(url: RepositoryUrl) -> ObjectStore:
+    try:
+        return open_objects(url, create=False)
+    except (ObjectMissing, ObjectStoreError) as error:
+        make = f'if it is to be new: dlcmd --url "{url}" user add NAME --admin'
+        error.advice = "; ".join(filter(None, [error.advice, make]))
+        raise
+
+
+class CountedRepository(Repository):
+    """A repository whose commits are counted."""
+
+    def __init__(self, objects: ObjectStore, url: RepositoryUrl, cells: Cells) -> None:
+        super().__init__(objects, None, url=url)
+        self._counted_in = cells
+
+    def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
+        version = super().commit_all(identity, chunks)
+        self._counted_in.add("diesel_commits_total")
+        return version
+
+
+def _tier_counter(cells: Cells) -> Callable[[str, int, int], None]:
+    def counted(kind: str, reads: int, size: int) -> None:
+        cells.add("diesel_tier_hits_total", kind, amount=reads)
+        cells.add("diesel_tier_bytes_total", kind, amount=size)
+
+    return counted
+
+
+def _counted(put: Callable[[Request], Awaitable[Reply]], cells: Cells) -> Handler:
+    """The handler of `put`, whose successes are counted."""
+
+    async def handle(request: Request) -> Reply:
+        reply = await put(request)
+        cells.add("diesel_chunks_accepted_total")
+        cells.add("diesel_uploaded_bytes_total", amount=len(request.payload))
+        return reply
+
+    return handle

@@ -1,0 +1,174 @@
+"""A worker: a process that serves. `python -m diesel_server.worker`; its parent tells it what.
+
+Owned here: its life, from the task to the last answer. Not owned: what it serves (`wiring.py`),
+connections. It is a program of its own and no fork, since libraries of object stores hang in one.
+
+SIGTERM, or the end of the parent, ends it when what is under way is done, `DRAIN_S` later at the
+latest; SIGHUP makes it read its certificate again. Other signals of a terminal are the parent's.
+"""
+
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from diesel_fs.errors import DieselError
+from diesel_fs.messages import described
+from diesel_fs.metrics import Cells, cells_bytes
+
+from . import limits
+from .certificate import Certificate, load_certificate
+from .connection import Service
+from .limits import ConnectionCount
+from .listener import Listener, most_connections
+from .refusals import Refusals
+from .running import Runner
+from .task import Task, read_task
+from .wiring import WireUp, Wiring, wire_up
+
+log = logging.getLogger("diesel.server")
+
+_LAST_S = 5.0
+"""After the drain: for threads that nothing can stop."""
+
+
+def live(make: WireUp) -> NoReturn:
+    """The life of a worker."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        task = read_task(sys.stdin.buffer)
+    except EOFError:
+        os._exit(0)
+    os.environ.update(task.environment)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s diesel-server worker {task.slot} %(levelname)s %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    code = 0
+    try:
+        trio.run(_serve, task, make)
+    except DieselError as error:
+        _tell(task, json.dumps(described(error)))
+        code = error.exit_code
+    except BaseException:
+        log.exception("a worker ends by a bug")
+        code = 1
+    logging.shutdown()
+    os._exit(code)  # threads that hang, in a store that does, keep nobody
+
+
+async def _serve(task: Task, make: WireUp) -> None:
+    certificate = _certificate(task)
+    stopped = trio.Event()
+    _watch_parent(stopped)
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
+        cells = Cells(_shared(task))
+        wiring = await trio.to_thread.run_sync(make, task, cells)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep, wiring, nursery)
+            listener = Listener(
+                [socket.socket(fileno=number) for number in task.sockets],
+                _service(wiring, cells),
+                certificate,
+            )
+            nursery.start_soon(_obey, signals, stopped, listener, task)
+            nursery.start_soon(_stop, stopped, listener)
+            _tell(task, "{}")
+            await listener.run()
+            nursery.cancel_scope.cancel()
+        wiring.close()
+
+
+async def _keep(wiring: Wiring, nursery: trio.Nursery) -> None:
+    for work in wiring.background:
+        nursery.start_soon(work)
+
+
+def _service(wiring: Wiring, cells: Cells) -> Service:
+    return Service(
+        store_id=wiring.store_id,
+        login=wiring.login,
+        runner=Runner(wiring.handlers),
+        cells=cells,
+        refusals=Refusals(cells),
+        count=ConnectionCount(most_connections()),
+    )
+
+
+async def _obey(
+    signals: AsyncIterator[int], stopped: trio.Event, listener: Listener, task: Task
+) -> None:
+    async for number in signals:
+        if number == signal.SIGTERM:
+            stopped.set()
+        else:
+            try:
+                listener.certificate = _certificate(task)
+                log.info("the certificate has been read again")
+            except DieselError as error:
+                log.error("goes on with the certificate that it has: %s", error)
+
+
+async def _stop(stopped: trio.Event, listener: Listener) -> None:
+    await stopped.wait()
+    threading.Thread(target=_end_late, daemon=True).start()
+    listener.stop()
+
+
+def _end_late() -> None:
+    threading.Event().wait(limits.DRAIN_S + _LAST_S)
+    log.error("ended in the middle of something that does not end")
+    os._exit(0)
+
+
+def _watch_parent(stopped: trio.Event) -> None:
+    token = trio.lowlevel.current_trio_token()
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        try:
+            token.run_sync_soon(stopped.set)
+        except trio.RunFinishedError:
+            return
+        _end_late()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _certificate(task: Task) -> Certificate | None:
+    if not task.certificate:
+        return None
+    return load_certificate(Path(task.certificate), Path(task.key))
+
+
+def _shared(task: Task) -> memoryview:
+    """The worker's part of the memory in which all count."""
+    size = cells_bytes()
+    whole = mmap.mmap(task.cells, size * task.workers)
+    os.close(task.cells)
+    return memoryview(whole)[size * task.slot : size * (task.slot + 1)]
+
+
+def _tell(task: Task, line: str) -> None:
+    """Tell the parent how the start has gone; once."""
+    try:
+        os.write(task.status, line.encode() + b"\n")
+        os.close(task.status)
+    except OSError:  # it has been told, or has gone
+        return
+
+
+if __name__ == "__main__":
+    live(wire_up)

@@ -1,0 +1,243 @@
+"""What clients change: chunks that they put, datasets that they begin, finish and delete.
+
+Owned here: that nothing is stored which a committer would refuse, that an answer comes after the
+commit, and that commits of one dataset which come together go together. Not owned: which chunks may
+be committed (`commits.py`), the order of writing (`repository.py`), who may write (`directory.py`).
+
+A put may be repeated: a chunk that is there with the same bytes is committed again, which changes
+nothing. So a client sends it to another server where it got no answer.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from uuid import UUID
+
+import trio
+
+from diesel_fs.chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
+from diesel_fs.chunk_id import chunk_id_text
+from diesel_fs.commits import Admitted, StaleChunk, admit, admitted, check_age, check_claims
+from diesel_fs.entries import ChunkId, shown
+from diesel_fs.errors import (
+    CorruptError,
+    DieselError,
+    FormatError,
+    MetadataBehind,
+    NoSuchDataset,
+    NotFoundError,
+    ObjectExists,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.layout import chunk_object
+from diesel_fs.leases import give_lease
+from diesel_fs.messages import Fields
+from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.wire_values import info_message
+
+from .asking import Asking
+from .directory import Directory, Known, no_such, plainly
+from .requests import Reply, Request
+from .rounds import Groups, Rounds
+
+log = logging.getLogger("diesel.server")
+
+_TOKEN = re.compile("[0-9a-f]{32}")
+_STORE_THREADS = 16
+_COMMIT_THREADS = 8
+_FINISH_THREADS = 4
+_ID_BYTES = 16
+_FEW_CHUNKS = 64  # are asked for one by one, more by the whole table
+
+
+class Writing:
+    """The requests that change datasets."""
+
+    def __init__(self, repository: Repository, directory: Directory, asking: Asking) -> None:
+        self._repository = repository
+        self._directory = directory
+        self._asking = asking
+        self._storing = trio.CapacityLimiter(_STORE_THREADS)
+        self._threads = trio.CapacityLimiter(_FINISH_THREADS)
+        self._commits = Groups(
+            self._commit, trio.CapacityLimiter(_COMMIT_THREADS), ENTRIES_MAX, _is_of_one
+        )
+        self._beginning = Rounds(self._begin, self._threads)
+        self._finishing = Rounds(self._finish, self._threads)
+
+    # Datasets
+
+    async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
+        """A writer begins; who may makes the dataset where it is missing."""
+        create = Fields(request.message, "begin").flag("create", default=False)
+        try:
+            await self._beginning.ask((name, create and may_create))
+        except NoSuchDataset:
+            if not create or may_create:
+                raise no_such(name) from None
+            raise PermissionDenied(
+                f"{request.account.name} may not make dataset {name!r}",
+                advice="an administrator makes it",
+            ) from None
+        info = await self._asking.info(name)
+        return Reply({"info": info_message(info), "now_s": time.time()})
+
+    def _begin(self, wanted: tuple[str, bool]) -> None:
+        name, create = wanted
+        self._repository.begin(name, create=create)
+
+    async def delete_dataset(self, request: Request, name: str) -> Reply:
+        """A dataset goes for ever."""
+        delete = self._repository.delete_dataset
+        try:
+            with plainly(name):
+                removed = await trio.to_thread.run_sync(delete, name, limiter=self._threads)
+        finally:
+            self._directory.forget(name)
+        return Reply({"removed": removed})
+
+    # Chunks
+
+    async def put(self, request: Request, known: Known) -> Reply:
+        """A chunk: checked, durable, committed."""
+        header, chunk = await trio.to_thread.run_sync(
+            self._store, known.identity, request.payload, limiter=self._storing
+        )
+        try:
+            check_age(header)  # the store may have taken its time
+            version = await self._commits.add(known.identity, chunk, len(header))
+        except (StaleChunk, NoSuchDataset):
+            take_back = partial(self._take_back, known, header, request.payload)
+            await trio.to_thread.run_sync(take_back, limiter=self._storing)
+            raise
+        return Reply({"version": version})
+
+    def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, Admitted]:
+        """Check a chunk and make it durable. Raises FormatError, ObjectExists."""
+        header = _checked(identity, payload)
+        chunk = admitted(header)
+        name = chunk_object(identity, header.preamble.id)
+        try:
+            self._repository.objects.put(name, [payload])
+        except ObjectExists:
+            if self._repository.objects.get(name) != payload:
+                raise ObjectExists(f"chunk {chunk_id_text(header.preamble.id)} is there") from None
+        return header, chunk
+
+    def _take_back(self, known: Known, header: Header, payload: memoryview) -> None:
+        """A durable chunk cannot be committed: no recovery shall find it. Raises why."""
+        chunk, start = header.preamble.id, header.preamble.body_start
+        stored = bytes(payload[start - header.preamble.header_stored : start])
+        front = bytes(payload[: start - header.preamble.header_stored])
+        objects, meta = self._repository.objects, self._repository.meta
+        if self._repository.catalogue.is_deleted(known.identity):
+            objects.delete(chunk_object(known.identity, chunk))
+            self._directory.forget(known.name)
+            raise no_such(str(known.identity))
+        try:
+            admit(objects, meta, known.identity, front, stored)  # deletes one that is late
+        except StaleChunk as stale:
+            raise _late(stale) from None
+        except NoSuchDataset:
+            pass
+        raise _lost(known.name)
+
+    def _commit(self, identity: UUID, chunks: Sequence[Admitted]) -> int:
+        return self._repository.commit_all(identity, chunks)
+
+    async def finish(self, request: Request, known: Known) -> Reply:
+        """All that was committed survives, and its snapshot lies in the store."""
+        fields = Fields(request.message, "finish")
+        packed = fields.octets("chunks") if "chunks" in fields else b""
+        if len(packed) % _ID_BYTES:
+            raise UsageError("finish: chunks are IDs of 16 bytes")
+        chunks = [ChunkId(packed[at : at + _ID_BYTES]) for at in range(0, len(packed), _ID_BYTES)]
+        if chunks:
+            work = partial(self._fold_lost, known, chunks)
+            await trio.to_thread.run_sync(work, limiter=self._threads)
+        return Reply({"version": await self._finishing.ask(known)})
+
+    def _fold_lost(self, known: Known, chunks: Sequence[ChunkId]) -> None:
+        """Commit again what the metadata store has lost of a writer's acknowledged chunks."""
+        meta = self._repository.meta
+        try:
+            if len(chunks) > _FEW_CHUNKS:
+                there = {record.id for record in meta.chunks(known.identity)}
+                lost = [chunk for chunk in chunks if chunk not in there]
+            else:
+                lost = [chunk for chunk in chunks if not self._is_committed(known, chunk)]
+        except NoSuchDataset:
+            raise _lost(known.name) from None
+        for chunk in lost:
+            log.warning("%s: chunk %s is committed again", known.name, chunk_id_text(chunk))
+            self._repository.fold_in(known.identity, chunk)
+
+    def _is_committed(self, known: Known, chunk: ChunkId) -> bool:
+        try:
+            self._repository.meta.holes(known.identity, chunk)
+        except NoSuchDataset:
+            raise
+        except NotFoundError:
+            return False
+        return True
+
+    async def lease(self, request: Request, known: Known) -> Reply:
+        """That a client is reading a version; or that it has ended."""
+        fields = Fields(request.message, "lease")
+        token = fields.text("lease")
+        if not _TOKEN.fullmatch(token):  # others are not a client's
+            fields.bad("lease", "it is 32 hexadecimal digits")
+        version, seconds = fields.whole("version"), fields.whole("seconds")
+        objects = self._repository.objects
+        give = partial(give_lease, objects, known.identity, token, version, seconds)
+        await trio.to_thread.run_sync(give, limiter=self._storing)
+        return Reply()
+
+    def _finish(self, known: Known) -> int:
+        info = self._repository.dataset(known.name)
+        if info.identity != known.identity:
+            raise no_such(str(known.identity))
+        if info.marker is None:
+            raise _lost(known.name)
+        return WriteSession(self._repository, info).finish()
+
+
+def _checked(identity: UUID, payload: memoryview) -> Header:
+    """The header of a chunk that a client may put, every byte of it checked.
+
+    Raises FormatError; ObjectExists where another ID will do.
+    """
+    preamble = parse_preamble(payload, identity=identity, object_bytes=len(payload))
+    start = preamble.body_start
+    header = parse_header(preamble, payload[start - preamble.header_stored : start])
+    try:
+        check_age(header)
+    except StaleChunk as stale:
+        raise _late(stale) from None
+    check_claims(header)
+    if bad := damaged(header, payload[start:]):
+        raise CorruptError(
+            f"chunk {chunk_id_text(preamble.id)}: the bytes of {shown(header.path(bad[0]))} were"
+            " damaged on their way",
+            advice="put again",
+        )
+    return header
+
+
+def _late(stale: StaleChunk) -> ObjectExists:
+    """Who sent a chunk too late draws another ID and sends it again."""
+    return ObjectExists(stale.message, advice="put it again under another ID")
+
+
+def _lost(name: str) -> MetadataBehind:
+    return MetadataBehind(
+        f"the metadata store has lost dataset {name!r}", advice=f"run `dlcmd recover {name}`"
+    )
+
+
+def _is_of_one(error: Exception) -> bool:
+    """Whether one chunk of several may be to blame for an error."""
+    return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)

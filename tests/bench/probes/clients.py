@@ -1,0 +1,225 @@
+"""What N client processes of a server get, at the same time: URL DATASET WHAT CLIENTS COUNT [SIZE].
+
+    files     COUNT files each, in random order, one request a file
+    batches   COUNT batches each of SIZE random files, one request a batch
+    chunks    COUNT passes each over all chunks, whole, one request a chunk
+    stat      COUNT requests each for the entries at SIZE random paths
+    lookups   COUNT times SIZE random paths looked up in the snapshot; the server is not asked
+    objects   COUNT objects of an S3 server each, in random order; URL is the bucket's
+
+Clients are processes that begin together; what they do before, and Python's start, is not counted.
+"""
+
+import http.client
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from diesel_fs import Dataset, connect
+from diesel_fs.layout import chunk_object
+from diesel_fs.remote import RemoteRepository
+from diesel_fs.repositories import open_configured
+from diesel_fs.settings import load_settings
+
+SAMPLE_STEP = 10
+"""One file in so many is an object of the S3 server, too: those are read on both sides."""
+
+MEMORY_BYTES = 8 << 20
+"""Of a client: no chunk is worth keeping, as with a dataset that is larger than its memory."""
+
+Work = Callable[[], None]
+
+
+def sample(paths: list[str]) -> list[str]:
+    """The files that are read on both sides."""
+    return paths[::SAMPLE_STEP]
+
+
+def together(clients: int, prepare: Callable[[int], Work]) -> float:
+    """Seconds from the start of all clients to the end of the last. Each is a fork of this process:
+    what it connects to is its own."""
+    ready_in, ready_out = os.pipe()
+    go_in, go_out = os.pipe()
+    pids = []
+    for number in range(clients):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                os.close(go_out)
+                work = prepare(number)
+                os.write(ready_out, b"r")
+                os.read(go_in, 1)
+                work()
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    os.close(ready_out)
+    waiting = clients
+    while waiting:
+        got = len(os.read(ready_in, waiting))
+        assert got, "a client failed before it began"
+        waiting -= got
+    start_s = time.perf_counter()
+    os.close(go_out)
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    seconds = time.perf_counter() - start_s
+    assert not any(codes), "a client failed"
+    return seconds
+
+
+def files(dataset: Dataset, clients: int, count: int) -> dict[str, float]:
+    names = sample([os.fsdecode(path) for path in dataset.snapshot.paths(dataset.snapshot.files())])
+
+    def prepare(number: int) -> Work:
+        draw = random.Random(number)
+        dataset.get(names[0])
+        wanted = draw.choices(names, k=count)
+
+        def work() -> None:
+            for name in wanted:
+                dataset.get(name)
+
+        return work
+
+    return {"files/s": clients * count / together(clients, prepare)}
+
+
+def batches(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, float]:
+    indices = dataset.snapshot.files()[::SAMPLE_STEP]
+
+    def prepare(number: int) -> Work:
+        draw = np.random.default_rng(number)
+        list(dataset.read_many(indices[:2]))
+
+        def work() -> None:
+            for _ in range(count):
+                got = sum(map(len, dataset.read_many(draw.choice(indices, size, replace=False))))
+                assert got, "nothing was read"
+
+        return work
+
+    return {"s": together(clients, prepare) / count}
+
+
+def chunks(repository: RemoteRepository, name: str, clients: int, count: int) -> dict[str, float]:
+    view = repository.view(name)
+    names = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
+    sizes = view.chunk_sizes.tolist()
+
+    def prepare(number: int) -> Work:
+        repository.objects.read_into(names[0], 0, bytearray(96))
+
+        def work() -> None:
+            for _ in range(count):
+                for chunk, size in zip(names, sizes, strict=True):
+                    repository.objects.read_into(chunk, 0, np.empty(size, np.uint8).data)
+
+        return work
+
+    return {"B/s": clients * count * sum(sizes) / together(clients, prepare)}
+
+
+def stat(
+    repository: RemoteRepository, name: str, clients: int, count: int, size: int
+) -> dict[str, float]:
+    view = repository.view(name)
+    paths = list(view.paths(view.files()))
+
+    def prepare(number: int) -> Work:
+        draw = random.Random(number)
+        wanted = [draw.choices(paths, k=size) for _ in range(count)]
+        repository.stat_many(name, paths[:1])
+
+        def work() -> None:
+            for some in wanted:
+                assert len(repository.stat_many(name, some)) == size
+
+        return work
+
+    return {"entries/s": clients * count * size / together(clients, prepare)}
+
+
+def lookups(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, float]:
+    view = dataset.snapshot
+    paths = list(view.paths(view.files()))
+
+    def prepare(number: int) -> Work:
+        draw = random.Random(number)
+        wanted = draw.choices(paths, k=size)
+        view.stat_many(view.lookup_many(wanted))
+
+        def work() -> None:
+            for _ in range(count):
+                view.stat_many(view.lookup_many(wanted))
+
+        return work
+
+    return {"entries/s": clients * count * size / together(clients, prepare)}
+
+
+def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
+    """A client with next to no cost of its own, less than any S3 library has."""
+    place = urlsplit(url)
+
+    def prepare(number: int) -> Work:
+        draw = random.Random(number)
+        link = http.client.HTTPConnection(place.netloc)
+
+        def get(key: int) -> None:
+            link.request("GET", f"{place.path}/{key}", headers=SIGNED)
+            answer = link.getresponse()
+            assert answer.read(), "nothing was read"
+            assert answer.status == 200
+
+        get(0)
+        wanted = draw.choices(range(keys), k=count)
+
+        def work() -> None:
+            for key in wanted:
+                get(key)
+
+        return work
+
+    return {"files/s": clients * count / together(clients, prepare)}
+
+
+SIGNED = {
+    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request,"
+    " SignedHeaders=host, Signature=unchecked"
+}
+
+
+def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0) -> None:
+    """Prints what was measured."""
+    if what == "objects":
+        print(json.dumps(objects(url, clients, count, size)))
+        return
+    if what in ("chunks", "stat"):
+        repository = open_configured(load_settings({}))
+        assert isinstance(repository, RemoteRepository)
+        if what == "chunks":
+            report = chunks(repository, name, clients, count)
+        else:
+            report = stat(repository, name, clients, count, size)
+    else:
+        with connect(name, memory_bytes=MEMORY_BYTES) as dataset:
+            if what == "files":
+                report = files(dataset, clients, count)
+            elif what == "batches":
+                report = batches(dataset, clients, count, size)
+            else:
+                report = lookups(dataset, clients, count, size)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    url, name, what, *numbers = sys.argv[1:]
+    main(url, name, what, *map(int, numbers))

@@ -1,0 +1,620 @@
+"""`DiskShelf`: a folder of checked chunks within its limits, whatever happens to it."""
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache import disk_shelf
+from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+from diesel_fs.cache.shelves import ChunkKey, check_whole
+from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
+from diesel_fs.layout import chunk_object
+from diesel_fs.repository import Repository
+from diesel_fs.storage.folder import FolderStore
+from diesel_fs.storage.objects import StoreWrapper
+
+STORE = UUID(int=7)
+Chunks = dict[ChunkKey, bytes]
+
+
+@pytest.fixture(scope="module")
+def chunks(repository: Repository) -> Chunks:
+    """Whole chunks of about 64 KiB."""
+    view = repository.view("ds")
+    found = {}
+    for chunk in view.chunk_ids:
+        key = ChunkKey(view.identity, chunk)
+        found[key] = bytes(repository.objects.get(chunk_object(*key)))
+    assert len(found) > 8
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return cache_place(tmp_path / "cache")
+
+
+def shelf_at(place: Path, limit_bytes: int = 1 << 30) -> DiskShelf:
+    return DiskShelf(place, STORE, limit_bytes)
+
+
+def put(shelf: DiskShelf, key: ChunkKey, content: bytes) -> None:
+    kept = shelf.reserve(key, len(content))
+    assert kept is not None
+    kept.fill(memoryview(content))
+
+
+def held(shelf: DiskShelf, key: ChunkKey) -> bytes | None:
+    found = shelf.find(key)
+    if found is None:
+        return None
+    with found:
+        room = bytearray(found.bytes)
+        found.read_into(0, memoryview(room))
+        return bytes(room)
+
+
+def file_of(place: Path, key: ChunkKey) -> Path:
+    (file,) = place.glob(f"*/{key.identity.hex}/{key.id.hex()}")
+    return file
+
+
+def files(place: Path) -> list[Path]:
+    return [path for path in place.glob("*/*/*") if path.name != ".used"]
+
+
+def counted(shelf: DiskShelf) -> int:
+    with shelf._locked() as marker:
+        return disk_shelf._counted(marker)
+
+
+def idle(place: Path) -> None:
+    """As if nobody had read for an hour."""
+    for path in place.glob("*/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (time.time() - 3600,) * 2)
+
+
+def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: Chunks) -> None:
+    one, other = shelf_at(place), shelf_at(place)
+    for key, content in chunks.items():
+        assert held(one, key) is None
+        put(one, key, content)
+        assert held(one, key) == held(other, key) == content
+        assert one.reserve(key, len(content)) is None
+    assert counted(other) == sum(map(len, chunks.values()))
+    key = next(iter(chunks))
+    found = one.find(key)
+    assert found is not None
+    with found:
+        other.drop(key)
+        assert held(one, key) is None
+        room = memoryview(bytearray(10))
+        found.read_into(0, room)
+        assert room == chunks[key][:10]
+        with pytest.raises(EOFError):
+            found.read_into(len(chunks[key]) - 5, room)
+
+
+def test_J11_files_are_their_user_s_alone(place: Path, chunks: Chunks) -> None:
+    shelf = shelf_at(place)
+    put(shelf, *next(iter(chunks.items())))
+    for path in place.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
+    one, other = shelf_at(place), shelf_at(place)
+    key, content = next(iter(chunks.items()))
+    first = one.reserve(key, len(content))
+    assert first is not None
+    assert one.reserve(key, len(content)) is other.reserve(key, len(content)) is None
+    assert held(other, key) is None
+    first.give_up()
+    assert counted(other) == 0
+    put(other, key, content)
+    assert held(one, key) == content
+
+
+# Which folders
+
+
+def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
+    writable = tmp_path / "writable"
+    writable.mkdir()
+    writable.chmod(0o777)
+    with pytest.raises(PermissionDenied, match="others can write"):
+        cache_place(writable)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").touch()
+    with pytest.raises(ConflictError, match="neither empty nor a cache"):
+        cache_place(full)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(PermissionDenied):
+        cache_place(file)
+    marked = tmp_path / "marked"
+    marked.mkdir()
+    (marked / ".diesel-cache").write_text("something else")
+    with pytest.raises(ConflictError, match="not the marker"):
+        cache_place(marked)
+    assert list(full.iterdir()) == [full / "thesis.tex"]
+
+
+def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
+    for number in range(20):
+        path = tmp_path / f"{number}"
+        ready = threading.Barrier(4)
+
+        def make(path: Path = path, ready: threading.Barrier = ready) -> Path:
+            ready.wait(20)
+            return cache_place(path)
+
+        with ThreadPoolExecutor(4) as pool:
+            made = [pool.submit(make) for _ in range(4)]
+            assert {each.result(20) for each in made} == {path}
+        assert [found.name for found in path.iterdir()] == [".diesel-cache"]
+    killed = tmp_path / "killed"
+    killed.mkdir(mode=0o700)
+    (killed / ".diesel-cache-12-34").touch()  # by who made it and was killed
+    cache_place(killed)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's folder")
+def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    os.chown(other, 12345, 12345)
+    with pytest.raises(PermissionDenied, match="not a folder of this user"):
+        cache_place(other)
+
+
+def test_a_cache_and_its_store_lie_apart(tmp_path: Path) -> None:
+    store = FolderStore.create(tmp_path / "outer" / "store")
+    link = tmp_path / "link"
+    link.symlink_to(store.root)
+    for bad in ("outer/store", "outer/store/cache", "outer", "link/x", "outer/../outer/store/"):
+        with pytest.raises(ConflictError, match="lie in each other"):
+            cache_place(tmp_path / bad, StoreWrapper(StoreWrapper(store)))
+    assert not (tmp_path / "outer" / "store" / "cache").exists()
+    cache_place(tmp_path / "outer" / "beside", store)
+
+
+def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) -> None:
+    (tmp_path / "real folder").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real folder")
+    key, content = next(iter(chunks.items()))
+    put(shelf_at(cache_place(tmp_path / "link")), key, content)
+    relative = os.path.relpath(tmp_path / "real folder") + "/"
+    assert held(shelf_at(cache_place(Path(relative))), key) == content
+
+
+# Limits
+
+
+def test_nothing_goes_for_others_while_it_is_in_use(place: Path, chunks: Chunks) -> None:
+    """Whatever is larger than the limit fills it once, and then stays: nothing is thrashed."""
+    limit = 5 * max(map(len, chunks.values()))
+    shelf, refused = shelf_at(place, limit), 0
+    for key, content in chunks.items():
+        try:
+            put(shelf, key, content)
+        except NoSpaceError:
+            refused += 1
+    assert 0 < refused < len(chunks)
+    assert shelf.evictions == 0
+    assert counted(shelf) == sum(path.stat().st_size for path in files(place)) <= limit
+
+
+def test_the_longest_unused_goes_first(place: Path, chunks: Chunks) -> None:
+    """Of datasets that nobody reads any more."""
+    (one, two, three, four), size = list(chunks)[:4], max(map(len, chunks.values()))
+    shelf = shelf_at(place, 3 * size)
+    for key in (one, two, three):
+        put(shelf, key, chunks[key])
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(four, size)
+    idle(place)
+    os.utime(file_of(place, one))
+    put(shelf, four, chunks[four])
+    assert held(shelf, two) is None
+    assert held(shelf, one) == chunks[one]
+    assert 1 <= shelf.evictions <= 2
+
+
+def test_a_dataset_in_use_keeps_what_it_has_not_read_for_long(place: Path, chunks: Chunks) -> None:
+    one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
+    shelf = shelf_at(place, 2 * max(map(len, chunks.values())))
+    put(shelf, one, chunks[one])
+    put(shelf, two, chunks[two])
+    idle(place)
+    assert held(shelf_at(place, 1 << 30), one) == chunks[one]  # by another process
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(other, 60_000)
+    long_ago = time.time() - 2 * disk_shelf.CHUNK_IDLE_S
+    os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
+    reserved = shelf.reserve(other, 60_000)
+    assert reserved is not None
+    reserved.give_up()
+    assert held(shelf, two) is None
+
+
+def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
+    shelf = shelf_at(place)
+    for key, content in chunks.items():
+        put(shelf, key, content)
+    limit = 3 * max(map(len, chunks.values()))
+    assert 0 < counted(shelf_at(place, limit)) <= limit
+    assert sum(path.stat().st_size for path in files(place)) <= limit
+
+
+def test_J1_a_twentieth_of_the_disk_stays_free(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = shelf_at(place)
+    disk = os.statvfs(place)
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(key, len(content))
+    monkeypatch.undo()
+    put(shelf, key, content)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
+def test_J6_whatever_a_crash_left_is_not_served(
+    damage: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, other = list(chunks)[:2]
+    put(shelf_at(place), key, chunks[key])
+    content = bytearray(chunks[key])
+    if damage == "flipped":
+        content[len(content) - 3] ^= 16
+    path = file_of(place, key)
+    damaged: dict[str, bytes | bytearray] = {
+        "empty": b"",
+        "short": content[:-1],
+        "long": content + b"\0",
+        "flipped": content,
+        "zeros": bytes(len(content)),
+        "foreign": chunks[other],
+    }
+    path.write_bytes(damaged[damage])
+    later = shelf_at(place)
+    assert held(later, key) is None
+    assert not path.exists()
+    assert "damaged" in caplog.text
+    put(later, key, chunks[key])
+    assert held(later, key) == chunks[key]
+
+
+def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = shelf_at(place)
+    put(shelf, key, content)
+    path = file_of(place, key)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert held(shelf_at(place), key) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB with few inodes."""
+    yield from mounted(tmp_path / "small", "size=2m,nr_inodes=24,mode=700")
+
+
+def mounted(point: Path, options: str) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a tmpfs")
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "diesel-test", str(point)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_J1_a_full_disk_is_no_error_of_a_reader(
+    small_disk: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it fills up under our feet."""
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
+    place = cache_place(small_disk)
+    shelf = shelf_at(place)
+    (small_disk / "lost+found").write_bytes(bytes(3 << 19))
+    kept = 0
+    for key, content in chunks.items():
+        reserved = shelf.reserve(key, len(content)) if not shelf._writes.rests else None
+        if reserved is not None:
+            reserved.fill(memoryview(content))
+        found = held(shelf, key)
+        assert found in (None, content)
+        kept += found is not None
+    assert 0 < kept < len(chunks), "or this test shows nothing"
+    assert not [path for path in files(place) if path.name[0] == "."], "partial files"
+    assert counted(shelf) == sum(path.stat().st_size for path in files(place))
+
+
+def test_J10_no_inodes_is_a_full_disk(small_disk: Path, chunks: Chunks) -> None:
+    shelf = shelf_at(cache_place(small_disk))
+    with contextlib.suppress(OSError):
+        for number in range(30):
+            (small_disk / f"other{number}").touch()
+    assert os.statvfs(small_disk).f_favail == 0
+    key, content = next(iter(chunks.items()))
+    for _ in range(5):
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert held(shelf, key) is None
+
+
+def failing(number: int) -> "type[object]":
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail  # type: ignore[return-value]
+
+
+def test_J2_a_disk_that_fails_rests_and_is_tried_again(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = shelf_at(place)
+    put(shelf, key, content)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.preadv", failing(errno.EIO))
+        for _ in range(3):
+            found = shelf.find(key)
+            assert found is not None
+            with found, pytest.raises(OSError, match="Input/output"):
+                found.read_into(0, memoryview(bytearray(5)))
+        assert shelf.find(key) is None, "it rests"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert shelf.find(key) is None
+    shelf._reads._until = 0.0
+    assert held(shelf, key) == content
+    assert "works again" in caplog.records[-1].message
+
+
+def test_J2_EIO_of_a_write_leaves_nothing(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = shelf_at(place)
+    key, content = next(iter(chunks.items()))
+    written = os.pwrite
+
+    def fail(file: int, data: bytes, at: int) -> int:
+        if len(data) > 1000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return written(file, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", fail)
+        for _ in range(3):
+            reserved = shelf.reserve(key, len(content))
+            assert reserved is not None
+            reserved.fill(memoryview(content))
+            assert files(place) == []
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert counted(shelf) == 0
+    assert len(caplog.records) == 1
+    shelf._writes._until = 0.0
+    put(shelf, key, content)
+    assert held(shelf, key) == content
+
+
+def test_J4_a_folder_that_is_removed_is_passed_by(
+    place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = shelf_at(place)
+    (key, content), (other, more), *_ = chunks.items()
+    put(shelf, key, content)
+    reserved = shelf.reserve(other, len(more))
+    assert reserved is not None
+    shutil.rmtree(place)
+    reserved.fill(memoryview(more))
+    assert held(shelf, key) is None
+    for _ in range(3):
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert not place.exists(), "it is not made again: it may be a mount point"
+    assert "passed by" in caplog.text
+    place.mkdir(mode=0o700)
+    shelf._writes._until = 0.0
+    put(shelf, key, content)
+    assert held(shelf, key) == content
+
+
+def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -> None:
+    shelf = shelf_at(place)
+    key, content = next(iter(chunks.items()))
+    put(shelf, key, content)
+    for path in place.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    assert held(shelf, key) is None
+    put(shelf, key, content)
+    assert held(shelf, key) == content
+    assert counted(shelf) == len(content)
+
+
+def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks: Chunks) -> None:
+    for point in mounted(tmp_path / "disk", "size=10m,mode=700"):
+        shelf = shelf_at(cache_place(point))
+        key, content = next(iter(chunks.items()))
+        put(shelf, key, content)
+        subprocess.run(["umount", "-l", str(point)], check=True)
+        try:
+            assert held(shelf, key) is None
+            for _ in range(4):
+                with pytest.raises(NoSpaceError):
+                    shelf.reserve(key, len(content))
+            assert list(point.iterdir()) == []
+        finally:
+            command = ["mount", "-t", "tmpfs", "diesel-test", str(point)]
+            subprocess.run(command, check=True)
+
+
+def test_J4_a_file_system_that_becomes_read_only_still_serves(
+    tmp_path: Path, chunks: Chunks
+) -> None:
+    for point in mounted(tmp_path / "disk", "size=10m,mode=700"):
+        shelf = shelf_at(cache_place(point))
+        (key, content), (other, more), *_ = chunks.items()
+        put(shelf, key, content)
+        subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
+        for _ in range(4):
+            with pytest.raises(NoSpaceError):
+                shelf.reserve(other, len(more))
+            assert held(shelf, key) == content
+        shelf.drop(key)
+
+
+# Several processes
+
+WRITER = """if True:
+    import os, sys, random
+    from pathlib import Path
+    from uuid import UUID
+    from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+    from diesel_fs.cache.shelves import ChunkKey
+    from diesel_fs.errors import NoSpaceError
+    place, source, limit, seed = sys.argv[1:]
+    draw = random.Random(int(seed))
+    shelf = DiskShelf(cache_place(Path(place)), UUID(int=7), int(limit))
+    chunks = {}
+    for path in Path(source).iterdir():
+        identity, chunk = path.name.split(",")
+        chunks[ChunkKey(UUID(hex=identity), bytes.fromhex(chunk))] = path.read_bytes()
+    print("ready", flush=True)
+    while True:
+        key = draw.choice(list(chunks))
+        held = shelf.find(key)
+        if held is not None:
+            with held:
+                room = bytearray(held.bytes)
+                held.read_into(0, memoryview(room))
+                assert room == chunks[key]
+            if draw.random() < 0.3:
+                shelf.drop(key)
+            continue
+        try:
+            place = shelf.reserve(key, len(chunks[key]))
+        except NoSpaceError:
+            continue
+        if place is not None:
+            place.fill(memoryview(chunks[key])) if draw.random() < 0.9 else place.give_up()
+"""
+
+
+def test_J6_processes_that_share_a_folder_and_are_killed(
+    place: Path, chunks: Chunks, tmp_path: Path
+) -> None:
+    """At any moment all that is found is whole, the limit holds, and what the dead left goes."""
+    source = tmp_path / "chunks"
+    source.mkdir()
+    for key, content in chunks.items():
+        (source / f"{key.identity.hex},{key.id.hex()}").write_bytes(content)
+    limit = 6 * max(map(len, chunks.values()))
+    draw = np.random.default_rng(5)
+
+    def start(seed: int) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", textwrap.dedent(WRITER)]
+        command += [str(place), str(source), str(limit), str(seed)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    shelf = shelf_at(place, limit)
+    seen = 0
+    for number in range(8):
+        pair = [start(2 * number), start(2 * number + 1)]
+        until = time.monotonic() + draw.uniform(0.05, 0.4)
+        while time.monotonic() < until:
+            idle(place)  # else nothing goes
+            assert counted(shelf) <= limit
+            for key in chunks:
+                found = held(shelf_at_once(shelf), key)
+                assert found in (None, chunks[key])
+                seen += found is not None
+        ended = [process.poll() for process in pair]
+        for process in pair:
+            process.send_signal(signal.SIGKILL)
+            assert ended == [None, None], process.communicate(timeout=20)[1]
+            process.communicate(timeout=20)
+    assert seen > 20, "or this test shows nothing"
+    after = shelf_at(place, limit)
+    assert not [path for path in files(place) if path.name[0] == "."], "what the dead left"
+    assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
+    for path in files(place):
+        key = next(key for key in chunks if path.name == key.id.hex())
+        check_whole(key, memoryview(path.read_bytes()))
+
+
+def shelf_at_once(shelf: DiskShelf) -> DiskShelf:
+    """As a process that has checked nothing yet."""
+    shelf._known.clear()
+    return shelf
+
+
+def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
+    one, other = shelf_at(place), shelf_at(place)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.note_reading(begins=True)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.close()
+    assert not other.others_read()
+    one.note_reading(begins=False)
+    other.close()
+
+
+def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
+    place: Path, chunks: Chunks
+) -> None:
+    key, content = next(iter(chunks.items()))
+    dead = shelf_at(place)
+    reserved = dead.reserve(key, len(content))
+    assert isinstance(reserved, disk_shelf._FilePlace)
+    os.close(reserved._file)  # as a kill does
+    shelf = shelf_at(place)
+    for _ in range(3):
+        again = shelf.reserve(key, len(content))
+        assert isinstance(again, disk_shelf._FilePlace)
+        os.close(again._file)
+    assert counted(shelf) == len(content)
+    put(shelf, key, content)
+    assert counted(shelf) == len(content)

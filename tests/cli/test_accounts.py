@@ -1,0 +1,244 @@
+"""`dlcmd user` and `dlcmd grant` with direct access, and what they show of keys."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diesel_fs import keys
+from diesel_fs.accounts import parse_accounts, parse_public_key, public_key_text
+from diesel_fs.credentials import KEY_PREFIX, parse_key
+from diesel_fs.storage.folder import FolderStore
+from tests.storage.redis_servers import RedisServer, shared_server
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+
+@pytest.fixture(params=["file", "redis"])
+def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The repository of the test, with its accounts in a file or in Redis."""
+    url = dlcmd.store.as_uri()
+    if request.param == "redis":
+        server = shared_server()
+        server.client().flushall()
+        url += f"?meta={server.url}"
+        monkeypatch.setenv("DIESEL_URL", url)
+    return url
+
+
+def users(dlcmd: Dlcmd) -> dict[str, dict[str, object]]:
+    return {str(each["user"]): each for each in dlcmd("user", "ls", "--json").objects}
+
+
+def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, place: str) -> None:
+    """`user add` makes one, as `put` does; stdout is the key, alone; what it is for is said."""
+    said = dlcmd("user", "add", "root", "--admin")
+    seed = parse_key(said.out.decode())
+    assert said.out.decode().count("\n") == 1
+    assert "not shown again" in said.err
+    assert "--user root --key-file" in said.err
+    assert KEY_PREFIX not in said.err
+    found = users(dlcmd)["root"]
+    assert found["admin"] is True
+    assert parse_public_key(str(found["public_key"])) == keys.public_key(seed)
+    FolderStore.open(dlcmd.store)
+
+
+def test_a_verb_that_only_looks_makes_nothing(dlcmd: Dlcmd) -> None:
+    for words in (["user", "ls"], ["user", "rm", "ann"], ["grant", "pets", "ann", "read"]):
+        dlcmd(*words, code=13)
+    dlcmd("user", "add", "ann", "--renew", code=13)
+    assert not dlcmd.store.exists()
+
+
+def test_users_are_listed_with_their_roles(dlcmd: Dlcmd, place: str) -> None:
+    dlcmd("user", "add", "root", "--admin")
+    dlcmd("user", "add", "ann")
+    dlcmd("user", "add", "bo")
+    dlcmd("grant", "pets", "ann", "read")
+    dlcmd("grant", "cars", "ann", "admin")
+    assert dlcmd("user", "ls").out == b"ann   cars:admin pets:read\nbo\nroot  admin\n"
+    dlcmd("grant", "cars", "ann", "none")
+    assert users(dlcmd)["ann"]["grants"] == {"pets": "read"}
+    said = dlcmd("grant", "pets", "ann", "write")
+    assert said.out == b"ann may change pets\n"
+    assert dlcmd("grant", "pets", "ann", "write", "--json").objects == [
+        {"dataset": "pets", "user": "ann", "role": "write"}
+    ]
+    dlcmd("user", "rm", "ann")
+    assert set(users(dlcmd)) == {"bo", "root"}
+    assert dlcmd("user", "rm", "bo", "--json").objects == [{"removed": "bo"}]
+
+
+def test_what_is_wrong_is_said(dlcmd: Dlcmd, place: str) -> None:
+    dlcmd("user", "add", "ann")
+    before = users(dlcmd)
+    assert "already" in dlcmd("user", "add", "ann", code=12).err
+    assert "no user 'bo'" in dlcmd("user", "rm", "bo", code=10).err
+    assert "no user 'bo'" in dlcmd("user", "add", "bo", "--renew", code=10).err
+    assert "no user 'bo'" in dlcmd("grant", "pets", "bo", "read", code=10).err
+    assert "bad user name" in dlcmd("user", "add", "../x", code=2).err
+    assert "no role is called 'owner'" in dlcmd("grant", "pets", "ann", "owner", code=2).err
+    assert "bad dataset name" in dlcmd("grant", "a/b", "ann", "read", code=2).err
+    assert "user --help" in dlcmd("user", "frobnicate", code=2).err
+    assert len(dlcmd("user", code=2).err.splitlines()) == 1
+    assert users(dlcmd) == before
+
+
+def test_a_key_is_written_to_a_file_of_ones_own(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
+    file = tmp_path / "key"
+    old = os.umask(0)
+    try:
+        said = dlcmd("user", "add", "ann", "--key-out", file)
+    finally:
+        os.umask(old)
+    assert said.out == b"added ann\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    public = users(dlcmd)["ann"]["public_key"]
+    assert public_key_text(keys.public_key(parse_key(file.read_text()))) == public
+    # One that is there is not written over, and no account is made; where none is, no file is left
+    assert "exists already" in dlcmd("user", "add", "bo", "--key-out", file, code=12).err
+    dlcmd("user", "add", "ann", "--key-out", tmp_path / "other", code=12)
+    assert set(users(dlcmd)) == {"ann"}
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["key", "store"]
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    dlcmd("user", "add", "bo", "--key-out", tmp_path / "link", code=12)
+
+
+def test_a_key_made_elsewhere_stays_there(dlcmd: Dlcmd, place: str) -> None:
+    public = public_key_text(keys.public_key(keys.new_seed()))
+    assert dlcmd("user", "add", "ann", "--public-key", public).out == b"added ann\n"
+    assert users(dlcmd)["ann"]["public_key"] == public
+    dlcmd("user", "add", "bo", "--public-key", public, "--key-out", "x", code=2)
+
+
+def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
+    secret = dlcmd("user", "add", "ann").out.decode().strip()
+    said = dlcmd.program("-v", "user", "add", "bo", "--public-key", secret, code=2)
+    assert "Traceback" in said.err
+    assert secret.removeprefix(KEY_PREFIX)[:20] not in said.err
+
+
+def test_a_new_key_keeps_the_roles(dlcmd: Dlcmd, place: str) -> None:
+    first = dlcmd("user", "add", "ann").out
+    dlcmd("grant", "pets", "ann", "read")
+    before = users(dlcmd)["ann"]
+    assert dlcmd("user", "add", "ann", "--renew").out != first
+    after = users(dlcmd)["ann"]
+    assert after["grants"] == before["grants"]
+    assert after["public_key"] != before["public_key"]
+    dlcmd("user", "add", "ann", "--renew", "--admin")
+    dlcmd("user", "add", "ann", "--renew")
+    assert users(dlcmd)["ann"]["admin"] is True
+
+
+def test_json_has_the_key_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    (said,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
+    public = keys.public_key(parse_key(str(said["key"])))
+    assert said == {
+        "user": "ann",
+        "admin": True,
+        "public_key": public_key_text(public),
+        "key": said["key"],
+    }
+    (said,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
+    assert said["key_file"] == str(tmp_path / "key")
+    assert "key" not in said
+    assert dlcmd("-q", "user", "add", "eve").err == ""
+
+
+def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
+    """Into another store too: names, public keys and roles are all there is to them."""
+    dlcmd("user", "add", "root", "--admin")
+    dlcmd("user", "add", "ann")
+    dlcmd("grant", "pets", "ann", "write")
+    before = users(dlcmd)
+    file = tmp_path / "accounts.jsonl"
+    assert dlcmd("user", "export", file).out == f"wrote 2 users to {file}\n".encode()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert dlcmd("user", "export").out == file.read_bytes()
+    assert KEY_PREFIX.encode() not in file.read_bytes()
+    assert set(parse_accounts(file.read_bytes())) == {"ann", "root"}
+
+    dlcmd("user", "add", "bo")
+    dlcmd("user", "rm", "ann")
+    assert dlcmd("user", "import", file).out == b"imported 2 users\n"
+    assert set(users(dlcmd)) == {"ann", "bo", "root"}
+    dlcmd("user", "import", file, "--replace")
+    assert users(dlcmd) == before
+
+    other = (tmp_path / "other").as_uri()
+    assert dlcmd.program("--url", other, "user", "import", "-", stdin=file.read_bytes()).code == 0
+    assert dlcmd("--url", other, "user", "export").out == file.read_bytes()
+
+
+def test_nonsense_is_not_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
+    dlcmd("user", "add", "root", "--admin")
+    before = users(dlcmd)
+    file = tmp_path / "file"
+    good = dlcmd("user", "export").out
+    for bad, code in (
+        (b"", 15),
+        (b"nonsense", 15),
+        (good + b"{}\n", 15),
+        (good.replace(b"true", b"1"), 15),
+        (good.replace(b'": 1}', b'": 2}'), 15),
+    ):
+        file.write_bytes(bad)
+        for more in ([], ["--replace"]):
+            said = dlcmd("user", "import", file, *more, code=code)
+            assert len(said.err.splitlines()) == 1
+    dlcmd("user", "import", tmp_path / "gone", code=10)
+    assert users(dlcmd) == before
+
+
+def test_by_direct_access_the_last_administrator_goes_with_a_word(dlcmd: Dlcmd) -> None:
+    dlcmd("user", "add", "root", "--admin")
+    dlcmd("user", "add", "ann")
+    assert "no administrator" in dlcmd("user", "rm", "root").err
+
+
+def test_a_bucket_without_redis_has_no_accounts(dlcmd: Dlcmd) -> None:
+    said = dlcmd("--url", "s3://bucket", "user", "ls", code=14)
+    assert "meta=redis" in said.err
+
+
+def test_accounts_are_of_one_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    server = shared_server()
+    server.client().flushall()
+    dlcmd("--url", f"{dlcmd.store.as_uri()}?meta={server.url}", "user", "add", "ann")
+    other = f"{(tmp_path / 'other').as_uri()}?meta={server.url}"
+    said = dlcmd("--url", other, "user", "add", "bo", code=2)
+    assert "another object store" in said.err
+
+
+def test_S8_verify_and_put_do_not_mind_the_accounts(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("user", "add", "ann")
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    assert b"accounts" not in dlcmd("verify", "pets").out
+    assert dlcmd("ls").out == b"pets\n"
+
+
+def test_C1_a_redis_that_is_down_is_14(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        url = f"{dlcmd.store.as_uri()}?meta={server.url}"
+        dlcmd("--url", url, "user", "add", "ann")
+    assert "cannot reach" in dlcmd("--url", url, "user", "ls", code=14).err
+
+
+def test_start_up_does_not_pay_for_keys() -> None:
+    """Only who makes, signs or checks something needs the library."""
+    code = "import sys, diesel_fs.repositories; sys.exit('cryptography' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_export_is_lines_of_json(dlcmd: Dlcmd) -> None:
+    dlcmd("user", "add", "ann")
+    first, second = map(json.loads, dlcmd("user", "export").out.splitlines())
+    assert first == {"diesel-accounts": 1}
+    assert (second["user"], second["admin"], second["grants"]) == ("ann", False, {})

@@ -1,0 +1,116 @@
+"""A dataset that changes, and a mount that follows it."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from diesel_fs.client import connect
+from diesel_fs.control import Control
+from diesel_fs.fuse import MountRequest, mount, umount
+from diesel_fs.fuse.launcher import DAEMON
+from diesel_fs.fuse.mountpoint import mounted_at
+
+LOOK_S = 0.05
+HOPE_S = 20.0
+FILE_BYTES = 200_000
+
+
+def noise(seed: int, size: int = FILE_BYTES) -> bytes:
+    """What no other seed gives, and no compression shortens."""
+    return random.Random(seed).randbytes(size)
+
+
+def soon(what: Callable[[], object], hope_s: float = HOPE_S) -> None:
+    """Waits until something is true."""
+    end_s = time.monotonic() + hope_s
+    while not what():
+        assert time.monotonic() < end_s, "it never came about"
+        time.sleep(0.02)
+
+
+@dataclass
+class Following:
+    """A repository, and a mount that follows one dataset of it."""
+
+    url: str
+    at: Path
+    log: Path
+    request: MountRequest
+
+    def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
+        """Puts and deletes, each file in a chunk of its own; the version then."""
+        with connect("ds", self.url, create=True) as dataset:
+            for path in gone:
+                dataset.delete(path, recursive=True)
+            for path, content in files.items():
+                dataset.put(content, path)
+                dataset.flush()
+        with connect("ds", self.url) as dataset:
+            return dataset.version
+
+    def told(self) -> dict[str, object]:
+        """The statistics, as they are now."""
+        with Control.connect(self.at) as control:
+            return dict(control.stats())
+
+    def follow(self) -> dict[str, object]:
+        found = self.told()["follow"]
+        assert isinstance(found, dict)
+        return found
+
+    def wait_for(self, version: int) -> None:
+        """Until the mount is at a version, and the kernel knows it."""
+        soon(lambda: self.follow()["told"] == version)
+
+    def change(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> None:
+        """Puts and deletes, and waits until it shows."""
+        self.wait_for(self.put(files, gone))
+
+    def warnings(self, text: str) -> int:
+        """How many lines of the log have it."""
+        return sum(text in line for line in self.log.read_text().splitlines())
+
+    def reads(self) -> int:
+        """The READs that have reached the mount."""
+        requests = self.told()["requests"]
+        assert isinstance(requests, dict)
+        return int(requests.get("read", 0))
+
+
+@contextmanager
+def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[None]:
+    """A mount that goes away, whatever happened to it."""
+    mount(request, program=program)
+    try:
+        yield
+    finally:
+        if mounted_at(request.mountpoint):
+            umount(request.mountpoint, force=True)
+
+
+FILES = {
+    "kept": noise(1), "changed": noise(2), "gone": noise(3), "d/kept": noise(4),
+    "d/gone": noise(5), "kind": noise(6), "left/inner/f": noise(7), "z": b"small",
+}  # fmt: skip
+
+
+def begin(folder: Path, session: str) -> Following:
+    """A dataset, not mounted yet."""
+    at = folder / "mount"
+    at.mkdir()
+    url = (folder / "store").as_uri()
+    request = MountRequest(
+        url,
+        "ds",
+        str(at),
+        session=session,
+        follow=True,
+        look_s=LOOK_S,
+        log_file=str(folder / "log"),
+    )
+    made = Following(url, at, folder / "log", request)
+    made.put(FILES)
+    return made

@@ -1,0 +1,364 @@
+"""Mounts that follow their dataset, over both sessions: what changes, what stays, what is held."""
+
+import errno
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client import connect
+from diesel_fs.control import Control, explicit
+from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.fuse import MountRequest, mount, umount
+from diesel_fs.fuse.kernel import cached_bytes
+from diesel_fs.snapshot import Snapshot
+from tests.fuse.followed_dataset import (
+    FILE_BYTES,
+    FILES,
+    LOOK_S,
+    Following,
+    begin,
+    mounted,
+    noise,
+    soon,
+)
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def begun(tmp_path: Path, session: str) -> Following:
+    """A dataset, not mounted yet."""
+    return begin(tmp_path, session)
+
+
+@pytest.fixture
+def ds(begun: Following) -> Iterator[Following]:
+    with mounted(begun.request):
+        yield begun
+
+
+def content_of(descriptor: int) -> bytes:
+    return os.pread(descriptor, FILE_BYTES + 1, 0)
+
+
+def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Following) -> None:
+    """Entries are added before others, changed, removed, renamed, of another kind."""
+    at = ds.at
+    held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
+    mapped = {name: mmap.mmap(held[name], 0, prot=mmap.PROT_READ) for name in FILES}
+    nodes = {name: os.fstat(descriptor).st_ino for name, descriptor in held.items()}
+    os.pread(held["kept"], 10, 0)
+    assert mapped["changed"][:5] == FILES["changed"][:5]
+    assert not (at / "0new").exists()
+    assert not (at / "d" / "new").exists()
+    ds.put({}, gone=("kind",))
+    ds.change(
+        {
+            "0new": b"0",
+            "changed": noise(12),
+            "d/new": b"n",
+            "kind/in": b"k",
+            "moved": FILES["gone"],
+        },
+        gone=("gone", "d/gone", "left"),
+    )
+    for name in FILES:
+        assert content_of(held[name]) == FILES[name]
+        assert mapped[name][:] == FILES[name]
+        assert os.fstat(held[name]).st_size == len(FILES[name])
+    now = {"kept": FILES["kept"], "changed": noise(12), "d/kept": FILES["d/kept"], "z": b"small",
+           "0new": b"0", "d/new": b"n", "kind/in": b"k", "moved": FILES["gone"]}  # fmt: skip
+    assert {name: (at / name).read_bytes() for name in now} == now
+    assert sorted(os.listdir(at)) == ["0new", "changed", "d", "kept", "kind", "moved", "z"]
+    assert sorted(os.listdir(at / "d")) == ["kept", "new"]
+    for name in ("gone", "d/gone", "left", "left/inner", "left/inner/f"):
+        with pytest.raises(FileNotFoundError):
+            os.stat(at / name)
+    for name in ("kept", "d/kept", "z"):
+        assert os.stat(at / name).st_ino == nodes[name]
+    assert not {os.stat(at / name).st_ino for name in ("changed", "0new", "d/new", "moved", "kind")
+                } & set(nodes.values())  # fmt: skip
+    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+    assert snapshot.lookup(b"0new") > 0
+    for each in mapped.values():
+        each.close()
+    for descriptor in held.values():
+        os.close(descriptor)
+    soon(lambda: ds.follow()["retired_versions"] == [])
+
+
+def cached(descriptor: int) -> int:
+    return cached_bytes(descriptor, FILE_BYTES)
+
+
+def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: Following) -> None:
+    """The same file is in other positions, and after a purge even in another chunk."""
+    at = ds.at
+    for name in FILES:
+        assert (at / name).read_bytes() == FILES[name]
+    time.sleep(0.2)
+    ds.change({"changed": noise(21), "0": b"0", "d/0": b"0"}, gone=("gone",))
+    before = ds.reads()
+    for name in ("kept", "d/kept", "kind", "left/inner/f", "z"):
+        assert (at / name).read_bytes() == FILES[name]
+    assert ds.reads() == before
+    assert (at / "changed").read_bytes() == noise(21)
+    if ds.request.session == "pyfuse3":
+        assert ds.reads() > before
+
+
+@pytest.mark.only_session("kernel")
+def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: Following) -> None:
+    """The helper goes on where it was: with other positions, and nodes that are no positions."""
+    at = ds.at
+    (at / "kept").read_bytes()
+    ds.change({f"0{number}": noise(100 + number) for number in range(4)}, gone=("gone",))
+    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+    with Control.connect(at) as control:
+        entries = [snapshot.lookup(name.encode()) for name in ("00", "01", "02", "03", "kept")]
+        control.announce("s", [explicit(epoch=0, entries=entries)])
+        soon(lambda: control.resident(entries).all())
+        before = ds.reads()
+        for number in range(4):
+            assert (at / f"0{number}").read_bytes() == noise(100 + number)
+        assert (at / "kept").read_bytes() == FILES["kept"]
+        assert ds.reads() == before
+        control.withdraw("s")
+        ds.change({"00": noise(200), "000": b"first of all"})
+        snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+        names = ("00", "01", "02", "03", "kept")
+        entries = [snapshot.lookup(name.encode()) for name in names]
+    with Control.connect(at) as control:
+        assert control.resident(entries).tolist() == [False, True, True, True, True]
+    before = ds.reads()
+    assert (at / "03").read_bytes() == noise(103)
+    assert ds.reads() == before
+    assert (at / "00").read_bytes() == noise(200)
+
+
+@pytest.mark.only_session("kernel")
+def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: Following) -> None:
+    """The mount is told of nodes, which are no positions any more."""
+    names = [f"mate{number}" for number in range(10)]
+    with connect("ds", ds.url) as dataset:
+        for name in names:
+            dataset.put(noise(7, 1000), name)
+        dataset.flush()
+    with connect("ds", ds.url) as dataset:
+        ds.wait_for(dataset.version)
+        dataset.put(b"first", "0first")
+        for number in range(200):
+            dataset.put(b"%d" % number, f"0/{number:03}")
+        dataset.flush()
+        ds.wait_for(dataset.version)
+    snapshot = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+    assert (ds.at / names[3]).read_bytes() == noise(7, 1000)
+    with Control.connect(ds.at) as control:
+        entries = [snapshot.lookup(name.encode()) for name in names]
+        soon(lambda: int(control.resident(entries).sum()) >= len(names) - 1)
+
+
+def test_nodes_are_never_given_again(ds: Following) -> None:
+    """Over ten versions, in which entries come, go, come back and change."""
+    at = ds.at
+    seen: dict[int, tuple[str, int, int]] = {}
+    for step in range(10):
+        files = {f"f{number}": b"%d" % number for number in range(step, step + 3)}
+        files["z"] = b"%d" % step
+        ds.change(files, gone=(f"f{step - 1}",) if step else ())
+        for name in os.listdir(at):
+            found = os.stat(at / name)
+            what = name, found.st_mtime_ns, found.st_size
+            if not os.path.isdir(at / name):
+                assert seen.setdefault(found.st_ino, what) == what
+                assert (at / name).read_bytes() == ({**FILES, **files}.get(name) or b"")
+    assert len(seen) > 30
+
+
+def test_a_listing_goes_on_across_a_switch(ds: Following) -> None:
+    """What was neither added nor removed is listed once, wherever the reader was."""
+    at = ds.at
+    names = [f"{number:04}" for number in range(2000)]
+    ds.change({f"many/{name}": b"" for name in names[:1]})
+    with connect("ds", ds.url) as dataset:
+        for name in names[1:]:
+            dataset.put(b"", f"many/{name}")
+    with connect("ds", ds.url) as dataset:
+        ds.wait_for(dataset.version)
+    with os.scandir(at / "many") as listed:
+        found = [next(listed).name for _ in range(100)]
+        new = {f"many/{name}": b"" for name in ("0000a", "0050a", "1999a")}
+        ds.change(new, gone=("many/0007", "many/1500"))
+        if "again" not in new:
+            assert len(os.listdir(at / "many")) == 2001  # another goes through it meanwhile
+        found += [next(listed).name for _ in range(600)]
+        ds.change({"many/0001a": b"", "many/0003": b"changed"}, gone=("many/0000a",))
+        found += [entry.name for entry in listed]
+    assert len(found) == len(set(found))
+    assert set(names) - {"1500"} <= set(found) | {"0007"}
+
+
+def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: Following) -> None:
+    at = ds.at
+    inside = os.open(at / "left", os.O_RDONLY | os.O_DIRECTORY)
+    ds.change({"0": b"0"}, gone=("left",))
+    ds.change({"1": b"1"})
+    assert os.listdir(inside) == ["inner"]
+    descriptor = os.open("inner/f", os.O_RDONLY, dir_fd=inside)
+    assert content_of(descriptor) == FILES["left/inner/f"]
+    assert os.stat("..", dir_fd=inside).st_ino == os.stat(at).st_ino
+    os.close(descriptor)
+    assert not (at / "left").exists()
+    versions = ds.follow()["retired_versions"]
+    assert isinstance(versions, list)
+    assert len(versions) == 1
+    os.close(inside)
+    ds.change({"2": b"2"})
+    soon(lambda: ds.follow()["retired_versions"] == [])
+
+
+def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: Following) -> None:
+    at = ds.at
+    with (
+        open(at / ".diesel/filelist", "rb") as before,
+        open(at / ".diesel/snapshot", "rb") as shown,
+        open(at / ".diesel/shuffle/seed=1,epoch=2", "rb") as order,
+    ):
+        ds.change({"0new": b"0"}, gone=("gone",))
+        assert b"0new\n" in (at / ".diesel/filelist").read_bytes()
+        assert b"gone" not in (at / ".diesel/shuffle/seed=1,epoch=2").read_bytes().split()
+        assert Snapshot((at / ".diesel/snapshot").read_bytes()).lookup(b"0new") > 0
+        assert sorted(before.read().split()) == sorted(name.encode() for name in FILES)
+        assert sorted(order.read().split()) == sorted(name.encode() for name in FILES)
+        assert Snapshot(shown.read()).lookup(b"0new") == -1
+    assert os.readlink(at / ".diesel/control")
+
+
+# plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.only_session("kernel")
+def test_a_running_plan_puts_the_switch_off(ds: Following) -> None:
+    """A client knows of the switch by the version in answers; its plan is of the old one."""
+    with Control.connect(ds.at) as control:
+        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+        entries = [view.lookup(name.encode()) for name in FILES]
+        old = control.version
+        control.announce("job", [explicit(epoch=0, entries=entries)])
+        version = ds.put({"0new": b"0"})
+        soon(lambda: ds.follow()["put_off_by"] == ["job"])
+        time.sleep(20 * LOOK_S)
+        assert ds.told()["version"] == old
+        assert not (ds.at / "0new").exists()
+        control.extend("job", [explicit(epoch=1, entries=entries)])
+        control.withdraw("job")
+        ds.wait_for(version)
+        assert ds.follow()["put_off_by"] == []
+        with pytest.raises(ConflictError, match=f"version {old}.*shows {version}"):
+            control.announce("job", [explicit(epoch=0, entries=entries)])
+    with Control.connect(ds.at) as control:
+        assert control.version == version
+        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+        control.announce("job", [explicit(epoch=0, entries=[view.lookup(b"0new")])])
+    assert (ds.at / "0new").read_bytes() == b"0"
+
+
+@pytest.mark.only_session("kernel")
+def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(ds: Following) -> None:
+    with Control.connect(ds.at) as control:
+        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+        entries = [view.lookup(name.encode()) for name in FILES]
+        control.announce("job", [explicit(epoch=0, entries=entries)])
+        version = ds.put({"0new": b"0"})
+        soon(lambda: ds.follow()["put_off_by"] == ["job"])
+        for name in FILES:
+            assert (ds.at / name).read_bytes() == FILES[name]
+    ds.wait_for(version)
+
+
+@pytest.mark.only_session("kernel")
+def test_a_list_that_somebody_looked_at_puts_nothing_off(ds: Following) -> None:
+    assert len((ds.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
+    ds.change({"0new": b"0"})
+
+
+# when the dataset cannot be followed --------------------------------------------------------------
+
+
+def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(ds: Following) -> None:
+    at = ds.at
+    assert (at / "kept").read_bytes() == FILES["kept"]
+    with connect("ds", ds.url) as dataset:
+        dataset.delete_dataset()
+    soon(lambda: ds.warnings("ds has been deleted; the mount stays at version"))
+    ds.put({"kept": noise(50), "other": b"x"})
+    soon(lambda: ds.warnings("is another dataset now"))
+    time.sleep(10 * LOOK_S)
+    assert ds.warnings("has been deleted") == 1
+    assert ds.warnings("is another dataset now") == 1
+    assert (at / "kept").read_bytes() == FILES["kept"]
+    assert not (at / "other").exists()
+    assert sorted(os.listdir(at)) == sorted({name.split("/")[0] for name in FILES})
+
+
+def test_a_store_that_has_gone_changes_nothing_and_is_told_once(ds: Following) -> None:
+    at, store = ds.at, Path(ds.url.removeprefix("file://"))
+    assert (at / "kept").read_bytes() == FILES["kept"]
+    store.rename(store.with_name("away"))
+    soon(lambda: ds.warnings("cannot follow"))
+    time.sleep(10 * LOOK_S)
+    assert ds.warnings("cannot follow") == 1
+    assert (at / "kept").read_bytes() == FILES["kept"]
+    store.with_name("away").rename(store)
+    soon(lambda: ds.warnings("following ds again"))
+    ds.change({"0new": b"0"})
+    assert (at / "0new").read_bytes() == b"0"
+
+
+def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_old(
+    ds: Following,
+) -> None:
+    """Never other bytes: also where a file of the same name and size has taken its place."""
+    store = Path(ds.url.removeprefix("file://"))
+    with connect("ds", ds.url) as dataset:
+        info = dataset.stat("gone")
+        assert info.size == FILE_BYTES
+    held = os.open(ds.at / "gone", os.O_RDONLY)
+    before = set(store.rglob("*"))
+    ds.change({"gone": noise(77)})
+    new = {path for path in store.rglob("*") if path.is_file()} - before
+    for path in before:
+        if path.is_file() and path.stat().st_size > FILE_BYTES and "chunks" in str(path):
+            path.unlink()
+    assert new
+    with pytest.raises(OSError, match=r".") as raised:
+        content_of(held)
+    assert raised.value.errno == errno.EIO
+    assert ds.warnings("snapshot too old")
+    os.close(held)
+    assert (ds.at / "gone").read_bytes() == noise(77)
+
+
+def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(ds: Following) -> None:
+    """What is asked of the store in a thread keeps nobody from leaving."""
+    store = Path(ds.url.removeprefix("file://"))
+    assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    shutil.rmtree(store)
+    started_s = time.monotonic()
+    umount(ds.at)
+    assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize("options", [{"snapshot_file": "/x"}, {"offline": True}])
+def test_a_mount_of_one_version_cannot_follow(tmp_path: Path, options: dict[str, object]) -> None:
+    values: dict[str, object] = {
+        "url": (tmp_path / "s").as_uri(), "dataset": "ds", "mountpoint": str(tmp_path),
+        "follow": True, **options,
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="exclude each other"):
+        mount(MountRequest(**values))  # type: ignore[arg-type]  # fields by name

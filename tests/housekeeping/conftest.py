@@ -1,0 +1,44 @@
+"""A repository on each of the metadata stores, and a clock that a test moves."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.repository import Repository
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..storage.redis_servers import shared_server
+from ..trees import write
+from .moved_clock import MovedClock, moved_clock
+
+
+@pytest.fixture
+def clock() -> Iterator[MovedClock]:
+    with moved_clock() as clock:
+        yield clock
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def repository(
+    request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
+) -> Iterator[Repository]:
+    url = (tmp_path / "store").as_uri()
+    if request.param == "redis":
+        shared_server().client().flushall()
+        url += f"?meta={shared_server().url}"
+    with Repository.open(url, create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def holed(repository: Repository, tmp_path: Path) -> Repository:
+    """Chunks of 64 KiB, of which half has been deleted."""
+    source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
+    put_tree(repository, "ds", source, options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN))
+    for i in range(0, 60, 2):
+        (source / f"d{i % 3}/{i}").unlink()
+    put_tree(repository, "ds", source, options=PutOptions(jobs=1, delete=True))
+    return repository

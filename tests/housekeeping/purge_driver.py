@@ -1,0 +1,14 @@
+"""A purge in a process of its own, to be killed: `purge_driver.py URL`; nothing waits for grace.
+
+Prints "acknowledged" only when `purge` has returned.
+"""
+
+import sys
+
+from diesel_fs.housekeeping import PurgeOptions, purge
+from diesel_fs.repository import Repository
+
+if __name__ == "__main__":
+    with Repository.open(sys.argv[1]) as repository:
+        purge(repository, "ds", PurgeOptions(0, 0, 0))
+    print("acknowledged", flush=True)

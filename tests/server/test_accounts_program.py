@@ -1,0 +1,354 @@
+"""Accounts with a real server, a real Redis and programs: roles, revocation, a total loss."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs import keys, wire
+from diesel_fs.accounts import Account, Role, public_key_text
+from diesel_fs.messages import Message
+from dlcmd.main import run
+from tests.storage.redis_servers import RedisServer, free_port
+from tests.trees import facts, odd_tree, write
+
+from .program import Server, new_repository, until
+from .shell_users import User, program_environment, user_with
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+IN_README = "file:///data?meta=redis://localhost"
+
+
+class Site:
+    """A repository over a folder and a Redis, a server, its administrator and two users: ann may
+    read `pets` and change `cars`; eve may do nothing."""
+
+    def __init__(self, folder: Path, redis: RedisServer, meta: str) -> None:
+        self.folder = folder
+        self.redis = redis
+        store = (folder / "store").as_uri()
+        self.direct_url = f"{store}?meta={meta}"
+        ann = Account("ann", b"", grants={"pets": Role.READ, "cars": Role.WRITE})
+        made = new_repository(self.direct_url, "root", ann, Account("eve", b""))
+        for name in ("pets", "cars"):
+            odd_tree(folder / name)
+            (folder / name / f"of {name}").write_bytes(name.encode())
+            assert run(["--url", self.direct_url, "-q", "put", str(folder / name), name]) == 0
+        self.server = Server(folder / "server", "--store", store, "--meta", meta, workers=2)
+        self.root, self.ann, self.eve = (
+            user_with(made[name], self.server.url, folder) for name in ("root", "ann", "eve")
+        )
+        self._gets = 0
+
+    def got(self, user: User, name: str) -> object:
+        """All that a user reads of a dataset."""
+        self._gets += 1
+        copy = self.folder / f"copy{self._gets}"
+        user("get", name, copy)
+        found = facts(copy)
+        shutil.rmtree(copy)
+        return found
+
+    def seen(self) -> dict[str, object]:
+        """What is to be seen through the server."""
+        found: dict[str, object] = {
+            "users": self.root("user", "ls", "--json").objects,
+            "export": self.root("user", "export").out,
+            "names": [user("ls").out for user in (self.root, self.ann, self.eve)],
+            "refused": self.eve("ls", "pets", code=10).err,
+        }
+        for name in ("pets", "cars"):
+            found[name] = self.got(self.ann, name)
+            found[f"{name}, listed"] = self.ann("ls", "-R", name).out
+            found[f"{name}, counted"] = self.ann("du", name, "--json").objects
+        return found
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis", {"appendonly": "yes"}, port=free_port()) as redis:
+        yield redis
+
+
+@pytest.fixture
+def site(tmp_path: Path, redis: RedisServer) -> Iterator[Site]:
+    site = Site(tmp_path, redis, redis.url)
+    yield site
+    site.server.close()
+
+
+def test_accounts_through_a_server(site: Site) -> None:
+    """Made, granted, listed and removed as by direct access; only a public key travels."""
+    assert site.root("user", "ls").out == b"ann   cars:write pets:read\neve\nroot  admin\n"
+    assert User(site.direct_url)("user", "ls").out == site.root("user", "ls").out
+    assert site.root("user", "export").out == User(site.direct_url)("user", "export").out
+    assert "already" in site.root("user", "add", "ann", code=12).err
+    assert "no administrator" in site.root("user", "rm", "root", code=12).err
+    for words in (["user", "ls"], ["user", "add", "bo"], ["grant", "pets", "eve", "read"]):
+        assert "may not" in (err := site.ann(*words, code=12).err) or "no administrator" in err
+    text = site.root("user", "export").out
+    site.root("user", "rm", "eve")
+    site.root("user", "import", "-", stdin=text)
+    assert site.root("user", "export").out == text
+    assert "line 2" in site.root("user", "import", "-", stdin=text[:30] + b"\n", code=15).err
+    # Who administers a dataset grants on that one
+    site.root("grant", "pets", "ann", "admin")
+    site.ann("grant", "pets", "eve", "read")
+    assert site.eve("ls").out == b"pets\n"
+    assert "cars" in site.ann("grant", "cars", "eve", "read", code=12).err
+
+
+def test_what_a_user_may_not_read_it_cannot_see(site: Site, tmp_path: Path) -> None:
+    """S10. Neither in a listing nor in an answer: a dataset that is not there looks the same."""
+    assert site.ann("ls").out == b"cars\npets\n"
+    assert site.eve("ls").out == b""
+    source = write(tmp_path / "more", {"x": b"1"})
+    for words in (
+        ["ls", "NAME"],
+        ["stat", "NAME"],
+        ["cat", "NAME/plain.txt"],
+        ["get", "NAME", "out"],
+        ["du", "NAME"],
+        ["rm", "NAME/plain.txt"],
+        ["put", str(source), "NAME"],
+        ["save-meta", "NAME", str(tmp_path / "meta")],
+        ["verify", "NAME"],
+        ["recover", "NAME"],
+        ["purge", "NAME"],
+        ["delete-dataset", "NAME", "--yes"],
+        ["grant", "NAME", "eve", "read"],
+    ):
+        told = {}
+        for name in ("pets", "nothing"):
+            said = site.eve.run(*[word.replace("NAME", name) for word in words])
+            told[name] = said.code, said.out, said.err.replace(name, "NAME")
+        assert told["pets"] == told["nothing"], words
+        assert told["pets"][0] == 10, (words, told)
+    site.root("verify", "pets")
+    assert site.got(site.root, "pets") == facts(site.folder / "pets")
+
+
+def test_a_reader_cannot_write(site: Site, tmp_path: Path) -> None:
+    source = write(tmp_path / "more", {"x": b"1"})
+    before = site.got(site.root, "pets")
+    for words in (
+        ["put", str(source), "pets"],
+        ["rm", "pets/plain.txt"],
+        ["recover", "pets"],
+        ["purge", "pets"],
+        ["delete-dataset", "pets", "--yes"],
+        ["grant", "pets", "eve", "read"],
+    ):
+        assert "may not" in site.ann(*words, code=12).err
+    assert site.got(site.root, "pets") == before
+    site.ann("put", source, "cars")
+    assert site.ann("cat", "cars/x").out == b"1"
+    for words in (["recover", "cars"], ["purge", "cars"], ["delete-dataset", "cars", "--yes"]):
+        site.ann(*words, code=12)
+    site.ann("put", source, "new", code=10)  # who may make a dataset is its administrator
+    site.root("grant", "new", "ann", "admin")
+    site.ann("put", source, "new")
+    lines = [line for line in site.server.log.splitlines() if "refused" in line]
+    assert all(" user=ann from=127.0.0.1:" in line for line in lines)
+    assert any(" do=begin " in line and "dataset=pets" in line for line in lines)
+
+
+def test_a_user_that_is_removed_is_cut_off(site: Site) -> None:
+    """On a connection that is open, within seconds; and the next login at once."""
+    script = (
+        "import sys, time, diesel_fs\n"
+        "from pathlib import Path\n"
+        "from diesel_fs.repositories import open_repository\n"
+        "from diesel_fs.credentials import Credentials, parse_key\n"
+        "from diesel_fs.errors import DieselError\n"
+        "who = Credentials('ann', parse_key(Path(sys.argv[2]).read_text()))\n"
+        "with open_repository(sys.argv[1], who) as repository:\n"
+        "    repository.dataset('pets'); print('in', flush=True)\n"
+        "    end = time.monotonic() + 30\n"
+        "    try:\n"
+        "        while time.monotonic() < end:\n"
+        "            repository.dataset('pets'); time.sleep(0.05)\n"
+        "    except DieselError as error:\n"
+        "        print(error.exit_code, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, site.server.url, str(site.ann.key_file)],
+        stdout=subprocess.PIPE,
+        env=program_environment(),
+    ) as reading:
+        assert reading.stdout is not None
+        assert reading.stdout.readline() == b"in\n"
+        site.root("user", "rm", "ann")
+        start = time.monotonic()
+        assert reading.stdout.readline() == b"12\n"
+        assert time.monotonic() - start < 10
+    assert "no such user, or another key" in site.ann("ls", code=12).err
+
+
+def test_a_renewed_key_ends_the_old_one(site: Site) -> None:
+    old = site.folder / "old.key"
+    assert site.ann.key_file is not None
+    shutil.copy2(site.ann.key_file, old)
+    site.ann.key_file.unlink()
+    site.root("user", "add", "ann", "--renew", "--key-out", site.ann.key_file)
+    assert site.ann("ls").out == b"cars\npets\n"
+    User(site.server.url, "ann", old)("ls", code=12)
+
+
+def test_unknown_users_and_wrong_keys_are_told_the_same(site: Site) -> None:
+    """S1. And the log says which it was, who and from where, and nothing of a key."""
+    assert site.ann.key_file is not None
+    unknown = User(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
+    wrong = User(site.server.url, "root", site.ann.key_file)("ls", code=12).err
+    assert unknown == wrong
+    for words in (
+        r"refused user=nobody from=127\.0\.0\.1:\d+ do=login .*there is no such user",
+        r"refused user=root from=127\.0\.0\.1:\d+ do=login .*the signature is not by its key",
+    ):
+        assert re.search(words, site.server.log)
+    bad = site.folder / "bad.key"
+    bad.write_text("nonsense\n")
+    bad.chmod(0o600)
+    assert "holds no key" in User(site.server.url, "root", bad)("ls", code=2).err
+    site.ann.key_file.chmod(0o644)
+    assert "chmod 600" in site.ann("ls", code=12).err
+
+
+def test_an_empty_table_refuses_everyone(tmp_path: Path, redis: RedisServer) -> None:
+    """The client is told what it always is, the operator what to do."""
+    User((tmp_path / "store").as_uri())("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    User((tmp_path / "other").as_uri())("user", "add", "root", "--key-out", tmp_path / "key")
+    store = (tmp_path / "store").as_uri()
+    with Server(tmp_path / "server", "--store", store, "--meta", redis.url) as server:
+        said = User(server.url, "root", tmp_path / "key")("ls", code=12)
+        assert "user add" not in said.err
+        assert "no such user, or another key" in said.err
+        until(lambda: "user add NAME --admin" in server.log, "the log")
+
+
+def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
+    """In a file beside the chunks, which several workers read."""
+    store = (tmp_path / "store").as_uri()
+    User(store)("user", "add", "root", "--admin", "--key-out", tmp_path / "root.key")
+    with Server(tmp_path / "server", "--store", store, workers=2) as server:
+        root = User(server.url, "root", tmp_path / "root.key")
+        root("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+        ann = root.at(server.url, "ann", tmp_path)
+        assert ann("ls").out == b""
+        root("grant", "pets", "ann", "read")
+        assert ann("cat", "pets/a").out == b"1"
+        root("user", "rm", "ann")
+        ann("cat", "pets/a", code=12)
+
+
+def commands_in(section: str) -> str:
+    """The shell commands of a section of the README."""
+    text = README.read_text(encoding="utf-8")
+    body = re.split(rf"^#+ {re.escape(section)}$", text, flags=re.MULTILINE)[1]
+    return "".join(re.findall(r"```sh\n(.*?)```", body.split("\n## ")[0], re.DOTALL))
+
+
+def test_C3_after_the_total_loss_of_redis(site: Site, tmp_path: Path) -> None:
+    """The README's commands, as they stand there, bring everything back: same users, same keys,
+    same roles, same files; the server and its log see it through."""
+    before = site.seen()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    dlcmd = programs / "dlcmd"
+    dlcmd.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlcmd "$@"\n')
+    dlcmd.chmod(0o755)
+    script = commands_in("After the total loss of Redis").replace(IN_README, site.direct_url)
+    assert site.direct_url in script
+    site.root("user", "export", tmp_path / "accounts.jsonl")
+    with site.redis.client() as client:
+        client.flushall()
+
+    for user in (site.root, site.ann, site.eve):
+        assert "no such user, or another key" in user("ls", code=12).err
+    until(lambda: "the accounts have been lost" in site.server.log, "the log")
+    path = {"PATH": f"{programs}:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["sh", "-euc", script],
+        cwd=tmp_path,
+        env={**program_environment(), **path},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    after = site.seen()
+    assert after == before
+    for name in ("pets", "cars"):
+        site.root("verify", name)
+
+
+def test_C3_recovering_makes_no_accounts(site: Site) -> None:
+    with site.redis.client() as client:
+        client.flushall()
+    direct = User(site.direct_url)
+    direct("recover", "pets")
+    assert direct("user", "ls").out == b""
+    assert json.loads(direct("user", "export").out) == {"diesel-accounts": 1}
+    site.root("ls", code=12)
+
+
+def test_C1_a_redis_that_restarts_locks_nobody_out(site: Site) -> None:
+    site.redis.kill()
+    said = site.ann.run("ls")
+    assert said.code in (0, 14), said
+    assert site.redis.url.removeprefix("unix://") not in said.err
+    site.redis.start()
+    end = time.monotonic() + 30
+    while site.ann.run("cat", "pets/plain.txt").out != b"plain":
+        assert time.monotonic() < end
+    site.root("user", "add", "bo")
+
+
+def said_to(server: Server, login: bytes, nonce_of: list[bytes]) -> dict[str, object]:
+    """What a new connection answers to the bytes of a login; its nonce is put into a list."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        file = connection.makefile("rwb")
+        file.write(wire.greeting())
+        file.flush()
+        assert wire.parse_welcome(file.read(wire.GREETING_BYTES))[0]
+        nonce_of.append(file.read(wire.NONCE_BYTES))
+        file.write(login or login_frame(nonce_of[-1]))
+        file.flush()
+        lengths = wire.parse_lengths(file.read(wire.LENGTHS_BYTES), wire.ANSWER)
+        answer: dict[str, object] = {**wire.parse_head(file.read(lengths.head), wire.ANSWER)}
+        if "error" in answer:
+            assert file.read() == b""  # and that was all
+        file.close()
+        return answer
+
+
+SEED = bytes(range(1, 33))
+
+
+def login_frame(nonce: bytes) -> bytes:
+    signature = keys.sign(SEED, wire.signed(nonce, wire.NO_BINDING, "root"))
+    message: Message = {"do": "login", "user": "root", "signature": signature, "program": "test"}
+    return wire.frame(message, wire.BEFORE_LOGIN)
+
+
+def test_S2_a_login_that_was_recorded_opens_no_other_connection(tmp_path: Path) -> None:
+    """Each byte of it again, to the same server: its nonce is another."""
+    store = (tmp_path / "store").as_uri()
+    public = public_key_text(keys.public_key(SEED))
+    User(store)("user", "add", "root", "--admin", "--public-key", public)
+    with Server(tmp_path / "server", "--store", store) as server:
+        nonces: list[bytes] = []
+        assert said_to(server, b"", nonces)["user"] == "root"
+        recorded = login_frame(nonces[0])
+        for _ in range(3):
+            answer = said_to(server, recorded, nonces)
+            assert answer["error"] == "PermissionDenied"
+        assert said_to(server, b"", nonces)["user"] == "root"
+        assert len(set(nonces)) == 5

@@ -1,0 +1,347 @@
+"""What questions about datasets are answered, without a socket: never out of ignorance."""
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from diesel_fs.accounts import Account
+from diesel_fs.entries import Kind
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    FormatError,
+    MetadataBehind,
+    MetadataError,
+    NoSuchDataset,
+    NoSuchPath,
+    UsageError,
+)
+from diesel_fs.layout import chunk_object
+from diesel_fs.recovery import recover, verify
+from diesel_server import asking
+
+from .served import KEY, Sealer, Served, link_of, read
+from .served import filled as filled
+from .served import server as server
+
+# Entries
+
+
+def test_an_answer_knows_what_was_put_before_the_question(filled: Served) -> None:
+    """By the metadata store while there is no snapshot of that version, by one afterwards."""
+    sealer = Sealer(filled.admin)
+    for i in range(30):
+        sealer.file(b"more/f%d" % i, b"x" * i)
+        assert filled.admin.stat("ds", b"more/f%d" % i).size == i
+        assert filled.admin.stat("ds", b"more").kind == Kind.FOLDER
+        assert len(filled.admin.list("ds", b"more").names) == i + 1
+        with pytest.raises(NoSuchPath):
+            filled.admin.stat("ds", b"more/f%d" % (i + 1))
+    until = time.monotonic() + 10
+    while not _service(filled)._views:
+        assert time.monotonic() < until
+        filled.admin.stat("ds", b"a")
+        time.sleep(0.05)
+    assert filled.admin.stat("ds", b"more/f29").size == 29
+
+
+def _service(filled: Served) -> asking.Asking:
+    handler = filled.handlers["datasets"]
+    owner = getattr(handler, "__self__")  # noqa: B009  # a bound method's
+    assert isinstance(owner, asking.Asking)
+    return owner
+
+
+PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"a/below", b"dd"]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_both_ways_to_look_up_agree(
+    filled: Served, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    if mapped:
+        monkeypatch.setattr(asking, "FEW_PATHS", 0)
+    else:
+        monkeypatch.setattr(_service(filled)._making, "begin", lambda _: None)
+    stats = filled.admin.stat_many("ds", PATHS, missing_ok=True)
+    kinds = [Kind.FOLDER, 0, 2, 0, 2, 0, 3, 3, 3, 3]
+    assert stats.kind.tolist() == kinds
+    assert stats.size.tolist() == [0, 1, 0, 2, 0, 3, 0, 0, 0, 0]
+    view = filled.store.view("ds")
+    wanted = view.stat_many(PATHS, missing_ok=True)
+    for name in ("kind", "mode", "size", "mtime_ns"):
+        assert np.array_equal(getattr(stats, name), getattr(wanted, name)), name
+    assert bool(_service(filled)._views) == mapped
+    with pytest.raises(NoSuchPath, match="nothing"):
+        filled.admin.stat_many("ds", PATHS)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_folder_is_listed_page_by_page(
+    filled: Served, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    sealer = Sealer(filled.admin)
+    names = sorted(b"n%d" % i for i in range(100))
+    for i, name in enumerate(names):
+        sealer.add(b"many/" + name, b"x" * i)
+    sealer.put(*sealer.seal())
+    monkeypatch.setattr(asking, "NAMES_PER_ANSWER", 7)
+    if mapped:
+        filled.loop.run(lambda: _map(filled))
+    link_of(filled.admin).asked.clear()
+    rows = filled.admin.list("ds", b"many")
+    assert rows.names == names
+    assert rows.records["size"].tolist() == list(range(100))
+    assert link_of(filled.admin).asked.count("list") == 15
+    assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
+    for folder in (b"a", b"nowhere", b"d/nothing"):
+        with pytest.raises(NoSuchPath):
+            filled.admin.list("ds", folder)
+    filled.admin.begin("empty")
+    assert filled.admin.list("empty").names == []
+
+
+async def _map(filled: Served) -> None:
+    service = _service(filled)
+    await service._making.ask(await service.known(filled.store.dataset("ds").identity))
+
+
+def test_C3_C4_ignorance_is_not_absence(filled: Served, tmp_path: Path) -> None:
+    """The metadata store lost its newest commits, then all: never "no such file"."""
+    Sealer(filled.admin).session.finish()
+    store = tmp_path / "store"
+    filled.store.close()
+    older = {file: file.read_bytes() for file in store.glob("meta.sqlite*")}
+    filled.store.open_metadata(create=False)
+    sealer = Sealer(filled.admin)
+    sealer.file(b"later", b"333")
+    sealer.session.finish()
+    assert filled.admin.stat("ds", b"later").size == 3
+    filled.store.close()
+    for file in store.glob("meta.sqlite*"):
+        file.unlink()
+    for file, content in older.items():
+        file.write_bytes(content)
+    filled.store.open_metadata(create=False)
+    time.sleep(0.6)  # a listing is as old as that
+    for path in (b"later", b"nothing"):
+        with pytest.raises(MetadataBehind, match="recover"):
+            filled.admin.stat("ds", path)
+    with pytest.raises(MetadataBehind, match="recover"):
+        filled.admin.list("ds")
+    assert filled.admin.view("ds").lookup(b"later") > 0
+    filled.store.meta.drop(filled.store.dataset("ds").identity)
+    for path in (b"later", b"nothing"):
+        with pytest.raises(MetadataBehind, match="recover"):
+            filled.admin.stat("ds", path)
+    assert filled.admin.view("ds").lookup(b"later") > 0
+    with pytest.raises(NoSuchDataset):
+        filled.admin.dataset("other")
+    with pytest.raises(MetadataBehind):
+        sealer.session.new_id()
+    assert recover(filled.admin, "ds").problems == []
+    assert filled.admin.stat("ds", b"later").size == 3
+    with pytest.raises(NoSuchPath):
+        filled.admin.stat("ds", b"nothing")
+
+
+def test_reads_go_on_while_the_metadata_store_is_away(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, (chunk,) = filled.admin.view("ds"), filled.chunks()
+    calls = []
+
+    def away(*_: object) -> None:
+        calls.append(1)
+        time.sleep(0.2)
+        raise MetadataError("it is away")
+
+    for name in ("marker", "markers", "lookup", "children", "changes", "commit"):
+        monkeypatch.setattr(filled.store.meta, name, away)
+    assert filled.admin.view("ds").version == view.version
+    assert [info.name for info in filled.admin.datasets()] == ["ds"]
+    info = filled.admin.dataset("ds")
+    assert info.marker is None
+    assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
+    calls.clear()
+    begun = time.monotonic()
+
+    def ask(_: int) -> bool:
+        with pytest.raises(MetadataError, match="away"):
+            filled.admin.stat("ds", b"a")
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(100)))
+    assert time.monotonic() - begun < 5  # not 20 s
+    assert len(calls) < 10
+    monkeypatch.undo()
+    time.sleep(1.1)
+    assert filled.admin.stat("ds", b"a").size == 1
+
+
+def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = filled.admin.begin("ds")
+    real, back_s = filled.store.meta.marker, time.monotonic() + 2
+
+    def away(name: str) -> object:
+        if time.monotonic() < back_s:
+            raise MetadataError("it is away")
+        return real(name)
+
+    monkeypatch.setattr(filled.store.meta, "marker", away)
+    session.new_id()
+    assert time.monotonic() > back_s
+    back_s += 3600
+    monkeypatch.setattr("diesel_fs.remote._PATIENCE_S", 0.5)
+    with pytest.raises(MetadataError, match="it is away") as error:
+        session.new_id()
+    assert not isinstance(error.value, MetadataBehind)
+
+
+def test_many_questions_share_a_look(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = filled.store.meta.marker
+    looks = []
+
+    def slow(name: str) -> object:
+        looks.append(name)
+        time.sleep(0.05)
+        return real(name)
+
+    monkeypatch.setattr(filled.store.meta, "marker", slow)
+    filled.admin.stat("ds", b"a")
+    looks.clear()
+    with ThreadPoolExecutor(20) as threads:
+        list(threads.map(lambda _: filled.admin.stat("ds", b"a"), range(200)))
+    assert len(looks) < 60
+
+
+# Snapshots
+
+
+def test_a_snapshot_is_fetched_once(
+    filled: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = filled.admin.view("ds")  # the server's private copy
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+    pieces = []
+    real = filled.handlers["snapshot"]
+
+    async def counted(request: object) -> object:
+        async for reply in real(request):  # type: ignore[arg-type, union-attr]
+            pieces.append(len(reply.payload))
+            yield reply
+
+    filled.handlers["snapshot"] = counted  # type: ignore[assignment]
+    fetched = filled.admin.view("ds")
+    assert bytes(fetched.buffer) == bytes(view.buffer)
+    assert pieces == [1, 0]
+    assert filled.admin.view("ds").version == view.version
+    assert pieces == [1, 0, 0]
+    shutil.rmtree(tmp_path / "client's")
+    assert filled.admin.view("ds").version == view.version
+    assert filled.admin.view_at("ds", view.version).version == view.version
+    assert filled.admin.snapshots.newest(view.identity) == view.version
+    assert [each.version for each in filled.admin.kept("ds")] == [view.version]
+    Sealer(filled.admin).file(b"more", b"1")
+    assert filled.admin.view("ds").lookup(b"more") > 0
+    with pytest.raises(DieselError):
+        filled.admin.view_at("ds", 5)
+
+
+def test_an_empty_dataset_has_a_view(server: Served) -> None:
+    server.admin.begin("ds")
+    assert len(server.admin.view("ds")) == 1
+    assert server.admin.kept("ds") == []
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda view: view[:-1],
+        lambda view: view[:100] + bytes([view[100] ^ 1]) + view[101:],
+        lambda view: view + b"x",
+        lambda view: b"",
+        lambda view: view[:-70] + bytes([view[-70] ^ 1]) + view[-69:],
+    ],
+)
+def test_a_lying_server_is_found_out(filled: Served, lie: object, tmp_path: Path) -> None:
+    """What it sends is checked whole before anything of it is used, and is not kept."""
+    true = filled.store.view("ds")
+    client = filled.client(Account("admin", KEY, admin=True))
+
+    def sent(identity: UUID, version: int, have: int) -> tuple[int, memoryview]:
+        return true.version, memoryview(lie(bytes(true.buffer)))  # type: ignore[operator]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+        patch.setattr(client._shelf, "_pieces", sent)
+        with pytest.raises(FormatError):
+            client.view("ds")
+        assert not list((tmp_path / "client's").rglob("*-*"))
+
+
+def test_another_snapshot_than_was_asked_for_is_none(filled: Served, tmp_path: Path) -> None:
+    """Intact, but of another dataset, or of another version than the server says."""
+    Sealer(filled.admin, "other").file(b"x", b"y")
+    true, other = filled.store.view("ds"), filled.store.view("other")
+    client = filled.client(Account("admin", KEY, admin=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+        for version, view in ((other.version, other), (true.version + 1, true)):
+            patch.setattr(client._shelf, "_pieces", lambda *_, v=version, b=view: (v, b.buffer))
+            with pytest.raises(CorruptError):
+                client.view("ds")
+        assert not list((tmp_path / "client's").rglob("*-*"))
+
+
+# Jobs
+
+
+def test_a_job_is_joined_and_goes_on_alone(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, go, runs = verify, threading.Event(), []
+
+    def slow(*arguments: object, **named: object) -> object:
+        runs.append(1)
+        assert go.wait(20)
+        return real(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("diesel_server.service.recovery.verify", slow)
+    with ThreadPoolExecutor(3) as threads:
+        both = [threads.submit(verify, filled.admin, "ds") for _ in range(2)]
+        until = time.monotonic() + 10
+        while not runs:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with pytest.raises(BusyError):
+            verify(filled.admin, "ds", headers_only=True)
+        go.set()
+        assert [each.result(20).files for each in both] == [3, 3]
+    assert len(runs) == 1
+    assert verify(filled.admin, "ds", headers_only=True).sound
+
+
+def test_a_job_that_fails_says_why_and_leaves_room(filled: Served) -> None:
+    (chunk,) = filled.chunks()
+    name = chunk_object(filled.store.dataset("ds").identity, chunk)
+    content = filled.store.objects.get(name)
+    filled.store.objects.delete(name)
+    content[-1] ^= 1
+    filled.store.objects.put(name, [content])
+    findings = verify(filled.admin, "ds")
+    assert [problem for problem in findings.problems if "damaged" in problem]
+    with pytest.raises(NoSuchDataset):
+        verify(filled.admin, "other")
+    told: list[tuple[int, int]] = []
+    assert recover(filled.admin, "ds", None, lambda *far: told.append(far)).problems == []
+    with pytest.raises(UsageError):
+        list(link_of(filled.admin).stream({"do": "recover", "dataset": "ds", "since_s": "x"}))

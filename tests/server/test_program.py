@@ -1,0 +1,584 @@
+"""`diesel-server` as a program: options, its life and death, what it listens at, what it counts."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import pytest
+
+from diesel_fs import metrics
+from diesel_fs.errors import DieselError, MetadataError
+from diesel_fs.repositories import open_repository
+from diesel_fs.repository import Repository
+from diesel_fs.rpc import Link
+from diesel_fs.urls import parse_url
+from diesel_fs.writer.put import put_tree
+from diesel_server import main, options, watching
+from diesel_server.options import Options, checked
+from tests.storage.redis_servers import RedisServer
+
+from .certificates import Authority
+from .program import Server, is_running, new_repository, resident_bytes, until
+from .stand_in import ME, PROGRAM
+
+TREE = Path(__file__).resolve().parents[2]
+README = (TREE / "server/diesel_server/README.md").read_text(encoding="utf-8")
+STAND_IN = {"PYTHONPATH": os.pathsep.join(map(str, (TREE, TREE / "server")))}
+
+
+def stand_in(
+    folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
+) -> Server:
+    """A server whose requests are those of `stand_in.py`."""
+    store = "file:///nowhere"
+    return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
+                  program=PROGRAM, environment=STAND_IN)  # fmt: skip
+
+
+def link(server: Server) -> Link:
+    return Link.open(parse_url(server.url), ME)
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A server that is to end at once."""
+    return subprocess.run(
+        [sys.executable, "-m", "diesel_server", *arguments],
+        check=False, capture_output=True, text=True, timeout=60, cwd=folder,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metric(server: Server, name: str) -> float:
+    """The sum of a metric's lines."""
+    _, text = get(server.metrics_port, "/metrics")
+    values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values))
+
+
+def put(repository: Repository, source: Path) -> None:
+    assert put_tree(repository, "pets", source).files
+
+
+# What it is told
+
+
+def test_S5_without_TLS_it_is_for_this_machine_alone(tmp_path: Path) -> None:
+    for place in ("0.0.0.0:0", "[::]:0", "192.0.2.1:0"):
+        said = run(tmp_path, "--listen", place, "--store", tmp_path.as_uri())
+        assert said.returncode == 2
+        assert said.stdout == ""
+        assert "no TLS" in said.stderr
+        assert len(said.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "--store"),
+        (["--store", "nonsense"], "file:///"),
+        (["--store", "diesel://h:1"], "no other server"),
+        (["--store", "file:///x", "--meta", "x"], "redis://"),
+        (["--store", "file:///x", "--meta", "http://user:hush@x"], "no metadata store"),
+        (["--store", "file:///x?meta=redis://a", "--meta", "redis://b"], "both"),
+        (["--store", "file:///x", "--tls-cert", "c"], "together"),
+        (["--store", "file:///x", "--cache-dir", "/c"], "together"),
+        (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "ten"], "bad size"),
+        (["--store", "file:///x", "--listen", "9300"], "HOST:PORT"),
+        (["--store", "file:///x", "--listen", ":9300"], "HOST:PORT"),
+        (["--store", "file:///x", "--listen", "no-such.invalid:1"], "no-such.invalid"),
+        (["--store", "file:///x", "--workers", "0"], "workers"),
+        (["--store", "file:///x", "--metrics", "x:y"], "HOST:PORT"),
+        (["--store", "file:///x", "--config", "/none.toml"], "none.toml"),
+        (["--store", "file:///x", "--what"], "--what"),
+        (["extra"], "extra"),
+    ],
+)
+def test_what_has_no_meaning_is_one_line_and_exit_2(
+    tmp_path: Path, arguments: list[str], word: str
+) -> None:
+    said = run(tmp_path, *arguments)
+    assert said.returncode == 2, said
+    assert said.stdout == ""
+    assert word in said.stderr
+    assert "hush" not in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def values(**given: object) -> Options:
+    """The options as the command line reads them, without running anything."""
+    found: list[Options] = []
+
+    @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
+    @options.options
+    def program(**read: object) -> None:
+        found.append(checked(**read)[0])  # type: ignore[arg-type]
+
+    program.main([str(each) for each in given.get("arguments", [])], standalone_mode=False)  # type: ignore[attr-defined]
+    return found[0]
+
+
+def test_N9_flags_win_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'listen = "127.0.0.1:1"\nstore = "file:///toml"\nworkers = 3\ncache-dir = "/c"\n'
+        'cache_size = "2G"\n'
+    )
+    monkeypatch.setattr(options, "CONFIG_FILE", file)
+    assert values().url.path == Path("/toml")
+    assert values().workers == 3
+    assert values().cache_bytes == 2 << 30
+    monkeypatch.setenv("DIESEL_SERVER_STORE", "file:///env")
+    monkeypatch.setenv("DIESEL_SERVER_WORKERS", "5")
+    assert (values().url.path, values().workers) == (Path("/env"), 5)
+    given = values(arguments=["--store", "file:///flag", "--meta", "redis://h"])
+    assert (given.url.path, given.url.meta, given.listen.port) == (Path("/flag"), "redis://h", 1)
+    other = tmp_path / "other.toml"
+    other.write_text("workers = 7\n")
+    monkeypatch.delenv("DIESEL_SERVER_WORKERS")
+    assert values(arguments=["--config", other]).workers == 7
+    monkeypatch.setenv("DIESEL_SERVER_CONFIG", str(other))
+    assert values().workers == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["what = 1", "workers = '3'", "listen = 5", "insecure = 1", "= =", "config = 'x'",
+             "[listen]\nx = 1"]
+)  # fmt: skip
+def test_N9_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    said = run(tmp_path, "--config", str(file), "--store", "file:///x")
+    assert said.returncode == 2
+    assert "bad.toml" in said.stderr
+
+
+def test_every_option_is_documented() -> None:
+    listed = {
+        name
+        for row in re.findall(r"^\| (`--[^|]*) \|", README, re.MULTILINE)
+        for name in re.findall(r"`(--[a-z-]+)", row)
+    }
+    known = {name for each in main.program.params for name in each.opts if name.startswith("--")}
+    assert listed == known - {"--version", "--help"}
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    rows = re.findall(r"^\| `(diesel_\w+)`([^|]*)\| (\w+): ", README, re.MULTILINE)
+    table = (*metrics.TABLE, *metrics.PARENT_TABLE)
+    assert {(name, kind) for name, _, kind in rows} == {(each.name, each.kind) for each in table}
+    for name, labels, _ in rows:
+        found = next(each for each in table if each.name == name)
+        assert re.findall(r"`(\w+)`", labels) == list(found.labels)
+
+
+def test_every_request_has_a_metric_of_its_own() -> None:
+    wire = (TREE / "diesel_fs/WIRE.md").read_text(encoding="utf-8")
+    section = wire.partition("## 5.")[2]
+    rows = re.findall(r"^\| (`[^|]*`) \| ", section, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"do"}
+    assert documented == set(metrics.REQUESTS) - {metrics.OTHER}
+
+
+# What it makes of a repository
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, url: str) -> None:
+    """O16: an empty folder may be a disk that is not mounted."""
+    (tmp_path / "store").mkdir()
+    said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", url)
+    assert said.returncode == 13
+    assert "user add" in said.stderr
+    assert said.stdout == ""
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_C1_a_metadata_store_that_is_away_is_said(tmp_path: Path, url: str) -> None:
+    new_repository(url)
+    begun = time.monotonic()
+    said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", url,
+               "--meta", "redis://:hush@127.0.0.1:1")  # fmt: skip
+    assert said.returncode == 14
+    assert "127.0.0.1:1" in said.stderr
+    assert "hush" not in said.stderr
+    assert time.monotonic() - begun < 20
+
+
+def test_S14_a_Redis_without_password_that_others_reach_is_warned_of(tmp_path: Path) -> None:
+    said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", "file:///none",
+               "--meta", "redis://192.0.2.1")  # fmt: skip
+    assert "no password" in said.stderr
+
+
+def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str) -> None:
+    """And the metrics count them, over two workers."""
+    root = new_repository(url)["root"]
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(50):
+        (source / f"{i}").write_bytes(bytes([i]) * i)
+    cache = tmp_path / "cache"
+    with Server(
+        tmp_path, "--store", url, "--metrics", "0",
+        "--cache-dir", cache, "--cache-size", "1G", workers=2,
+    ) as server:  # fmt: skip
+        with open_repository(server.url, root, create=False) as repository:
+            put(repository, source)
+            assert repository.stat("pets", b"7").size == 7
+        assert get(server.metrics_port, "/healthz")[0] == 200
+        assert get(server.metrics_port, "/else")[0] == 404
+        assert metric(server, "diesel_chunks_accepted_total") == 1
+        assert metric(server, "diesel_commits_total") >= 1
+        assert metric(server, "diesel_logins_total") >= 1
+        assert metric(server, "diesel_workers") == 2
+        assert metric(server, "diesel_received_bytes_total") > 1000
+        status, text = get(server.metrics_port, "/metrics")
+        assert status == 200
+        assert "pets" not in text
+        assert "root" not in text
+    with Repository.open(url) as repository:
+        assert repository.stat("pets", b"9").size == 9
+
+
+def test_what_the_metadata_lack_is_folded_in_at_the_start(tmp_path: Path, url: str) -> None:
+    """C3, C4: the metadata store is empty, or older than the chunks."""
+    root = new_repository(url)["root"]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_bytes(b"a")
+    with Repository.open(url) as repository:
+        put(repository, source)
+        before = repository.dataset("pets").marker
+    for file in (tmp_path / "store").glob("meta.sqlite*"):
+        file.unlink()
+    with Server(tmp_path, "--store", url) as server:
+        until(lambda: "folded in" in server.log, "the look at the metadata")
+        with open_repository(server.url, root, create=False) as repository:
+            assert repository.stat("pets", b"a").size == 1
+            after = repository.dataset("pets").marker
+    assert before is not None
+    assert after is not None
+    assert after.digest == before.digest
+    assert after.version > before.version
+
+
+def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: str) -> None:
+    """It is another run: nobody has to notice, and meanwhile nothing is said to be absent."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_bytes(b"a")
+    with RedisServer(tmp_path / "redis") as redis:
+        whole = f"{url}?meta={redis.url}"
+        who = new_repository(whole)
+        with (
+            Server(tmp_path, "--store", url, "--meta", redis.url, workers=2) as server,
+            open_repository(server.url, who["root"]) as repository,
+        ):
+            put(repository, source)
+            time.sleep(watching.EVERY_S + 1)
+            redis.kill()
+            redis.start()
+            assert redis.client().dbsize() == 0
+            until(lambda: "folded in" in server.log, "the look at the metadata")
+            assert "another run" in server.log
+            assert repository.stat("pets", b"a").size == 1
+
+
+# Its life
+
+
+def test_S5_it_listens_where_it_was_told_and_nowhere_else(tmp_path: Path) -> None:
+    with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
+        pids = {server.pid, *server.workers()}
+        inodes = {
+            os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1]
+            for pid in pids
+            for fd in os.listdir(f"/proc/{pid}/fd")
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:")
+        }
+        listening = set()
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[9] in inodes and (words[3] == "0A" or table.startswith("udp")):
+                    listening.add((table, words[1]))
+        loopback = "0100007F"
+        assert listening == {
+            ("tcp", f"{loopback}:{server.port:04X}"),
+            ("tcp", f"{loopback}:{server.metrics_port:04X}"),
+        }
+
+
+def test_two_servers_cannot_have_one_port(tmp_path: Path) -> None:
+    with stand_in(tmp_path) as server:
+        place = f"127.0.0.1:{server.port}"
+        said = run(tmp_path, "--listen", place, "--store", "file:///x")
+        assert said.returncode == 12
+        assert place in said.stderr
+
+
+def test_S8_no_secret_is_in_a_command_line_or_the_workers_environment(tmp_path: Path) -> None:
+    secret = "c4n4ry"  # noqa: S105
+    server = Server(
+        tmp_path, "--store", "file:///nowhere", program=PROGRAM, workers=2,
+        environment={
+            **STAND_IN,
+            "DIESEL_SERVER_META": f"redis://:{secret}@127.0.0.1:1",
+            "DIESEL_REDIS_PASSWORD": secret,
+            "AWS_SECRET_ACCESS_KEY": secret,
+        },
+    )  # fmt: skip
+    with server:
+        link(server).call({"do": "echo"})
+        for pid in server.workers():
+            for name in ("cmdline", "environ"):
+                assert secret.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+        assert secret.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    assert secret not in server.log
+
+
+def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
+    with stand_in(tmp_path, workers=2) as server:
+        results: list[bool] = []
+
+        def ask() -> None:
+            answer = link(server).call({"do": "blocking_sleep", "seconds": 2.0}, again=False)
+            results.append(answer.message["slept"] is True)
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.8)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(MetadataError, match="it is going"):
+            Link.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+        assert server.wait(10) == 0
+        for thread in threads:
+            thread.join(10)
+        assert results == [True] * 6
+        with pytest.raises(MetadataError, match="refused"):
+            Link.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+
+
+def test_G7_an_idle_server_ends_at_once(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with stand_in(tmp_path) as server:
+            idle = link(server)
+            idle.call({"do": "echo"})
+            begun = time.monotonic()
+            server.signal(number)
+            assert server.wait(10) == 0
+            assert time.monotonic() - begun < 3
+
+
+def test_G7_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with stand_in(tmp_path, workers=2) as server:
+
+        def ask() -> None:
+            with pytest.raises(DieselError):
+                link(server).call({"do": "blocking_sleep", "seconds": 20.0}, again=False)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.5)
+        workers = server.workers()
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        begun = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 2
+        until(lambda: not any(map(is_running, workers)), "the workers' end", 5)
+        thread.join(10)
+
+
+def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
+        client = link(server)
+        for _ in range(3):
+            client.call({"do": "echo"})
+            old = server.workers()
+            os.kill(old[0], signal.SIGKILL)
+            until(
+                lambda old=old: (
+                    len(server.workers()) == 2  # type: ignore[misc]
+                    and old[0] not in server.workers()
+                    and metric(server, "diesel_workers") == 2
+                ),
+                "another worker",
+            )
+        client.call({"do": "echo"})
+        assert metric(server, "diesel_worker_starts_total") == 5
+        assert metric(server, "diesel_connections") <= 2
+        assert server.log.count("another is started") == 3
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    with stand_in(tmp_path, workers=2) as server:
+        workers = server.workers()
+        assert len(workers) == 2
+        os.kill(server.pid, signal.SIGKILL)
+        until(lambda: not any(map(is_running, workers)), "the workers' end", 10)
+
+
+def test_a_worker_that_cannot_start_ends_the_server_with_its_error(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [*PROGRAM, "--listen", "127.0.0.1:0", "--store", "file:///x", "--tls-cert", "/none",
+         "--tls-key", "/none"],
+        check=False, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **STAND_IN},
+    )  # fmt: skip
+    assert said.returncode == 2
+    assert "/none" in said.stderr
+
+
+def test_SIGHUP_reads_the_certificate_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    bad, good = authority.issue("other.example"), authority.issue()
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+
+    def install(source: object) -> None:
+        assert isinstance(source, type(good))
+        certificate.write_bytes(source.certificate.read_bytes())
+        key.write_bytes(source.key.read_bytes())
+
+    install(bad)
+    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    with stand_in(tmp_path, *arguments, workers=2, listen="0.0.0.0:0") as server:
+        url = parse_url(f"diesel+tls://localhost:{server.port}")
+        with pytest.raises(MetadataError, match="certificate"):
+            Link.open(url, ME).call({"do": "echo"})
+        install(good)
+        server.signal(signal.SIGHUP)
+        until(lambda: server.log.count("has been read again") == 2, "the new certificate")
+        client = Link.open(url, ME)
+        client.call({"do": "echo"})
+        certificate.write_text("nonsense")
+        server.signal(signal.SIGHUP)
+        until(lambda: server.log.count("goes on with the certificate") == 2, "the refusal")
+        client.rest()
+        client.call({"do": "echo"})
+
+
+def test_G1_reads_go_on_while_one_of_two_servers_is_killed(tmp_path: Path, url: str) -> None:
+    """kill -9 again and again, one server after the other; every byte is right."""
+    root = new_repository(url)["root"]
+    source = tmp_path / "source"
+    source.mkdir()
+    contents = {f"{i}".encode(): os.urandom(20_000) for i in range(40)}
+    for name, content in contents.items():
+        (source / name.decode()).write_bytes(content)
+    servers = [Server(tmp_path / str(i), "--store", url) for i in range(2)]
+    ports = [server.port for server in servers]
+    address = "diesel://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    done = threading.Event()
+    counts, wrong = [0], []
+    try:
+        with open_repository(address, root, create=False) as repository:
+            put(repository, source)
+
+            def read() -> None:
+                while not done.is_set():
+                    for name, content in contents.items():
+                        try:
+                            if repository.stat("pets", name).size != len(content):
+                                wrong.append(name)
+                        except DieselError as error:
+                            wrong.append(repr(error).encode())
+                        counts[0] += 1
+
+            threads = [threading.Thread(target=read) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for round_ in range(4):
+                victim = round_ % 2
+                before = counts[0]
+                servers[victim].kill()
+                until(lambda before=before: counts[0] > before + 30, "reads")  # type: ignore[misc]
+                servers[victim] = Server(
+                    tmp_path / str(victim), "--store", url, listen=f"127.0.0.1:{ports[victim]}"
+                )
+            done.set()
+            for thread in threads:
+                thread.join(60)
+    finally:
+        done.set()
+        for server in servers:
+            server.close()
+    assert wrong == []
+    assert counts[0] > 120
+
+
+def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
+    """F7: garbage, half greetings, HTTP, connections that say nothing."""
+    with stand_in(tmp_path) as server:
+        (worker,) = server.workers()
+        client = link(server)
+        for _ in range(50):
+            client.call({"do": "echo"}, [bytes(1 << 20)])
+        before = resident_bytes(worker)
+        for round_ in range(3):
+            crowd = []
+            for i in range(1000):
+                knocking = socket.create_connection(("127.0.0.1", server.port))
+                knocking.setblocking(False)
+                said = [b"", b"\x93DIESNET", os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n"][i % 4]
+                with suppress(OSError):
+                    knocking.send(said)
+                crowd.append(knocking)
+            client.call({"do": "echo"}, [bytes(1 << 20)])
+            for knocking in crowd:
+                knocking.close()
+            assert resident_bytes(worker) - before < 64 << 20, round_
+        client.call({"do": "echo"})
+
+
+def test_json_of_a_task_has_what_a_worker_needs() -> None:
+    from diesel_server.task import Task, task_line  # noqa: PLC0415
+
+    task = Task("file:///x?meta=redis://:hush@h", 0, True, [3], 4, 1, 5, "", "", "", 0, {"A": "é"})
+    assert "hush" not in repr(task)
+    assert json.loads(task_line(task))["sockets"] == [3]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    mine = os.fsencode(tmp_path)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            assert os.readlink(f"/proc/{pid}/cwd").encode() != mine or int(pid) == os.getpid()
+        except OSError:
+            continue

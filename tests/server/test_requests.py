@@ -1,0 +1,369 @@
+"""What each request does, without a socket: bad input is refused before anything is stored."""
+
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from diesel_fs.accounts import Account, Role
+from diesel_fs.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import (
+    ConflictError,
+    CorruptError,
+    DieselError,
+    ForeignError,
+    FormatError,
+    NoSuchDataset,
+    NoSuchPath,
+    ObjectExists,
+    ObjectMissing,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.layout import chunk_object, dataset_object, lease_object
+from diesel_fs.leases import ReadLease, leased_versions
+from diesel_fs.messages import Message
+from diesel_fs.recovery import verify
+from diesel_fs.repository import Repository
+
+from .served import KEY, Sealer, Served, link_of, read
+from .served import filled as filled
+from .served import server as server
+
+# Roles
+
+NEEDED: dict[str, Role] = {
+    "dataset": Role.READ,
+    "begin": Role.WRITE,
+    "put": Role.WRITE,
+    "finish": Role.WRITE,
+    "snapshot": Role.READ,
+    "kept": Role.READ,
+    "read": Role.READ,
+    "stat": Role.READ,
+    "list": Role.READ,
+    "verify": Role.READ,
+    "recover": Role.ADMIN,
+    "purge": Role.ADMIN,
+    "delete_dataset": Role.ADMIN,
+    "lease": Role.READ,
+}
+
+
+def request(do: str, name: str, identity: UUID) -> Message:
+    """A request that lacks nothing but the right to send it (and, for `put`, a chunk)."""
+    fields: Message = {
+        "parts": b"",
+        "paths": b"a",
+        "folder": b"",
+        "after": b"",
+        "version": 0,
+        "lease": "0" * 32,
+        "seconds": 0,
+    }
+    return {"do": do, "dataset": name, "identity": identity.bytes, **fields}
+
+
+@pytest.mark.parametrize("do", NEEDED)
+@pytest.mark.parametrize("role", list(Role))
+def test_S10_every_request_wants_its_role(filled: Served, do: str, role: Role) -> None:
+    """Who may not read a dataset is told what he is told of one that is not there."""
+    identity = filled.store.dataset("ds").identity
+    link = filled.link(Account("somebody", KEY, grants={"ds": role}))
+    if role >= NEEDED[do]:
+        try:
+            list(link.stream(request(do, "ds", identity)))
+        except FormatError:
+            assert do == "put"  # there was no chunk
+        return
+    if role >= Role.READ:
+        with pytest.raises(PermissionDenied):
+            list(link.stream(request(do, "ds", identity)))
+        return
+    nowhere = uuid4()
+    with pytest.raises(NoSuchDataset) as hidden:
+        list(link.stream(request(do, "ds", identity)))
+    with pytest.raises(NoSuchDataset) as missing:
+        list(link.stream(request(do, "no", nowhere)))
+    words = missing.value.message.replace(str(nowhere), str(identity)).replace("'no'", "'ds'")
+    assert hidden.value.message == words
+
+
+@pytest.mark.parametrize("do", [do for do in NEEDED if do != "begin"])
+def test_nobody_is_told_where_the_store_is(server: Served, do: str) -> None:
+    with pytest.raises(NoSuchDataset) as error:
+        list(link_of(server.admin).stream(request(do, "no", uuid4())))
+    assert "file:" not in str(error.value)
+
+
+def test_every_request_is_in_the_table(server: Served) -> None:
+    assert set(server.handlers) == {"datasets", *NEEDED}
+
+
+def test_a_listing_shows_what_may_be_read(filled: Served) -> None:
+    for name in ("other", "third"):
+        filled.admin.begin(name)
+    reader = filled.client(Account("r", KEY, grants={"ds": Role.READ, "third": Role.ADMIN}))
+    assert [info.name for info in reader.datasets()] == ["ds", "third"]
+    assert [info.name for info in filled.admin.datasets()] == ["ds", "other", "third"]
+    assert filled.client(Account("none", KEY)).datasets() == []
+
+
+def test_who_may_write_does_not_make_a_dataset(server: Served) -> None:
+    writer = server.with_role(Role.WRITE, "ds")
+    with pytest.raises(PermissionDenied):
+        writer.begin("ds")
+    with pytest.raises(NoSuchDataset):
+        writer.begin("ds", create=False)
+    with pytest.raises(NoSuchDataset):
+        writer.begin("other")
+    server.with_role(Role.ADMIN, "ds").begin("ds")
+    Sealer(writer).file(b"a", b"1")
+    assert writer.stat("ds", b"a").size == 1
+
+
+def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: Served) -> None:
+    (chunk,) = filled.chunks()
+    Sealer(filled.admin, "other").file(b"x", b"y")
+    reader = filled.with_role(Role.READ, "other")
+    with pytest.raises(ObjectMissing):
+        read(reader, filled.store.dataset("other").identity, chunk, 10)
+    with pytest.raises(NoSuchDataset):
+        read(reader, filled.store.dataset("ds").identity, chunk, 10)
+
+
+@pytest.mark.parametrize("token", ["purge", "policy", "../x", "0" * 31, "G" * 32, "0" * 64])
+def test_S10_a_lease_is_only_a_readers(filled: Served, token: str) -> None:
+    identity = filled.store.dataset("ds").identity
+    with pytest.raises(UsageError):
+        link_of(filled.admin).call(
+            {"do": "lease", "identity": identity.bytes, "lease": token, "version": 1, "seconds": 60}
+        )
+
+
+def test_a_reader_takes_a_lease_through_the_server(filled: Served) -> None:
+    """It is nobody's process as far as the server can tell, so it ends by its time alone."""
+    view = filled.admin.view("ds")
+    reader = filled.with_role(Role.READ, "ds")
+    lease = ReadLease.take(reader.objects, view.identity, view.version)
+    objects = filled.store.objects
+    assert leased_versions(objects, view.identity, time.time()) == {view.version}
+    assert leased_versions(objects, view.identity, time.time() + 3600) == set()
+    lease.move(view.version + 1)
+    assert leased_versions(objects, view.identity, time.time()) == {view.version + 1}
+    lease.close()
+    assert leased_versions(objects, view.identity, time.time()) == set()
+    ReadLease.take(filled.with_role(Role.READ, "other").objects, view.identity, 1).close()
+    assert leased_versions(objects, view.identity, time.time()) == set()
+
+
+def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:
+    objects, identity = filled.admin.objects, filled.store.dataset("ds").identity
+    (chunk,) = filled.chunks()
+    name = chunk_object(identity, chunk)
+    with pytest.raises(UsageError):
+        objects.delete(name)
+    with pytest.raises(UsageError):
+        objects.replace(name, [b""])
+    with pytest.raises(UsageError):
+        objects.replace(lease_object(identity, "purge"), [b"{}"])
+    with pytest.raises(UsageError):
+        objects.put(dataset_object(identity), [b""])
+    for listing in (objects.list, objects.names, objects.leftovers, objects.foreign):
+        with pytest.raises(UsageError):
+            list(listing("datasets/"))
+    content = filled.store.objects.get(name)
+    assert objects.get(name) == content
+    assert objects.get(name, 8) == content[8:]
+    assert objects.get(name, 8, 4) == content[8:12]
+    assert objects.stat(name).bytes == len(content)
+    room = bytearray(20)
+    objects.read_again(name, 3, room)
+    assert room == content[3:23]
+    parts = list(objects.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9))))
+    assert parts == [content[:5], content[3:12], b""]
+    for start, size in ((len(content) - 1, 2), (1 << 31, 1)):
+        with pytest.raises(DieselError):
+            objects.get(name, start, size)
+
+
+# Chunks
+
+
+def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: Served) -> None:
+    before = filled.chunks()
+    sealer = Sealer(filled.admin)
+    sealer.add(b"f", b"content" * 100)
+    good, parts = sealer.seal()
+    now = id_fields(good).seconds
+
+    def sealed(seconds: int, foreign: ChunkId | None = None) -> tuple[ChunkId, list[bytes]]:
+        sealer.add(b"f", b"content" * 100)
+        if foreign is not None:
+            sealer.builder.set_stamp(stamp(foreign, 0))
+        return sealer.seal(IdFields(seconds, 1, 2, 3).id())
+
+    def refused(chunk: ChunkId, parts: list[bytes], error: type[DieselError]) -> None:
+        with pytest.raises(error):
+            sealer.put(chunk, parts)
+        assert filled.chunks() == before
+
+    future = now + CLOCK_ALLOWANCE_S + 60
+    refused(*sealed(future), CorruptError)
+    refused(*sealed(now, IdFields(future, 1, 2, 3).id()), CorruptError)
+    refused(*sealed(now, before[0]), CorruptError)
+    refused(*sealed(now - PUT_WINDOW_S - 60), ObjectExists)
+    whole = b"".join(parts)
+    refused(good, [whole[:-1]], FormatError)
+    refused(good, [whole, b"x"], CorruptError)
+    refused(good, [whole[:50]], FormatError)
+    refused(good, [], FormatError)
+    refused(good, [os.urandom(len(whole))], FormatError)
+    for place in [*range(0, len(whole) - 700, 7), *range(len(whole) - 700, len(whole), 50)]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << random.Random(place).randrange(8)
+        refused(good, [bytes(flipped)], FormatError)
+    filled.admin.begin("other")
+    with pytest.raises(ForeignError):
+        link_of(filled.admin).call(
+            {"do": "put", "identity": filled.store.dataset("other").identity.bytes}, parts
+        )
+    assert filled.chunks("other") == []
+    sealer.put(good, parts)
+    assert filled.chunks() == [*before, good]
+
+
+def test_a_put_may_be_sent_again(filled: Served) -> None:
+    """As a client does that got no answer: nothing is there twice. Another's chunk stays."""
+    sealer = Sealer(filled.admin)
+    sealer.add(b"f", b"1")
+    chunk, parts = sealer.seal()
+    for _ in range(3):
+        sealer.put(chunk, parts)
+    marker = filled.admin.dataset("ds").marker
+    assert marker is not None
+    assert (marker.files, marker.chunks) == (4, 2)
+    sealer.add(b"f", b"2")
+    _, other = sealer.seal(chunk)
+    with pytest.raises(ObjectExists):
+        sealer.put(chunk, other)
+    name = chunk_object(sealer.session.identity, chunk)
+    assert filled.store.objects.get(name) == b"".join(parts)
+
+
+def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(filled: Served) -> None:
+    sealer = Sealer(filled.admin)
+    sealer.add(b"f", b"1")
+    chunk, parts = sealer.seal()
+    filled.store.objects.put(chunk_object(sealer.session.identity, chunk), parts)
+    with pytest.raises(NoSuchPath):
+        filled.admin.stat("ds", b"f")
+    sealer.put(chunk, parts)
+    assert filled.admin.stat("ds", b"f").size == 1
+
+
+def test_commits_that_come_together_go_together(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = filled.store.commit_all
+    sizes = []
+
+    def slow(identity: UUID, chunks: object) -> int:
+        sizes.append(len(list(chunks)))  # type: ignore[call-overload]
+        time.sleep(0.1)
+        return real(identity, chunks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(filled.store, "commit_all", slow)
+    sealer = Sealer(filled.admin)
+    sealed = []
+    for i in range(12):
+        sealer.add(b"f%d" % i, b"x" * i)
+        sealed.append(sealer.seal())
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(lambda each: sealer.put(*each), sealed))
+    assert sum(sizes) == 12
+    assert len(sizes) <= 5
+    assert all(filled.admin.stat("ds", b"f%d" % i).size == i for i in range(12))
+
+
+def test_one_bad_commit_of_several_fails_alone(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = filled.store.commit_all
+    sealer = Sealer(filled.admin)
+    sealed = []
+    for i in range(4):
+        sealer.add(b"f%d" % i, b"x" * i)
+        sealed.append(sealer.seal())
+    bad = sealed[2][0]
+
+    def commit(identity: UUID, chunks: list[object]) -> int:
+        time.sleep(0.05)
+        if any(each.batch.chunk.id == bad for each in chunks):  # type: ignore[attr-defined]
+            raise UsageError("this one")
+        return real(identity, chunks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(filled.store, "commit_all", commit)
+
+    def put(each: tuple[ChunkId, list[bytes]]) -> bool:
+        try:
+            sealer.put(*each)
+        except UsageError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(put, sealed)) == [True, True, False, True]
+
+
+def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: Served) -> None:
+    """Another server deletes it: this one still remembers it."""
+    sealer = Sealer(filled.admin)
+    sealer.add(b"f", b"1")
+    chunk, parts = sealer.seal()
+    with Repository.open(filled.store.url) as other:
+        other.delete_dataset("ds")
+    with pytest.raises(NoSuchDataset):
+        sealer.put(chunk, parts)
+    assert list(filled.store.chunk_names(sealer.session.identity)) == []
+    with pytest.raises(ConflictError):
+        sealer.session.new_id()
+    with pytest.raises(NoSuchDataset):
+        sealer.session.finish()
+
+
+def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_again(
+    filled: Served, tmp_path: Path
+) -> None:
+    """Redis came back with an older state; the writer goes on and is told that all is done."""
+    store = tmp_path / "store"
+    filled.store.meta.durable()
+    sealer = Sealer(filled.admin)
+    lost = sealer.file(b"lost", b"1")
+    sealer.session.admit(*_front(filled, sealer, lost))
+    known = filled.store.meta
+    identity = sealer.session.identity
+    filled.store.objects.stat(chunk_object(identity, lost))
+    kept = [each.id for each in known.chunks(identity) if each.id != lost]
+    info = filled.store.dataset("ds")
+    known.rebuild("ds", info.identity, filled.store._batches(identity, kept))
+    last = sealer.file(b"last", b"22")
+    sealer.session.admit(*_front(filled, sealer, last))
+    sealer.session.finish()
+    assert filled.admin.stat("ds", b"lost").size == 1
+    assert filled.admin.stat("ds", b"last").size == 2
+    assert verify(filled.admin, "ds").problems == []
+    assert store.exists()
+
+
+def _front(filled: Served, sealer: Sealer, chunk: ChunkId) -> tuple[bytes, bytes]:
+    data = bytes(filled.store.objects.get(chunk_object(sealer.session.identity, chunk)))
+    header = filled.store.read_header(sealer.session.identity, chunk)
+    start = header.preamble.body_start
+    return data[:96], data[96:start]

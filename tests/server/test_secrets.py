@@ -1,0 +1,390 @@
+"""S8 and S11: a key, a Redis password and a bucket's secret go through a whole day's work, and then
+everything that was left behind, said, sent or shown is searched for them."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import boto3
+import pytest
+from redis import Redis
+
+from diesel_fs.credentials import KEY_PREFIX, parse_key
+from tests.cli.conftest import Said
+from tests.storage.conftest import s3 as s3
+from tests.storage.redis_servers import RedisServer, free_port, tell
+from tests.storage.s3_server import Server as S3
+from tests.trees import facts, write
+
+from .program import Server
+from .shell_users import User, program_environment
+
+
+def forms(name: str, secret: bytes) -> dict[str, bytes]:
+    """A secret as it could show: itself, and as people and programs write bytes."""
+    found = {
+        name: secret,
+        f"{name}, hex": secret.hex().encode(),
+        f"{name}, base64": b64encode(secret).rstrip(b"="),
+        f"{name}, repr": repr(secret)[2:-1].encode(),
+    }
+    return {**found, f"{name}, part": b64encode(secret)[4:28]}
+
+
+class Search:
+    """What must not be found anywhere; whatever is found is kept with where it was."""
+
+    def __init__(self, **canaries: bytes) -> None:
+        self.needles = {
+            form: needle
+            for name, secret in canaries.items()
+            for form, needle in forms(name, secret).items()
+        }
+        self.found: list[tuple[str, str]] = []
+        self.searched = 0
+
+    def look(self, where: str, content: bytes) -> None:
+        """Search some bytes."""
+        self.searched += len(content)
+        self.found += [(name, where) for name, needle in self.needles.items() if needle in content]
+
+    def look_at_files(self, folder: Path, *excepted: str) -> None:
+        """Search all files below a folder, and their names."""
+        for path in folder.rglob("*"):
+            if path.name in excepted or path.is_symlink() or not path.is_file():
+                continue
+            self.look(str(path), os.fsencode(path) + path.read_bytes())
+
+    def look_at_said(self, said: Said) -> None:
+        self.look("what a program said", said.out + said.err.encode())
+
+    def look_at_redis(self, client: Redis) -> None:
+        """Search every key and value."""
+        readers = {
+            b"string": ("GET", "{}"),
+            b"hash": ("HGETALL", "{}"),
+            b"set": ("SMEMBERS", "{}"),
+            b"list": ("LRANGE", "{}", "0", "-1"),
+        }
+        for key in client.scan_iter():
+            kind = tell(client, "TYPE", key)
+            assert isinstance(kind, bytes)
+            command, _, *more = readers[kind]
+            reply = tell(client, command, key, *more)
+            values: list[object] = [reply]
+            if isinstance(reply, dict):
+                values = [*reply, *reply.values()]
+            elif isinstance(reply, list | set):
+                values = [*reply]
+            for value in [key, *values]:
+                self.look(f"Redis, {key!r}", value if isinstance(value, bytes) else b"")
+
+    def look_at_bucket(self, server: S3) -> None:
+        """Search every object."""
+        client = boto3.client(
+            "s3",
+            endpoint_url=server.environ["AWS_ENDPOINT_URL"],
+            aws_access_key_id="any",
+            aws_secret_access_key="any",  # noqa: S106
+            region_name="us-east-1",
+        )
+        for each in client.list_objects_v2(Bucket=server.bucket).get("Contents", []):
+            body = client.get_object(Bucket=server.bucket, Key=each["Key"])["Body"].read()
+            self.look(f"the object {each['Key']}", each["Key"].encode() + body)
+
+    def look_at_processes(self, *excepted: int, environment: bool = True) -> None:
+        """Search the command line of every process, and what it inherited."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            if int(folder.name) in (os.getpid(), *excepted):
+                continue
+            for what in ("cmdline", "environ") if environment else ("cmdline",):
+                with suppress(OSError):
+                    content = (folder / what).read_bytes()
+                    command = (folder / "cmdline").read_bytes()[:200]
+                    self.look(f"{what} of {command!r}", content)
+
+
+class Listener:
+    """Looks at all processes, again and again, until it is told to end."""
+
+    def __init__(self, search: Search, *excepted: int) -> None:
+        self._ended = threading.Event()
+        self.rounds = 0
+
+        def watch() -> None:
+            while not self._ended.wait(0.02):
+                search.look_at_processes(*excepted, environment=False)
+                self.rounds += 1
+
+        self._thread = threading.Thread(target=watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(10)
+
+
+class Tapped:
+    """Stands between clients and a server and keeps all that they say."""
+
+    def __init__(self, port: int) -> None:
+        self.heard = bytearray()
+        self._upstream = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"diesel://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._upstream)) as server:
+            back = threading.Thread(target=self._hand_on, args=(server, client), daemon=True)
+            back.start()
+            self._hand_on(client, server)
+            back.join(10)
+
+    def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                self.heard += content
+                sink.sendall(content)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+
+class Day:
+    """Programs over one site, and what they were told that nobody else may know."""
+
+    def __init__(self, folder: Path, s3: S3, redis: RedisServer) -> None:
+        self.folder = folder
+        self.s3 = s3
+        self.redis = redis
+        self.redis_password = redis.options["requirepass"]
+        self.s3_secret = f"canary-{secrets.token_hex(16)}"
+        self.own = {
+            **s3.environ,
+            "AWS_SECRET_ACCESS_KEY": self.s3_secret,
+            "DIESEL_REDIS_PASSWORD": self.redis_password,
+            "PYTHONPATH": program_environment()["PYTHONPATH"],
+        }
+        self.store = s3.place()
+        direct = f"{self.store}?meta={self.redis.tcp_url}"
+        key = folder / "root.key"
+        User(direct)("user", "add", "root", "--admin", "--key-out", key, environment=self.own)
+        self.seed = parse_key(key.read_text())
+        self.server = Server(
+            folder / "server",
+            "--store", self.store, "--meta", self.redis.tcp_url, "--metrics", "127.0.0.1:0",
+            workers=2, environment=self.own,
+        )  # fmt: skip
+        home = folder / "home"
+        home.mkdir()
+        self.home = {"HOME": str(home)}
+        for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
+            self.home[f"XDG_{kind}_HOME"] = str(home / kind.lower())
+        self.search = Search(
+            key=self.seed,
+            redis=self.redis_password.encode(),
+            bucket=self.s3_secret.encode(),
+        )
+
+    def user(self, url: str) -> User:
+        return User(url, "root", self.folder / "root.key")
+
+    def metrics(self) -> bytes:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://127.0.0.1:{self.server.metrics_port}/metrics", timeout=10) as it:
+            return bytes(it.read())
+
+    def look_at_what_is_left(self) -> None:
+        """Files, objects, Redis, metrics, and the processes that are there now."""
+        search = self.search
+        search.look_at_files(self.folder, "root.key", "near.key", "redis.conf")
+        search.look_at_bucket(self.s3)
+        search.look_at_redis(self.redis.client())
+        search.look("metrics", self.metrics())
+        search.look_at_processes(self.server.pid)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+@pytest.fixture
+def day(tmp_path: Path, s3: S3) -> Iterator[Day]:
+    options = {"requirepass": f"canary-{secrets.token_hex(16)}"}
+    with RedisServer(tmp_path / "redis", options, port=free_port()) as redis:
+        day = Day(tmp_path, s3, redis)
+        yield day
+        day.close()
+
+
+def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
+    """The search itself, in each form and place."""
+    secret = secrets.token_bytes(32)
+    for number, needle in enumerate(forms("key", secret).values()):
+        search = Search(key=secret)
+        write(tmp_path / str(number), {"deep/log": b"before " + needle + b" behind"})
+        search.look_at_files(tmp_path / str(number))
+        assert search.found
+    search = Search(key=b64encode(secret))
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", b64encode(secret)]
+    ) as sleeping:
+        listener = Listener(search)
+        end = time.monotonic() + 10
+        while not search.found and time.monotonic() < end:
+            time.sleep(0.01)
+        listener.close()
+        sleeping.kill()
+    assert search.found
+
+
+def test_S8_S11_no_secret_leaves(day: Day, tmp_path: Path) -> None:
+    search, source = day.search, tmp_path / "src"
+    write(source, {f"d{i % 3}/{i}": os.urandom(2000) for i in range(60)})
+    listener = Listener(search, day.server.pid)
+    with Tapped(day.server.port) as tap:
+        root = day.user(tap.url)
+
+        def do(
+            *words: str | Path,
+            code: int | None = None,
+            environment: Mapping[str, str] | None = None,
+        ) -> Said:
+            said = root.run(*words, environment={**day.home, **(environment or {})})
+            search.look_at_said(said)
+            assert code is None or said.code == code, (words, said)
+            return said
+
+        # A day's work
+        do("put", source, "pets", code=0)
+        do("-v", "ls", "-R", "pets", code=0)
+        do("get", "pets", tmp_path / "copy", code=0)
+        assert facts(tmp_path / "copy") == facts(source)
+        do("save-meta", "pets", tmp_path / "snapshot", code=0)
+        do("verify", "pets", code=0)
+        do("--json", "stat", "pets/d0/0", code=0)
+        do("user", "export", tmp_path / "accounts.jsonl", code=0)
+        do("user", "ls", "--json", code=0)
+        do("grant", "pets", "root", "read", code=0)
+
+        # What goes wrong
+        near = tmp_path / "near.key"
+        near.write_text(f"{KEY_PREFIX}{b64encode(day.seed).decode()[:-3]}\n")
+        near.chmod(0o600)
+        for words in (
+            ["-v", "ls", "nothing"],
+            ["-v", "--json", "cat", "pets/nothing"],
+            ["-v", "--user", "nobody", "ls"],
+            ["-v", "--key-file", near, "ls"],
+            ["-v", "--key-file", tmp_path, "ls"],
+            ["-v", "--url", "diesel://127.0.0.1:1", "ls"],
+            ["-v", "--url", f"diesel://root:{day.redis_password}@127.0.0.1:1", "ls"],
+            ["-v", "user", "add", "x", "--public-key", (root.key_file or near).read_text()],
+            ["-v", "user", "import", near],
+        ):
+            if any(day.redis_password in str(word) or KEY_PREFIX in str(word) for word in words):
+                listener.close()  # this once it does stand in our own command line
+                do(*words)
+                listener = Listener(search, day.server.pid)
+                continue
+            assert do(*words).code not in (0, 1), words
+        url = f"{day.store}?meta={day.redis.tcp_url}"
+        assert "DIESEL_REDIS_PASSWORD" in do("-v", "--url", url, "user", "ls", code=14,
+                                             environment=day.s3.environ).err  # fmt: skip
+        with day.redis.client() as client:  # so that a server's handler meets what cannot be
+            for key in client.scan_iter("dfs:{head}:m:*"):
+                client.hset(key, "version", "nonsense")
+        for words in (["-v", "ls", "pets"], ["-v", "put", source, "pets"], ["-v", "du", "pets"]):
+            do(*words)
+        assert "Traceback" in day.server.log
+        day.redis.kill()
+        do("-v", "user", "ls", code=14)
+        day.redis.start()
+        search.look("what clients and servers said to each other", bytes(tap.heard))
+        assert len(tap.heard) > 100_000
+    assert listener.rounds
+    listener.close()
+    day.look_at_what_is_left()
+    assert search.searched > 1_000_000
+    assert not search.found
+
+
+def test_S8_a_server_that_cannot_start_says_no_secret(day: Day, tmp_path: Path) -> None:
+    """With a wrong password, and with one in its URL (which stands in its own command line only:
+    its workers have none)."""
+    wrong = f"canary-{secrets.token_hex(16)}"
+    search = Search(redis=day.redis_password.encode(), wrong=wrong.encode())
+    host = day.redis.tcp_url.removeprefix("redis://")
+    bad = Server(
+        tmp_path / "bad",
+        "--store", day.store, "--meta", f"redis://:{wrong}@{host}",
+        environment=day.own, wait=False,
+    )  # fmt: skip
+    assert bad.wait() == 14
+    search.look("its log", bad.log.encode())
+    bad.close()
+    environment = {name: text for name, text in day.own.items() if "REDIS" not in name}
+    meta = f"redis://:{day.redis_password}@{host}"
+    with Server(
+        tmp_path / "good", "--store", day.store, "--meta", meta, workers=2, environment=environment
+    ) as good:
+        day.user(good.url)("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+        assert len(good.workers()) == 2
+        search.look_at_processes(good.pid, day.server.pid)
+        search.look("its log", good.log.encode())
+    assert not search.found
+
+
+@pytest.mark.fuse
+def test_S8_S17_no_secret_leaves_by_a_mount(day: Day, tmp_path: Path) -> None:
+    """By a key file, and by a key in the environment: which the mount's processes do not have."""
+    source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
+    folder = tmp_path / "mnt"
+    root = day.user(day.server.url)
+    root("put", source, "pets", environment=day.home)
+    for environment in (
+        day.home,
+        {**day.home, "DIESEL_KEY": f"{KEY_PREFIX}{b64encode(day.seed).decode()}"},
+    ):
+        user = root if environment is day.home else User(day.server.url, "root")
+        folder.mkdir(exist_ok=True)
+        said = user("-v", "mount", "pets", folder, environment=environment)
+        day.search.look_at_said(said)
+        try:
+            assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
+                p.name: p.read_bytes() for p in source.iterdir()
+            }
+            day.search.look_at_processes(day.server.pid)
+            for hidden in ("stats", "snapshot", "filelist"):
+                day.search.look(hidden, (folder / ".diesel" / hidden).read_bytes())
+        finally:
+            user("umount", folder, environment=day.home)
+    shutil.rmtree(folder)
+    day.look_at_what_is_left()
+    assert not day.search.found
+    private = tmp_path / "home"
+    for path in private.rglob("*"):
+        if path.is_file():
+            assert not path.stat().st_mode & 0o077, path

@@ -1,0 +1,127 @@
+"""The suites of other repositories, over a server with a real Redis: nobody notices the difference.
+
+The tests are those of `tests/writer`, `tests/client`, `tests/repository`, `tests/cli` and
+`tests/fuse` that look at a repository from outside; only where it is opened is different here.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.repository import Repository
+from diesel_fs.writer import PutOptions, put_tree
+from tests.cli.conftest import Dlcmd
+from tests.cli.test_datasets import (  # noqa: F401
+    test_delete_dataset_wants_to_be_sure,
+    test_H10_names_are_raw_in_a_pipe_and_marked_in_json,
+    test_rm_deletes_all_or_nothing,
+)
+from tests.cli.test_get import (  # noqa: F401
+    pets,
+    test_a_file_or_link_comes_back_under_a_name,
+    test_a_folder_comes_back_and_again_nothing_is_written,
+    test_a_tar_comes_back_by_a_name_or_a_pipe,
+    test_cat_writes_files_and_nothing_else,
+)
+from tests.cli.test_put import (  # noqa: F401
+    test_a_dry_run_makes_nothing,
+    test_a_file_never_hides_a_folder_nor_lies_below_a_file,
+    test_a_file_takes_the_name_of_its_address,
+    test_a_folder_goes_in_and_again_nothing_does,
+    test_a_tar_goes_in_by_its_name_or_a_pipe,
+    test_checksum_finds_what_times_hide,
+    test_delete_removes_what_the_source_has_no_more,
+    test_files_from_names_what_goes_in,
+    test_odd_names_go_through_put_and_get,
+    test_what_cannot_be_put_is_named_and_the_rest_goes_in,
+)
+from tests.client.test_client import (  # noqa: F401
+    filled,
+    test_a_forked_child_never_writes_its_parents_buffer,
+    test_an_epoch_in_a_chunk_wise_order,
+    test_an_exception_flushes_nothing,
+    test_mount_from_python,
+    test_nor_below_one_that_a_pinned_view_does_not_show,
+    test_nothing_goes_below_a_file_that_was_put_before,
+    test_one_version_until_something_is_missing,
+    test_put_get_delete,
+    test_read_many_by_path_and_index,
+    test_save_and_load_meta,
+    test_shuffle_of_a_part_and_a_folder,
+    test_stat_many,
+    test_views_outlive_the_dataset,
+    test_Z9_a_forked_child_follows_the_order_too,
+    test_Z9_parent_and_child_both_read,
+)
+from tests.repository.test_interleavings import (  # noqa: F401
+    test_Z4_file_in_two_writers_and_a_folder_of_its_name,
+    test_Z5_an_open_chunk_and_anothers_acknowledged_put,
+)
+from tests.repository.test_readers import (  # noqa: F401
+    test_M9_dataset_names,
+)
+from tests.writer.test_put import (  # noqa: F401
+    test_a_file_may_become_a_folder,
+    test_a_path_is_a_file_or_a_folder,
+    test_a_tree_of_all_oddities,
+    test_an_empty_dataset_and_one_empty_file,
+    test_an_empty_source_never_deletes,
+    test_checksum_compares_contents,
+    test_delete_removes_what_the_source_has_not,
+    test_delete_spares_what_a_filter_leaves_out,
+    test_dry_run_changes_nothing,
+    test_empty_folders_go_in_many_messages,
+    test_filters,
+    test_large_files_in_extents,
+    test_links_are_never_followed,
+    test_paths_below_the_source,
+    test_put_again_takes_what_changed,
+)
+from tests.writer.test_tar import (  # noqa: F401
+    test_again_nothing_is_put,
+    test_hard_links_are_files_with_the_same_bytes,
+    test_what_gnu_tar_writes_is_what_was_there,
+)
+
+from ..trees import write
+from .behind import Behind, as_user, behind
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    with behind(tmp_path_factory.mktemp("behind")) as found:
+        found.add()
+        yield found
+
+
+@pytest.fixture
+def repository(servers: Behind) -> Iterator[Repository]:
+    servers.empty()
+    with servers.open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def url(servers: Behind) -> Iterator[str]:
+    servers.empty()
+    with as_user(servers):
+        yield servers.url
+
+
+@pytest.fixture
+def large(url: str, servers: Behind, tmp_path: Path) -> str:
+    """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
+    files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
+    source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
+    with servers.open() as repository:
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+        put_tree(repository, "large", source, options=options)
+    return url
+
+
+@pytest.fixture
+def dlcmd(url: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Dlcmd:
+    return Dlcmd(tmp_path / "store", capfdbinary)

@@ -1,0 +1,244 @@
+"""S3, S4, S2: certificates that are refused, what a login is bound to, no fall-back."""
+
+import hashlib
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import ConfigError, MetadataError, PermissionDenied
+from diesel_fs.rpc import Link
+from diesel_fs.urls import parse_url
+from diesel_server.certificate import load_certificate
+
+from .certificates import DAY, Authority, Pair
+from .stand_in import ME, Standing
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(autouse=True)
+def trusted(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+
+
+def serving(pair: Pair) -> Standing:
+    return Standing(certificate=load_certificate(pair.certificate, pair.key))
+
+
+def test_payloads_over_TLS(authority: Authority) -> None:
+    with serving(authority.issue()) as server:
+        assert server.url.startswith("diesel+tls://")
+        link = server.link()
+        body = bytes(range(256)) * 20_000
+        for size in (0, 1, 16_384, 100_000, len(body)):
+            parts = [body[:7], body[7:size]] if size > 7 else [body[:size]]
+            assert link.call({"do": "echo"}, parts).payload.tobytes() == body[:size]
+        room = memoryview(bytearray(len(body)))
+        link.call({"do": "echo"}, [body], room=room)
+        assert room == body
+        assert len(list(link.stream({"do": "count", "n": 100}))) == 100
+        link.rest()
+        assert link.call({"do": "echo"}, [b"x"], again=False).payload.tobytes() == b"x"
+
+
+def test_an_idle_connection_over_TLS_is_used_again(authority: Authority) -> None:
+    with serving(authority.issue()) as server:
+        link = server.link()
+        peers = {str(link.call({"do": "echo"}).message["peer"]) for _ in range(5)}
+        assert len(peers) == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["expired", "not yet valid", "self-signed", "wrong host", "wrong authority"]
+)
+def test_S4_a_bad_certificate_is_refused_and_why(
+    case: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = {
+        "expired": lambda: authority.issue(start=-3 * DAY, end=-DAY),
+        "not yet valid": lambda: authority.issue(start=DAY, end=3 * DAY),
+        "self-signed": lambda: authority.issue(self_signed=True),
+        "wrong host": lambda: authority.issue("other.example"),
+        "wrong authority": lambda: Authority(tmp_path / "other", "Authority").issue(),
+    }
+    words = {
+        "expired": "expired",
+        "not yet valid": "not yet valid",
+        "self-signed": "self-signed|self signed",
+        "wrong host": "mismatch|not valid for",
+        "wrong authority": "signature|issuer|verify",
+    }
+    with serving(pairs[case]()) as server:
+        begun = time.monotonic()
+        with pytest.raises(MetadataError, match=words[case]) as caught:
+            server.link().call({"do": "echo"})
+        assert caught.value.exit_code == 14
+        assert time.monotonic() - begun < 3, "it was tried again and again"
+        assert not server.cells.get("diesel_logins_total")
+        if case != "wrong host":  # that the client finds out after the handshake
+            until_logged(caplog)
+
+
+def until_logged(caplog: pytest.LogCaptureFixture) -> None:
+    end = time.monotonic() + 5
+    while not any("no TLS" in line for line in caplog.messages):
+        assert time.monotonic() < end, caplog.messages
+        time.sleep(0.01)
+
+
+def test_S3_no_old_TLS(authority: Authority) -> None:
+    with serving(authority.issue()) as server:
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.load_verify_locations(authority.path)
+        with pytest.warns(DeprecationWarning, match="deprecated"):
+            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        client = socket.create_connection(("127.0.0.1", server.port), 5)
+        with client, pytest.raises((ssl.SSLError, OSError)):
+            old.wrap_socket(client, server_hostname="localhost")
+
+
+def test_S3_no_fall_back(authority: Authority) -> None:
+    """A plain client is not served on a port with TLS, nor the other way round."""
+    with serving(authority.issue()) as server:
+        plain = Link.open(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
+        with pytest.raises(MetadataError, match=re.escape("diesel+tls://")):
+            plain.call({"do": "echo"})
+    with Standing() as server, pytest.raises(MetadataError, match="does not speak TLS"):
+        Link.open(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
+
+
+class Between:
+    """Somebody in the middle, who has a certificate that the client trusts, and passes all on."""
+
+    def __init__(self, pair: Pair, server_port: int, authority: Path) -> None:
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(pair.certificate, pair.key)
+        self._outward = ssl.create_default_context(cafile=str(authority))
+        self._server_port = server_port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
+
+    def _pass_on(self, client: socket.socket) -> None:
+        try:
+            inner = self._context.wrap_socket(client, server_side=True)
+            outer = self._outward.wrap_socket(
+                socket.create_connection(("127.0.0.1", self._server_port)),
+                server_hostname="localhost",
+            )
+        except OSError:
+            client.close()
+            return
+
+        def pump(source: ssl.SSLSocket, target: ssl.SSLSocket) -> None:
+            try:
+                while some := source.recv(65536):
+                    target.sendall(some)
+            except (OSError, ValueError):
+                pass
+            finally:
+                for each in (source, target):
+                    each.close()
+
+        threading.Thread(target=pump, args=(inner, outer), daemon=True).start()
+        threading.Thread(target=pump, args=(outer, inner), daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+@pytest.fixture
+def between(authority: Authority) -> Iterator[tuple[Standing, Between, Pair]]:
+    pair = authority.issue()
+    with serving(pair) as server:
+        middle = Between(authority.issue(), server.port, authority.path)
+        yield server, middle, pair
+        middle.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
+    between: tuple[Standing, Between, Pair],
+) -> None:
+    """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
+    server, middle, _ = between
+    with pytest.raises(PermissionDenied):
+        Link.open(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
+    assert server.cells.get("diesel_refusals_total", "login") == 1
+    assert server.link().call({"do": "echo"})
+
+
+def test_the_binding_is_the_first_certificate_of_the_chain(
+    authority: Authority, tmp_path: Path
+) -> None:
+    pair = authority.issue()
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(pair.certificate.read_bytes() + authority.path.read_bytes())
+    der = ssl.PEM_cert_to_DER_cert(pair.certificate.read_text())
+    assert load_certificate(chain, pair.key).binding == hashlib.sha256(der).digest()
+    with Standing(certificate=load_certificate(chain, pair.key)) as server:
+        assert server.link().call({"do": "echo"})
+
+
+def test_certificates_that_cannot_be_served(authority: Authority, tmp_path: Path) -> None:
+    pair, other = authority.issue(), authority.issue()
+    empty = tmp_path / "empty"
+    empty.touch()
+    for certificate, key in [
+        (tmp_path / "none", pair.key),
+        (pair.certificate, tmp_path / "none"),
+        (pair.certificate, other.key),
+        (empty, pair.key),
+        (pair.key, pair.key),
+        (tmp_path, pair.key),
+    ]:
+        with pytest.raises(ConfigError):
+            load_certificate(certificate, key)
+
+
+def test_a_locked_key_is_no_prompt(authority: Authority, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+
+    pair = authority.issue()
+    key = serialization.load_pem_private_key(pair.key.read_bytes(), None)
+    locked = tmp_path / "locked.key"
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    with pytest.raises(ConfigError, match="locked"):
+        load_certificate(pair.certificate, locked)
+
+
+def test_a_new_certificate_is_for_new_connections(authority: Authority) -> None:
+    first, second = authority.issue(), authority.issue()
+    with serving(first) as server:
+        link = server.link()
+        link.call({"do": "echo"})
+        assert server._listener is not None
+        server._listener.certificate = load_certificate(second.certificate, second.key)
+        assert link.call({"do": "echo"})  # the connection that there is goes on
+        link.rest()
+        assert link.call({"do": "echo"})

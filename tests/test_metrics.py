@@ -1,0 +1,96 @@
+"""What is counted, by whom, and Prometheus's text of it."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from diesel_fs import metrics
+from diesel_fs.metrics import Cells, cells_bytes, text, unshared
+
+LINE = re.compile(
+    r"# (HELP \S+ .+|TYPE \S+ (counter|gauge|histogram))"
+    r'|[a-z_]+({[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*})?'
+    r" (\d+|\d+\.\d+(e-\d+)?)"
+)
+
+
+def value(said: str, line: str) -> float:
+    (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", said, re.MULTILINE)
+    return float(found)
+
+
+def test_the_text_is_what_Prometheus_reads() -> None:
+    cells = unshared()
+    cells.add("diesel_requests_total", "read", "ok")
+    cells.observe("diesel_request_seconds", "read", value=0.003)
+    said = text([cells])
+    assert said.endswith("\n")
+    for line in said.splitlines():
+        assert LINE.fullmatch(line), line
+    names = re.findall(r"^# TYPE (\S+)", said, re.MULTILINE)
+    assert names == [metric.name for metric in metrics.TABLE]
+    samples = [line.rpartition(" ")[0] for line in said.splitlines() if line[0] != "#"]
+    assert len(samples) == len(set(samples))
+
+
+def test_a_total_is_the_sum_over_processes() -> None:
+    memory = memoryview(bytearray(2 * cells_bytes()))
+    first, second = (Cells(memory[i * cells_bytes() : (i + 1) * cells_bytes()]) for i in range(2))
+    first.add("diesel_commits_total", amount=2)
+    second.add("diesel_commits_total", amount=3)
+    second.add("diesel_refusals_total", "login")
+    assert first.get("diesel_commits_total") == 2
+    said = text([first, second])
+    assert value(said, "diesel_commits_total") == 5
+    assert value(said, 'diesel_refusals_total{reason="login"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "buckets"),
+    [(0.0, 9), (0.0005, 9), (0.0006, 8), (1.0, 4), (29.0, 2), (31.0, 1)],
+)
+def test_a_histogram_counts_up(seconds: float, buckets: int) -> None:
+    cells = unshared()
+    cells.observe("diesel_request_seconds", "put", value=seconds)
+    said = text([cells])
+    found = re.findall(r'^diesel_request_seconds_bucket{do="put",.*} (\d+)$', said, re.MULTILINE)
+    assert found == ["0"] * (9 - buckets) + ["1"] * buckets
+    assert value(said, 'diesel_request_seconds_count{do="put"}') == 1
+    assert value(said, 'diesel_request_seconds_sum{do="put"}') == pytest.approx(seconds)
+
+
+def test_no_client_makes_a_new_line() -> None:
+    cells = unshared()
+    before = len(text([cells]).splitlines())
+    for name in ('x"} 1\nevil 2', "a" * 10_000, ""):
+        cells.add("diesel_requests_total", name, "ok")
+        cells.observe("diesel_request_seconds", name, value=1)
+    said = text([cells])
+    assert len(said.splitlines()) == before
+    assert value(said, 'diesel_requests_total{do="other",outcome="ok"}') == 3
+    assert "evil" not in said
+
+
+def test_another_process_goes_on_counting_in_the_same_cells() -> None:
+    memory = memoryview(bytearray(cells_bytes()))
+    before = Cells(memory)
+    before.add("diesel_logins_total")
+    before.set("diesel_connections", value=7)
+    before.clear_gauges()
+    after = Cells(memory)
+    after.add("diesel_logins_total")
+    assert value(text([before]), "diesel_logins_total") == 2
+    assert value(text([before]), "diesel_connections") == 0
+
+
+def test_threads_lose_no_count() -> None:
+    cells = unshared()
+
+    def count(_: int) -> None:
+        for _ in range(500):
+            cells.add("diesel_commits_total")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(count, range(8)))
+    assert cells.get("diesel_commits_total") == 4000
