@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diesel_fs.errors import ConfigError
+from diesel_server.main import program as server
+
 TREE = Path(__file__).resolve().parents[2]
 DEPLOY = TREE / "deploy"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
@@ -73,6 +76,28 @@ def test_the_containers_fit_together(tmp_path: Path) -> None:
         for port in json.loads(json.dumps(service.get("ports", []))):
             where = port if isinstance(port, str) else port.get("host_ip", "")
             assert where.startswith("127.0.0.1"), f"{name} is open to the world without TLS"
+
+
+def test_the_server_knows_every_variable_that_is_set_for_it() -> None:
+    known = {f"DIESEL_SERVER_{each.name.upper()}" for each in server.params if each.name}
+    for file in (*UNITS, DEPLOY / "compose.yaml", DEPLOY / "README.md"):
+        named = set(re.findall(r"DIESEL_SERVER_[A-Z_]+", file.read_text(encoding="utf-8")))
+        assert named <= known, file.name
+        assert named or "mount" in file.name
+
+
+def test_the_units_options_fit_together(tmp_path: Path) -> None:
+    """What a unit sets is read by the program, which then wants a store and nothing else."""
+    text = next(unit for unit in UNITS if "server" in unit.name).read_text(encoding="utf-8")
+    lines = re.findall(r"^Environment=(.*)$", text, re.MULTILINE)
+    words = [word.partition("=") for line in lines for word in line.split()]
+    environment = {name: value.replace("%", str(tmp_path)) for name, _, value in words}
+    program = Path(sys.executable).with_name("diesel-server")
+    done = subprocess.run(
+        [program], env=environment, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == ConfigError.exit_code
+    assert "no store is named" in done.stderr
 
 
 def test_the_image_has_all_packages_and_both_programs() -> None:
