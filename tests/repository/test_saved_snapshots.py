@@ -1,0 +1,110 @@
+"""Snapshots in files of the user's: written whole or not at all, and not needed once read."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import NoSpaceError
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.snapshots import adopt
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..trees import write
+
+FILES = {f"d{i % 7}/file-{i}": bytes([i % 251]) * i for i in range(500)}
+
+
+@pytest.fixture
+def view(repository: Repository, tmp_path: Path) -> Snapshot:
+    put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
+    return repository.view("ds")
+
+
+@pytest.fixture
+def saved(repository: Repository, view: Snapshot, tmp_path: Path) -> Path:
+    file = tmp_path / "ds.snapshot"
+    repository.snapshots.save(view, file)
+    return file
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def _replace(file: Path) -> None:
+    other = file.with_suffix(".other")
+    other.write_bytes(b"something else")
+    other.rename(file)
+
+
+def _overwrite(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("r+b") as handle:
+        handle.write(b"\xff" * size)
+
+
+READ_ALL = """
+import os, sys
+from pathlib import Path
+from diesel_fs.snapshots import adopt
+view = adopt(Path(sys.argv[1]))
+print("read", flush=True)
+sys.stdin.readline()
+print(sum(entry.size for entry in view.stat_many(view.files())), len(view.paths(view.files())))
+"""
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("harm", [_truncate, _replace, _overwrite, Path.unlink])
+def test_E8_what_becomes_of_the_file_later_does_not_matter(
+    view: Snapshot, saved: Path, tmp_path: Path, harm: Callable[[Path], None], private: bool
+) -> None:
+    """In a process of its own: a mapped file that is truncated would kill it (Z10)."""
+    home = tmp_path / "home"
+    home.mkdir()
+    if not private:  # nowhere to keep a copy: it stays in memory
+        (home / "cache").write_bytes(b"in the way")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home / "cache")}
+    command = [sys.executable, "-c", READ_ALL, str(saved)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "read\n"
+        harm(saved)
+        out, _ = process.communicate("go\n", timeout=30)
+    assert process.returncode == 0
+    assert out.split() == [str(sum(map(len, FILES.values()))), str(len(FILES))]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds one snapshot and not two."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_E9_a_full_disk_leaves_the_snapshot_before(
+    repository: Repository, view: Snapshot, small: Path, tmp_path: Path
+) -> None:
+    file = small / "ds.snapshot"
+    repository.snapshots.save(view, file)
+    before = file.read_bytes()
+    more = write(tmp_path / "more", {f"more-{i}": b"x" for i in range(500)})
+    put_tree(repository, "ds", more, options=PutOptions(jobs=1))
+    with pytest.raises(NoSpaceError, match=r"ds\.snapshot"):
+        repository.snapshots.save(repository.view("ds"), file)
+    assert [each.name for each in small.iterdir()] == [file.name]
+    assert file.read_bytes() == before
+    assert adopt(file).version == view.version
