@@ -283,31 +283,33 @@ class FastTier(StoreWrapper):
                 self._work.wait()
             if self._closed:
                 return
-            missed_key, missed = self._missed.popitem(last=False) if self._missed else (None, None)
-            if missed_key is not None and missed is not None:
-                self._fetching[missed_key] = missed
+            taken = self._missed.popitem(last=False) if self._missed else None
+            is_mine = taken is not None and self._claim(*taken)
             identity = next(iter(self._datasets), None)
-        if missed_key is not None and missed is not None:
-            try:
-                self._bring(missed_key, missed)
-            finally:
-                with self._work:
-                    self._fetching.pop(missed_key, None)
-                    self._offered_bytes -= len(missed.content or b"")
+        if taken is not None:
+            if is_mine:
+                self._bring(*taken)
         elif identity is not None:
-            if not self._listing.acquire(blocking=False):
-                with self._work:  # another fetcher looks for what comes next
-                    self._work.wait(_LISTING_POLL_S)
+            self._bring_next_of(identity)
+
+    def _bring_next_of(self, identity: UUID) -> None:
+        """The next chunk of a dataset; at the end of its chunks, or of the room, it is done."""
+        if not self._listing.acquire(blocking=False):
+            with self._work:  # another fetcher looks for what comes next
+                self._work.wait(_LISTING_POLL_S)
+            return
+        try:
+            info = self._next_absent(identity)
+        finally:
+            self._listing.release()
+        key, missed = None if info is None else _key_of(info.name), _Missed()
+        with self._work:
+            if key is not None and not self._claim(key, missed):
                 return
-            try:
-                info = self._next_absent(identity)
-            finally:
-                self._listing.release()
-            key = None if info is None else _key_of(info.name)
-            if info is None or key is None or not self._bring(key, _Missed(), info.bytes):
-                with self._work:
-                    self._datasets.pop(identity, None)
-                    _note(self._not_before, identity, time.monotonic() + AGAIN_S)
+        if info is None or key is None or not self._bring(key, missed, info.bytes):
+            with self._work:
+                self._datasets.pop(identity, None)
+                _note(self._not_before, identity, time.monotonic() + AGAIN_S)
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
         """The next chunk of a dataset that is not on the shelf."""
@@ -324,8 +326,29 @@ class FastTier(StoreWrapper):
                     return info
         return None
 
+    def _claim(self, key: ChunkKey, missed: _Missed) -> bool:
+        """Whether a chunk is now the caller's to fetch. With the lock."""
+        other = self._fetching.get(key)
+        if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
+            self._fetching[key] = missed
+            return True
+        if other is not None and missed.is_bought:
+            other.is_bought = True
+            self._work.notify_all()
+        self._offered_bytes -= len(missed.content or b"")
+        return False
+
     def _bring(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Put a chunk on the shelf; False where it is no use to go on with others."""
+        """Put a chunk that was claimed on the shelf; False where it is no use to go on with
+        others."""
+        try:
+            return self._put_on_shelf(key, missed, size)
+        finally:
+            with self._work:
+                del self._fetching[key]
+                self._offered_bytes -= len(missed.content or b"")
+
+    def _put_on_shelf(self, key: ChunkKey, missed: _Missed, size: int) -> bool:
         shelf = self._shelf
         assert shelf is not None
         if shelf.holds(key):
@@ -404,7 +427,7 @@ class FastTier(StoreWrapper):
             if left_s <= 0:
                 return True
             with self._work:
-                if self._waiting:
+                if self._waiting and not missed.is_bought:
                     self._work.wait(left_s)
                     continue
             if self._shelf is None or not self._shelf.others_read():

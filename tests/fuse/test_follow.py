@@ -153,7 +153,7 @@ def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: Following) -> No
         ds.wait_for(dataset.version)
         dataset.put(b"first", "0first")
         for number in range(200):
-            dataset.put(b"%d" % number, f"0/{number:03}")
+            dataset.put(b"%d" % number, f"0{number:03}")
         dataset.flush()
         ds.wait_for(dataset.version)
     snapshot = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
