@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.cache.shelves import ChunkKey
 from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.layout import chunk_object
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import StoreWrapper
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
+from .shelved import Chunks
 
 FILES = {
     "empty": b"",
@@ -55,3 +59,20 @@ def store(repository: Repository) -> Counting:
 @pytest.fixture
 def view(repository: Repository) -> Snapshot:
     return repository.view("ds")
+
+
+@pytest.fixture(scope="module")
+def chunks(repository: Repository) -> Chunks:
+    """Whole chunks of about 64 KiB."""
+    view = repository.view("ds")
+    found = {}
+    for chunk in view.chunk_ids:
+        key = ChunkKey(view.identity, chunk)
+        found[key] = bytes(repository.objects.get(chunk_object(*key)))
+    assert len(found) > 8
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return cache_place(tmp_path / "cache")

@@ -5,89 +5,24 @@ import errno
 import logging
 import os
 import shutil
-import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import uuid4
 
-import numpy as np
 import pytest
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-from diesel_fs.cache.shelves import ChunkKey, check_whole
+from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.cache.shelves import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
-from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import StoreWrapper
 
-STORE = UUID(int=7)
-Chunks = dict[ChunkKey, bytes]
-
-
-@pytest.fixture(scope="module")
-def chunks(repository: Repository) -> Chunks:
-    """Whole chunks of about 64 KiB."""
-    view = repository.view("ds")
-    found = {}
-    for chunk in view.chunk_ids:
-        key = ChunkKey(view.identity, chunk)
-        found[key] = bytes(repository.objects.get(chunk_object(*key)))
-    assert len(found) > 8
-    return found
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return cache_place(tmp_path / "cache")
-
-
-def shelf_at(place: Path, limit_bytes: int = 1 << 30) -> DiskShelf:
-    return DiskShelf(place, STORE, limit_bytes)
-
-
-def put(shelf: DiskShelf, key: ChunkKey, content: bytes) -> None:
-    kept = shelf.reserve(key, len(content))
-    assert kept is not None
-    kept.fill(memoryview(content))
-
-
-def held(shelf: DiskShelf, key: ChunkKey) -> bytes | None:
-    found = shelf.find(key)
-    if found is None:
-        return None
-    with found:
-        room = bytearray(found.bytes)
-        found.read_into(0, memoryview(room))
-        return bytes(room)
-
-
-def file_of(place: Path, key: ChunkKey) -> Path:
-    (file,) = place.glob(f"*/{key.identity.hex}/{key.id.hex()}")
-    return file
-
-
-def files(place: Path) -> list[Path]:
-    return [path for path in place.glob("*/*/*") if path.name != ".used"]
-
-
-def counted(shelf: DiskShelf) -> int:
-    with shelf._locked() as marker:
-        return disk_shelf._counted(marker)
-
-
-def idle(place: Path) -> None:
-    """As if nobody had read for an hour."""
-    for path in place.glob("*/*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(path, (time.time() - 3600,) * 2)
+from .shelved import Chunks, counted, file_of, files, held, idle, put, shelf_at
 
 
 def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: Chunks) -> None:
@@ -493,128 +428,3 @@ def test_J4_a_file_system_that_becomes_read_only_still_serves(
                 shelf.reserve(other, len(more))
             assert held(shelf, key) == content
         shelf.drop(key)
-
-
-# Several processes
-
-WRITER = """if True:
-    import os, sys, random
-    from pathlib import Path
-    from uuid import UUID
-    from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-    from diesel_fs.cache.shelves import ChunkKey
-    from diesel_fs.errors import NoSpaceError
-    place, source, limit, seed = sys.argv[1:]
-    draw = random.Random(int(seed))
-    shelf = DiskShelf(cache_place(Path(place)), UUID(int=7), int(limit))
-    chunks = {}
-    for path in Path(source).iterdir():
-        identity, chunk = path.name.split(",")
-        chunks[ChunkKey(UUID(hex=identity), bytes.fromhex(chunk))] = path.read_bytes()
-    print("ready", flush=True)
-    while True:
-        key = draw.choice(list(chunks))
-        held = shelf.find(key)
-        if held is not None:
-            with held:
-                room = bytearray(held.bytes)
-                held.read_into(0, memoryview(room))
-                assert room == chunks[key]
-            if draw.random() < 0.3:
-                shelf.drop(key)
-            continue
-        try:
-            place = shelf.reserve(key, len(chunks[key]))
-        except NoSpaceError:
-            continue
-        if place is not None:
-            place.fill(memoryview(chunks[key])) if draw.random() < 0.9 else place.give_up()
-"""
-
-
-def test_J6_processes_that_share_a_folder_and_are_killed(
-    place: Path, chunks: Chunks, tmp_path: Path
-) -> None:
-    """At any moment all that is found is whole, the limit holds, and what the dead left goes."""
-    source = tmp_path / "chunks"
-    source.mkdir()
-    for key, content in chunks.items():
-        (source / f"{key.identity.hex},{key.id.hex()}").write_bytes(content)
-    limit = 6 * max(map(len, chunks.values()))
-    draw = np.random.default_rng(5)
-
-    def start(seed: int) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", textwrap.dedent(WRITER)]
-        command += [str(place), str(source), str(limit), str(seed)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    shelf = shelf_at(place, limit)
-    seen = 0
-    for number in range(8):
-        pair = [start(2 * number), start(2 * number + 1)]
-        until = time.monotonic() + draw.uniform(0.05, 0.4)
-        while time.monotonic() < until:
-            idle(place)  # else nothing goes
-            assert counted(shelf) <= limit
-            for key in chunks:
-                found = held(shelf_at_once(shelf), key)
-                assert found in (None, chunks[key])
-                seen += found is not None
-        ended = [process.poll() for process in pair]
-        for process in pair:
-            process.send_signal(signal.SIGKILL)
-            assert ended == [None, None], process.communicate(timeout=20)[1]
-            process.communicate(timeout=20)
-    assert seen > 20, "or this test shows nothing"
-    after = shelf_at(place, limit)
-    assert not [path for path in files(place) if path.name[0] == "."], "what the dead left"
-    assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
-    for path in files(place):
-        key = next(key for key in chunks if path.name == key.id.hex())
-        check_whole(key, memoryview(path.read_bytes()))
-
-
-def shelf_at_once(shelf: DiskShelf) -> DiskShelf:
-    """As a process that has checked nothing yet."""
-    shelf._known.clear()
-    return shelf
-
-
-def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
-    one, other = shelf_at(place), shelf_at(place)
-    assert not other.others_read()
-    one.note_reading(begins=True)
-    one.note_reading(begins=True)
-    assert other.others_read()
-    one.note_reading(begins=False)
-    assert other.others_read()
-    one.note_reading(begins=False)
-    assert not other.others_read()
-    one.note_reading(begins=True)
-    one.close()
-    assert not other.others_read()
-    one.note_reading(begins=False)
-    other.close()
-
-
-def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
-    place: Path, chunks: Chunks
-) -> None:
-    key, content = next(iter(chunks.items()))
-    dead = shelf_at(place)
-    reserved = dead.reserve(key, len(content))
-    assert isinstance(reserved, disk_shelf._FilePlace)
-    os.close(reserved._file)  # as a kill does
-    shelf = shelf_at(place)
-    for _ in range(3):
-        again = shelf.reserve(key, len(content))
-        assert isinstance(again, disk_shelf._FilePlace)
-        os.close(again._file)
-    assert counted(shelf) == len(content)
-    put(shelf, key, content)
-    assert counted(shelf) == len(content)

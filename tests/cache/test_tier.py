@@ -23,10 +23,8 @@ from diesel_fs.layout import chunk_object
 from diesel_fs.wire_values import PART, Parts
 
 from .conftest import Counting
-from .test_disk_shelf import Chunks, chunks, file_of, held, idle
+from .shelved import Chunks, file_of, held, idle
 from .test_merged_reads import Gate, until
-
-__all__ = ["chunks"]  # a fixture
 
 
 def part(chunk: ChunkId, start: int, size: int) -> Parts:

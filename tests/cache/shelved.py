@@ -1,0 +1,55 @@
+"""What tests of a disk shelf share."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from uuid import UUID
+
+from diesel_fs.cache import disk_shelf
+from diesel_fs.cache.disk_shelf import DiskShelf
+from diesel_fs.cache.shelves import ChunkKey
+
+STORE = UUID(int=7)
+Chunks = dict[ChunkKey, bytes]
+
+
+def shelf_at(place: Path, limit_bytes: int = 1 << 30) -> DiskShelf:
+    return DiskShelf(place, STORE, limit_bytes)
+
+
+def put(shelf: DiskShelf, key: ChunkKey, content: bytes) -> None:
+    kept = shelf.reserve(key, len(content))
+    assert kept is not None
+    kept.fill(memoryview(content))
+
+
+def held(shelf: DiskShelf, key: ChunkKey) -> bytes | None:
+    found = shelf.find(key)
+    if found is None:
+        return None
+    with found:
+        room = bytearray(found.bytes)
+        found.read_into(0, memoryview(room))
+        return bytes(room)
+
+
+def file_of(place: Path, key: ChunkKey) -> Path:
+    (file,) = place.glob(f"*/{key.identity.hex}/{key.id.hex()}")
+    return file
+
+
+def files(place: Path) -> list[Path]:
+    return [path for path in place.glob("*/*/*") if path.name != ".used"]
+
+
+def counted(shelf: DiskShelf) -> int:
+    with shelf._locked() as marker:
+        return disk_shelf._counted(marker)
+
+
+def idle(place: Path) -> None:
+    """As if nobody had read for an hour."""
+    for path in place.glob("*/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (time.time() - 3600,) * 2)
