@@ -1,0 +1,237 @@
+"""Eviction policies: what a cache takes in, and what it gives up. They decide and do nothing else.
+
+A **unit** is a run of entries that is kept or given up as one; a whole chunk is the simplest. Units
+are numbers, which mean the same on every node. Owned here: the interface, and the policies that
+know only the past. Not owned: bytes, tiers, and the budget, which the caller counts. Pure: the same
+events give the same answers on every machine; one thread at a time.
+
+A policy is a class and a line in `POLICIES`.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Units = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A unit of so many bytes is in the cache now."""
+
+    unit: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Went:
+    """A unit is in the cache no more, whoever decided that."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Somebody read of a unit, whether it was there or not."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A stream will use these units in this order, from now on; an empty plan is its end."""
+
+    stream: str
+    units: Units
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A stream has come to this position of its plan."""
+
+    stream: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What it took to get a unit from a tier, in seconds."""
+
+    unit: int
+    tier: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """How important a unit is to whoever trains; units of which nothing is heard have 1."""
+
+    unit: int
+    importance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Which other nodes hold a unit."""
+
+    unit: int
+    nodes: Sequence[int]
+
+
+Event = Came | Went | Used | Planned | Progress | Cost | Value | Elsewhere
+
+
+class EvictionPolicy(ABC):
+    """What a cache keeps."""
+
+    @abstractmethod
+    def hear(self, event: Event) -> None:
+        """Something happened. The events of one cache come in the order in which they happened; one
+        that a policy has no use for passes."""
+
+    @abstractmethod
+    def admits(self, unit: int, size: int, room: int) -> bool:
+        """Whether a unit of `size` bytes that is not in the cache is worth taking in, where `room`
+        bytes are free. It changes nothing: the caller may ask and not do it."""
+
+    @abstractmethod
+    def give_up(self, wanted: int) -> Sequence[int]:
+        """Units to be given up, the least worth first, that have `wanted` bytes together, or all
+        there are. It changes nothing: what is given up is told by `Went`."""
+
+    def home(self, unit: int, owner: int) -> int:
+        """The node that a unit belongs to; `owner` owns its chunk (`ownership.py`)."""
+        return owner
+
+
+class _Counted(EvictionPolicy):
+    """One that takes in whatever can be made room for."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._held = 0
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case Came(unit, size):
+                self._came(unit, size)
+            case Went(unit):
+                self._went(unit)
+            case Used(unit):
+                self._used(unit)
+
+    def admits(self, unit: int, size: int, room: int) -> bool:
+        return size <= room + self._held
+
+    def give_up(self, wanted: int) -> Sequence[int]:
+        chosen: list[int] = []
+        for unit in self._worst_first():
+            if wanted <= 0:
+                break
+            chosen.append(unit)
+            wanted -= self._sizes[unit]
+        return chosen
+
+    @abstractmethod
+    def _worst_first(self) -> Iterator[int]:
+        """All units in the cache."""
+
+    @abstractmethod
+    def _used(self, unit: int) -> None:
+        """A unit has been used, which need not be in the cache."""
+
+    def _came(self, unit: int, size: int) -> None:
+        self._held += size - self._sizes.get(unit, 0)
+        self._sizes[unit] = size
+
+    def _went(self, unit: int) -> None:
+        self._held -= self._sizes.pop(unit, 0)
+
+
+class LeastRecentlyUsed(_Counted):
+    """What has not been used for longest goes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def _worst_first(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def _came(self, unit: int, size: int) -> None:
+        super()._came(unit, size)
+        self._order[unit] = None
+        self._order.move_to_end(unit)
+
+    def _went(self, unit: int) -> None:
+        super()._went(unit)
+        self._order.pop(unit, None)
+
+    def _used(self, unit: int) -> None:
+        if unit in self._order:
+            self._order.move_to_end(unit)
+
+
+class LeastFrequentlyUsed(_Counted):
+    """What has been used least often since it came goes first; of these the longest unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uses: dict[int, int] = {}
+        self._by_uses: dict[int, OrderedDict[int, None]] = {}
+
+    def _worst_first(self) -> Iterator[int]:
+        for uses in sorted(self._by_uses):
+            yield from self._by_uses[uses]
+
+    def _came(self, unit: int, size: int) -> None:
+        super()._came(unit, size)
+        self._count(unit, self._uses.get(unit, 0))
+
+    def _went(self, unit: int) -> None:
+        super()._went(unit)
+        self._leave(unit)
+        self._uses.pop(unit, None)
+
+    def _used(self, unit: int) -> None:
+        if unit in self._uses:
+            self._count(unit, self._uses[unit] + 1)
+
+    def _count(self, unit: int, uses: int) -> None:
+        self._leave(unit)
+        self._uses[unit] = uses
+        self._by_uses.setdefault(uses, OrderedDict())[unit] = None
+
+    def _leave(self, unit: int) -> None:
+        uses = self._uses.get(unit)
+        if uses is not None:
+            same = self._by_uses[uses]
+            same.pop(unit, None)
+            if not same:
+                del self._by_uses[uses]
+
+
+class FirstComeStays(EvictionPolicy):
+    """What is in stays in: each epoch hits what fits, where LRU may hit nothing (the cache MinIO of
+    CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
+
+    def hear(self, event: Event) -> None:
+        """Nothing changes its mind."""
+
+    def admits(self, unit: int, size: int, room: int) -> bool:
+        return size <= room
+
+    def give_up(self, wanted: int) -> Sequence[int]:
+        return []
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "none": FirstComeStays,
+}
+"""By the names that `--evict` takes."""

@@ -1,0 +1,150 @@
+"""Laws of every eviction policy, and what each is known for."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diesel_fs.cache.policy import (
+    POLICIES,
+    Came,
+    Cost,
+    Elsewhere,
+    Event,
+    EvictionPolicy,
+    Planned,
+    Progress,
+    Used,
+    Value,
+    Went,
+)
+
+EVERY = pytest.mark.parametrize("name", [*POLICIES])
+
+UNITS = st.integers(0, 8)
+SIZES = st.integers(1, 50)
+EVENTS = st.one_of(
+    st.builds(Came, UNITS, SIZES),
+    st.builds(Went, UNITS),
+    st.builds(Used, UNITS),
+    st.builds(Planned, st.just("s"), st.lists(UNITS).map(lambda each: np.array(each, np.int64))),
+    st.builds(Progress, st.just("s"), st.integers(0, 9)),
+    st.builds(Cost, UNITS, st.sampled_from(["peer", "store"]), st.floats(0, 1)),
+    st.builds(Value, UNITS, st.floats(0, 1)),
+    st.builds(Elsewhere, UNITS, st.lists(st.integers(0, 3)).map(tuple)),
+)
+
+
+def told(name: str, events: Sequence[Event]) -> EvictionPolicy:
+    policy = POLICIES[name]()
+    for event in events:
+        policy.hear(event)
+    return policy
+
+
+def held_after(events: Sequence[Event]) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Came):
+            held[event.unit] = event.bytes
+        elif isinstance(event, Went):
+            held.pop(event.unit, None)
+    return held
+
+
+@EVERY
+@given(events=st.lists(EVENTS, max_size=40), wanted=st.integers(-5, 300))
+def test_only_what_is_held_is_given_up_and_no_more_than_it_takes(
+    name: str, events: list[Event], wanted: int
+) -> None:
+    policy, held = told(name, events), held_after(events)
+    chosen = policy.give_up(wanted)
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= set(held)
+    given_up = [held[unit] for unit in chosen]
+    if name != "none":
+        assert sum(given_up) >= min(wanted, sum(held.values()))
+    assert sum(given_up[:-1]) < max(wanted, 1)
+
+
+@EVERY
+@given(events=st.lists(EVENTS, max_size=40), unit=UNITS, size=SIZES, room=st.integers(0, 60))
+def test_what_is_admitted_can_be_made_room_for(
+    name: str, events: list[Event], unit: int, size: int, room: int
+) -> None:
+    policy, held = told(name, events), held_after(events)
+    if policy.admits(unit, size, room):
+        assert room + sum(held[each] for each in policy.give_up(size - room)) >= size
+
+
+@EVERY
+@given(events=st.lists(EVENTS, max_size=40), wanted=st.integers(0, 300))
+def test_answers_depend_on_events_alone_and_change_nothing(
+    name: str, events: list[Event], wanted: int
+) -> None:
+    one, other = told(name, events), told(name, events)
+    first = list(one.give_up(wanted))
+    one.admits(1, 10, 0)
+    assert [list(one.give_up(wanted)), list(other.give_up(wanted))] == [first, first]
+
+
+@EVERY
+def test_a_unit_belongs_to_the_owner_of_its_chunk(name: str) -> None:
+    assert POLICIES[name]().home(5, 3) == 3
+
+
+FULL: list[Event] = [Came(unit, 10) for unit in range(4)]
+
+
+def test_lru_gives_up_what_was_not_used_for_longest() -> None:
+    policy = told("lru", [*FULL, Used(0), Used(2), Used(99)])
+    assert list(policy.give_up(25)) == [1, 3, 0]
+
+
+def test_lfu_gives_up_what_was_used_least() -> None:
+    policy = told("lfu", [*FULL, Used(0), Used(0), Used(1), Used(2), Used(1)])
+    assert list(policy.give_up(40)) == [3, 2, 0, 1]
+    policy.hear(Went(0))
+    policy.hear(Came(0, 10))  # it begins anew
+    assert list(policy.give_up(20)) == [3, 0]
+
+
+def test_none_keeps_what_came_first() -> None:
+    policy = told("none", FULL)
+    assert policy.give_up(40) == []
+    assert policy.admits(9, 10, 10)
+    assert not policy.admits(9, 10, 9)
+
+
+def hits(name: str, epochs: int, units: int, capacity: int, seed: int = 0) -> float:
+    """The share of reads that hit, in the last of some epochs in random order, of a cache that
+    holds `capacity` units."""
+    policy, held, found = POLICIES[name](), set[int](), 0
+    for epoch in range(epochs):
+        found = 0
+        for unit in np.random.default_rng([seed, epoch]).permutation(units).tolist():
+            policy.hear(Used(unit))
+            if unit in held:
+                found += 1
+            elif policy.admits(unit, 1, capacity - len(held)):
+                for gone in policy.give_up(1 + len(held) - capacity):
+                    held.discard(gone)
+                    policy.hear(Went(gone))
+                held.add(unit)
+                policy.hear(Came(unit, 1))
+            assert len(held) <= capacity
+    return found / units
+
+
+def test_hits_in_random_order_are_those_of_the_theory() -> None:
+    """Half of the units fit. What stays hits each time: a half. LRU hits where fewer than half of
+    the units were used between two uses of one, whose places in the two epochs are uniform."""
+    units, capacity = 4_000, 2_000
+    assert hits("none", 3, units, capacity) == 0.5
+    x = np.random.default_rng(1)
+    first, second = x.random(200_000), x.random(200_000)
+    # Those behind it in the first epoch, and of those before it in the second the others
+    distinct = (1 - first) + second * first
+    assert hits("lru", 3, units, capacity) == pytest.approx(np.mean(distinct < 0.5), abs=0.03)
