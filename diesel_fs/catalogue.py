@@ -70,11 +70,11 @@ class Catalogue:
         return True
 
     def dying(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name of which objects are left."""
+        """Deleted datasets of this name of which objects are left, be it of a writer that had not
+        heard of it."""
         for identity in self._identities():
-            with suppress(CorruptError):
-                described = self._described(identity)
-                if described and described[0] == name and self.is_deleted(identity):
+            with suppress(ObjectMissing):
+                if self._objects.get(deleted_object(identity)) == name.encode():
                     yield identity
 
     def add(self, name: str, identity: UUID, created_ns: int) -> None:

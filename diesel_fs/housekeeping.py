@@ -7,10 +7,8 @@ go on. Whatever ends it, at any step: nothing is lost, and the next purge goes o
 """
 
 import logging
-import os
-import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Self
@@ -18,15 +16,15 @@ from uuid import UUID
 
 from .catalogue import DatasetInfo
 from .chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header
-from .chunk_id import chunk_id_text
+from .chunk_id import LOWEST, chunk_id_text
 from .entries import ChunkId
-from .errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
+from .errors import DieselError, FormatError, NoSpaceError, NoSuchDataset, ObjectMissing
 from .layout import chunk_object, dataset_prefix
 from .leases import (
     EVERY_VERSION,
     Policy,
     PurgeLease,
-    is_alive,
+    is_abandoned,
     leased_versions,
     leases,
     read_policy,
@@ -38,7 +36,6 @@ from .repository import Repository, Tell, WriteSession
 from .rewriting import Rewriter
 from .snapshots import GRACE_S
 from .storage.metadata import ChunkRecord
-from .storage.objects import Leftover
 from .tombstones import Standing, all_gone, due, old_enough, standing
 
 log = logging.getLogger("diesel.housekeeping")
@@ -50,8 +47,7 @@ UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
 """Smaller chunks are merged: requests and listings cost by the chunk."""
 
 LEFTOVER_AGE_S = 86_400
-FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""Of another host nobody can say whether a process lives; no object takes a week to write."""
+"""A process number may be of a container with the same host name."""
 
 _ENDED_LEASE_AGE_S = 86_400
 _LOOK_AT_LEASES_S = 10.0
@@ -145,7 +141,7 @@ def purge(
     """Purge a dataset; what was done before an error is done, and nothing is lost.
 
     Raises NoSuchDataset, BusyError where another purge is under way, NoSpaceError where new chunks
-    find no room.
+    find no room (old ones that can go have been deleted then).
     """
     options = options or PurgeOptions()
     there = repository.elsewhere("purge", name, options.to_message(), tell)
@@ -230,7 +226,10 @@ class _Purge:
         self._counts = _Counts()
         self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
         self._due: dict[ChunkId, set[int]] = {}
-        self._listing_is_whole = True
+        self._copied: set[ChunkId] = set()  # would be, if this did more than look
+        self._were = frozenset(self._shelf.versions(self._identity))
+        self._removed: set[int] = set()  # versions
+        self._is_whole = True  # all that the metadata names is there, and listed
         self._policy, self._grace_s = self._policies()
 
     def _policies(self) -> tuple[Policy, float]:
@@ -254,11 +253,21 @@ class _Purge:
         used = usage(self._repository.view(self._info.name))
         self._find_due(records, used, began_s)
         chosen = self._choose(records, used)
-        rewriter = self._rewrite(chosen) if self._session is not None else None
+        rewriter, full = None, None
+        try:
+            if self._session is not None:
+                rewriter = self._rewrite(chosen)
+            else:
+                self._copied.update(record.id for record in chosen)
+        except NoSpaceError as error:
+            full = error  # what can go makes room
         self._publish()
         self._give_back()
         self._sweep()
         counts = self._counts
+        if full is not None:
+            full.advice = "what could go was deleted: run it again" if counts.deleted else ""
+            raise full
         return PurgeReport(
             rewritten=counts.rewritten,
             unused_bytes=counts.unused_bytes,
@@ -318,15 +327,14 @@ class _Purge:
     def _find_due(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage], began_s: float
     ) -> None:
-        """Which tombstones are not needed any more; and whether the listing can be trusted."""
+        """Which tombstones are not needed any more; and whether anything may be deleted."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_names(self._identity))
-        for chunk in known - listed:
-            with suppress(ObjectMissing):
-                self._objects.stat(chunk_object(self._identity, chunk))
-                self._listing_is_whole = False
-                self._note(f"the listing lacks chunk {chunk_id_text(chunk)}: nothing is deleted")
-                return
+        self._is_whole = self._all_are_there(
+            record for record in records if record.id not in listed
+        )
+        if not self._is_whole:
+            return
         found: dict[bytes, Standing] = {}
         for record in records:
             files = used.get(record.id, Usage(0, 0)).places
@@ -343,6 +351,25 @@ class _Purge:
             return
         suspects = [record.id for record in records if record.holes] + sorted(listed - known)
         self._due = due(old, suspects, self._header)
+
+    def _all_are_there(self, records: Iterable[ChunkRecord]) -> bool:
+        """Whether chunks that were not listed are missed by nobody. Else the listing is short, or
+        the store was put back to what it was: then an empty chunk may hold the only copies."""
+        for record in records:
+            text = chunk_id_text(record.id)
+            try:
+                self._objects.stat(chunk_object(self._identity, record.id))
+            except ObjectMissing:
+                if record.holes == record.entries:
+                    continue  # of a deletion that was interrupted
+                self._note(
+                    f"chunk {text} is lost: nothing is deleted; `dlcmd verify` says what was in it,"
+                    " `dlcmd recover` goes by the chunks that are there"
+                )
+            else:
+                self._note(f"the listing lacks chunk {text}: nothing is deleted")
+            return False
+        return True
 
     def _forgotten_are_gone(self, known: Collection[ChunkId]) -> bool:
         """Whether what kept versions know, and the metadata no more, is not in the store."""
@@ -423,18 +450,21 @@ class _Purge:
 
     def _give_back(self) -> None:
         """Remove versions and chunks that nobody needs: metadata first, objects later."""
-        marker = self._meta.marker(self._info.name)
+        newest = LOWEST if self._copied else self._meta.marker(self._info.name).newest
         empty = {
             record.id: record
             for record in self._meta.chunks(self._identity)
-            if self._dead(record) == record.entries
+            if (self._dead(record) == record.entries or record.id in self._copied)
             and record.id not in self._left_alone
-            and record.id != marker.newest
+            and record.id != newest
         }
         now_s = time.time()
         leased = leased_versions(self._objects, self._identity, now_s)
-        versions = self._expire(leased)
-        pins = Pins(self._shelf, self._identity, empty)
+        now_us = int(now_s * 1e6)
+        # Where this only looks: what it would publish
+        coming = {now_us: now_us} if self._copied else {}
+        versions = self._expire(leased, coming)
+        pins = Pins(self._shelf, self._identity, empty, now_us)
 
         def free() -> frozenset[ChunkId]:
             before_us = int((now_s - self._grace_s) * 1e6)
@@ -442,15 +472,16 @@ class _Purge:
             return pins.free(versions, there, before_us)
 
         going: list[ChunkId] = []
-        if self._listing_is_whole:
+        if self._is_whole:
             try:
                 going = sorted(chunk for chunk in free() if self._may_go(chunk))
             except (FormatError, ObjectMissing) as error:
                 self._note(f"nothing is deleted, since a kept version cannot be read: {error}")
         if self._session is not None:
             going = self._delete(going, free)
-        if self._session is not None and going:  # another has been published since
-            self._expire(leased_versions(self._objects, self._identity, time.time()))
+        if going:  # another has been published since
+            leased = leased_versions(self._objects, self._identity, time.time())
+            self._expire(leased, {**coming, now_us + 1: now_us} if self._session is None else {})
         self._counts.deleted = len(going)
         self._counts.deleted_bytes = sum(empty[chunk].object_bytes for chunk in going)
         self._counts.tombstones = sum(len(self._due.get(chunk, ())) for chunk in going)
@@ -467,20 +498,24 @@ class _Purge:
             return True
         return self._readable(chunk) is not None
 
-    def _expire(self, leased: Collection[int]) -> list[int]:
-        """Remove versions that need not be kept; those that are left, ascending."""
-        versions = self._shelf.versions(self._identity)
-        stay = self._shelf.staying(self._identity, versions, self._policy, self._grace_s)
-        going = [version for version in versions if version not in stay and version not in leased]
-        if EVERY_VERSION in leased:
-            going = []
-        if self._session is not None:
-            for version in going:
+    def _expire(self, leased: Collection[int], coming: Mapping[int, int]) -> dict[int, int]:
+        """Remove versions that need not be kept; those that are left, and when they came."""
+        there = self._shelf.published(self._identity)
+        stay = self._shelf.staying(self._identity, there, self._policy, self._grace_s, coming)
+        stay.update(leased)
+        left = {**there, **coming}
+        going = set(left).difference(stay)
+        if EVERY_VERSION in leased or not self._is_whole:
+            going = set()
+        for version in sorted(going):
+            if self._session is not None:
                 self._check()
                 self._shelf.remove(self._identity, version)
-        self._counts.versions_removed += len(going)
-        self._counts.versions_kept = len(versions) - len(going)
-        return sorted(set(versions).difference(going))
+            del left[version]
+        self._removed |= going
+        self._counts.versions_removed = len(self._removed & self._were)
+        self._counts.versions_kept = len(left)
+        return left
 
     def _delete(
         self, going: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
@@ -489,10 +524,7 @@ class _Purge:
         if not going:
             return []
         self._check()
-        plain = [chunk for chunk in going if chunk not in self._due]
-        forgotten = self._meta.forget(self._identity, plain)
-        dead = [chunk for chunk in going if chunk in self._due]
-        forgotten |= self._meta.forget(self._identity, dead, tombstones=True)
+        forgotten = self._forget(going)
         self._publish()
         done = list[ChunkId]()
         for chunk in self._one_by_one(sorted(forgotten), free):
@@ -504,9 +536,16 @@ class _Purge:
                 self._note(f"chunk {chunk_id_text(chunk)} was deleted, and is still there")
         again = {record.id for record in self._meta.chunks(self._identity)}.intersection(done)
         if again:  # a rebuild had read them before they went
-            self._meta.forget(self._identity, again)
+            self._forget(again)
             self._publish()
         return done
+
+    def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
+        """Let the metadata store forget chunks, with the tombstones that are due."""
+        plain = [chunk for chunk in chunks if chunk not in self._due]
+        dead = [chunk for chunk in chunks if chunk in self._due]
+        forgotten = self._meta.forget(self._identity, plain)
+        return forgotten | self._meta.forget(self._identity, dead, tombstones=True)
 
     def _one_by_one(
         self, chunks: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
@@ -526,7 +565,7 @@ class _Purge:
         """Remove leases that ended long ago, and what dead writers have left half done."""
         now_s = time.time()
         for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
-            if _is_dead(leftover, now_s):
+            if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
                 self._counts.leftovers += 1
                 if self._session is not None:
                     self._check()
@@ -538,12 +577,3 @@ class _Purge:
                 self._check()
                 with suppress(DieselError):
                     self._objects.delete(name)
-
-
-def _is_dead(leftover: Leftover, now_s: float) -> bool:
-    """Whether nobody will finish a leftover."""
-    age_s = now_s - leftover.modified_ns / 1e9
-    host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
-    if leftover.host == host:
-        return age_s > LEFTOVER_AGE_S and not is_alive(leftover.pid)
-    return age_s > FOREIGN_LEFTOVER_AGE_S

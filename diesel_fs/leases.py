@@ -11,6 +11,7 @@ hinders nobody: the grace period covers its reader.
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -29,11 +30,13 @@ from .errors import (
     DieselError,
     ObjectExists,
     ObjectMissing,
+    ObjectStoreRefused,
     PermissionDenied,
+    TruncatedError,
     UsageError,
 )
 from .layout import lease_object, lease_prefix
-from .storage.objects import ObjectStore
+from .storage.objects import Leftover, ObjectInfo, ObjectStore
 
 log = logging.getLogger("diesel.leases")
 
@@ -46,8 +49,14 @@ RENEW_S = 150.0
 LEASE_ALLOWANCE_S = 300.0
 """By how much the clocks of hosts may differ."""
 
+CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
+"""By how much that of a purge may be ahead of the object store's."""
+
 UNREADABLE_S = 86_400.0
 """For how long a lease that nobody can read holds everything."""
+
+FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
+"""Of another host nobody can say whether a process lives; no object takes a week to write."""
 
 EVERY_VERSION = 0
 """The version of a lease that cannot be read."""
@@ -94,9 +103,16 @@ class Lease:
             raise ValueError("other fields than a lease's")
         return cls(**values)
 
-    def holds(self, now_s: float) -> bool:
-        """Whether it has not ended: not by its time, nor with its process as far as one can see."""
-        return self.until + LEASE_ALLOWANCE_S > now_s and not self.holder_is_dead
+    def holds(self, now_s: float, written_s: float) -> bool:
+        """Whether it has not ended: not by its time, nor with its process as far as one can see.
+
+        `written_s`: by the clock of the store. It counts, too, since that of the holder may be
+        wrong: behind, then `until` is over too early, or ahead, then it is no time of a lease.
+        """
+        end_s = written_s + LEASE_S
+        if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
+            end_s = self.until
+        return end_s + LEASE_ALLOWANCE_S > now_s and not self.holder_is_dead
 
     @property
     def holder_is_dead(self) -> bool:
@@ -113,6 +129,15 @@ def is_alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
+    """Whether nobody will finish a leftover: it is as old as that, and its writer dead."""
+    written_s = leftover.modified_ns / 1e9
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
+    if leftover.host == host:
+        return now_s - written_s > age_s and not is_alive(leftover.pid)
+    return now_s - written_s > FOREIGN_LEFTOVER_AGE_S
 
 
 @cache
@@ -215,14 +240,24 @@ def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple
         name = info.name.removeprefix(prefix)
         if name in (PURGE, POLICY):
             continue
+        with suppress(ObjectMissing):
+            lease, holds = _look(objects, info, now_s)
+            yield info.name, lease, holds
+
+
+def _look(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
+    """What a lease says and whether it holds; for a day where it cannot be read."""
+    while True:
+        written_s = info.modified_ns / 1e9
         try:
             lease = Lease.from_json(objects.get(info.name, 0, min(info.bytes, _BYTES_MAX)))
-        except ObjectMissing:
-            continue
-        except (ValueError, RecursionError):
-            until = info.modified_ns / 1e9 + UNREADABLE_S
-            lease = Lease("", EVERY_VERSION, until, "", "", "", 0)
-        yield info.name, lease, lease.holds(now_s)
+            return lease, lease.holds(now_s, written_s)
+        except (ValueError, RecursionError, TruncatedError):
+            before, info = info, objects.stat(info.name)
+            if (info.bytes, info.modified_ns) == (before.bytes, before.modified_ns):
+                until = written_s + UNREADABLE_S
+                return Lease("", EVERY_VERSION, until, "", "", "", 0), until > now_s
+            # It was renewed in between, with another length
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
@@ -261,6 +296,7 @@ class PurgeLease:
                 continue
             lease._renewed_s = renewed_s
             lease.check()
+            lease._check_clock()
             threading.Thread(target=lease._renew, name="diesel-purge", daemon=True).start()
             return lease
         raise BusyError("another purge of this dataset is under way", advice="try again later")
@@ -271,10 +307,29 @@ class PurgeLease:
             raise _lost()
         try:
             found = Lease.from_json(self._objects.get(self._name))
-        except (ObjectMissing, ValueError):
+        except (ObjectMissing, ValueError, RecursionError):
             raise _lost() from None
         if found.token != self._token:
             raise _lost()
+
+    def _check_clock(self) -> None:
+        """Raise ObjectStoreRefused, and end, where this host's clock is ahead: to it, leases that
+        hold would be over, and young versions and tombstones old."""
+        ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
+        if ahead_s > CLOCK_AHEAD_S_MAX:
+            self._end()
+            raise ObjectStoreRefused(
+                f"the clock of this host is {ahead_s:.0f} s ahead of the object store's",
+                advice="set it right: purge goes by it",
+            )
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        with suppress(DieselError):
+            self.check()
+            self._objects.delete(self._name)
 
     def __enter__(self) -> Self:
         return self
@@ -285,12 +340,7 @@ class PurgeLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        with suppress(DieselError):
-            self.check()
-            self._objects.delete(self._name)
+        self._end()
 
     def _renew(self) -> None:
         with self._changed:
@@ -311,30 +361,22 @@ class PurgeLease:
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
     """Whether a purge of a dataset holds its lease."""
     try:
-        return _read(objects, lease_object(identity, PURGE)).holds(time.time())
+        _, holds = _look(objects, objects.stat(lease_object(identity, PURGE)), time.time())
     except ObjectMissing:
         return False
-
-
-def _read(objects: ObjectStore, name: str) -> Lease:
-    """A lease; one that cannot be read holds for a day. Raises ObjectMissing."""
-    try:
-        return Lease.from_json(objects.get(name))
-    except (ValueError, RecursionError):
-        until = objects.stat(name).modified_ns / 1e9 + UNREADABLE_S
-        return Lease("", EVERY_VERSION, until, "", "", "", 0)
+    return holds
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
     """Remove a purge's lease that has ended. Raises BusyError where it has not."""
     try:
-        found = _read(objects, name)
+        found, holds = _look(objects, objects.stat(name), time.time())
     except ObjectMissing:
         return
-    if found.holds(time.time()):
+    if holds:
+        who = f" (process {found.pid} on {found.host})" if found.host else ""
         raise BusyError(
-            f"a purge of this dataset is under way (process {found.pid} on {found.host})",
-            advice="try again when it has ended",
+            f"a purge of this dataset is under way{who}", advice="try again when it has ended"
         )
     objects.delete(name)
 

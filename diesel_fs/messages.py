@@ -15,6 +15,7 @@ from typing import NoReturn, TypeAlias
 import msgpack
 
 from .errors import CorruptError, DieselError, UsageError, revived
+from .names import shown
 
 Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
 Message: TypeAlias = dict[str, Value]
@@ -194,8 +195,12 @@ def described(error: DieselError) -> Message:
 
 
 def error_in(answer: Message) -> DieselError | None:
-    """The error that an answer is, or None."""
+    """The error that an answer is, or None. Its words are short and without control characters:
+    they go to people's terminals."""
     if "error" not in answer:
         return None
-    name, message, advice = (str(answer.get(key, "")) for key in ("error", "message", "advice"))
+    name, message, advice = (
+        shown(str(answer.get(key, ""))[:TEXT_MAX].encode("utf-8", "replace"))
+        for key in ("error", "message", "advice")
+    )
     return revived(name, message, advice)

@@ -91,6 +91,7 @@ TABLE = (
     Metric("diesel_chunks_accepted_total", "counter", "Chunks that were put and committed.", {}),
     Metric("diesel_commits_total", "counter", "Commits; one may bring several chunks.", {}),
     Metric("diesel_uploaded_bytes_total", "counter", "Bytes of chunks that were accepted.", {}),
+    Metric("diesel_worker_beats_total", "counter", "Signs of life of the workers' loops.", {}),
 )
 
 PARENT_TABLE = (

@@ -6,7 +6,7 @@ deleted (`housekeeping.py`). Blocking; one thread.
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
@@ -26,7 +26,7 @@ from .layout import (
     snapshot_prefix,
     version_of_object,
 )
-from .leases import EVERY_VERSION, leased_versions
+from .leases import EVERY_VERSION, is_abandoned, leased_versions
 from .snapshot import Indices, Snapshot
 from .snapshots import SnapshotShelf
 from .storage.objects import ObjectStore
@@ -69,22 +69,28 @@ def usage(view: Snapshot) -> dict[ChunkId, Usage]:
 
 
 class Pins:
-    """Which of some candidates, all of them empty by now, nobody needs any more."""
+    """Which of some candidates, all of them empty by now, nobody needs any more.
 
-    def __init__(self, shelf: SnapshotShelf, identity: UUID, candidates: Iterable[ChunkId]) -> None:
+    `coming`: a version that is only planned; they are empty in it, too.
+    """
+
+    def __init__(
+        self, shelf: SnapshotShelf, identity: UUID, candidates: Iterable[ChunkId], coming: int = 0
+    ) -> None:
         self._shelf = shelf
         self._identity = identity
         self._candidates = frozenset(candidates)
-        self._known: dict[int, tuple[frozenset[ChunkId], frozenset[ChunkId]]] = {}
+        self._known = {coming: (self._candidates, frozenset[ChunkId]())}
 
     def free(
-        self, versions: Sequence[int], leased: Collection[int], before_us: int
+        self, versions: Mapping[int, int], leased: Collection[int], before_us: int
     ) -> frozenset[ChunkId]:
-        """Those that may go, by the versions that are there (ascending) and that are leased, where
-        whoever opened one before `before_us` has had his time. Raises FormatError where a version
-        cannot be read, and ObjectMissing where it has gone since: nobody knows what it pins.
+        """Those that may go, by the versions that are there (ascending, and since when) and those
+        that are leased, where readers from before `before_us` have had their time. Raises
+        FormatError where a version cannot be read, and ObjectMissing where it has gone since:
+        nobody knows what it pins.
         """
-        settled = {max((v for v in versions if v <= before_us), default=0)}
+        settled = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
             if version not in versions:
                 settled.add(max((v for v in versions if v <= version), default=0))
@@ -116,7 +122,8 @@ class Deletion:
 
 
 def remove_dataset(objects: ObjectStore, shelf: SnapshotShelf, identity: UUID) -> Deletion:
-    """Remove the objects of a dataset that is marked as deleted; what leases pin is left.
+    """Remove the objects of a dataset that is marked as deleted; what leases pin is left, and what
+    somebody is writing.
 
     Repeatable: the object with its name goes last, by which the rest is found.
     """
@@ -137,6 +144,11 @@ def remove_dataset(objects: ObjectStore, shelf: SnapshotShelf, identity: UUID) -
         else:
             objects.delete(name)
             removed += 1
+    for leftover in objects.leftovers(dataset_prefix(identity)):
+        if is_abandoned(leftover, time.time(), 0):
+            objects.discard(leftover)
+        else:
+            left += 1
     if not left and not leased:
         objects.delete(dataset_object(identity))
     return Deletion(removed, left)

@@ -6,7 +6,7 @@ them again, `verify` folds them beside the live metadata and compares. Blocking;
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from .chunk import Header, damaged, parse_header, parse_preamble
 from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
 from .entries import ChunkId, shown
 from .errors import (
+    BusyError,
     DieselError,
     FormatError,
     MetadataBehind,
@@ -105,7 +106,7 @@ def recover(
         # A chunk may have been sealed so long before its commit, by a clock that was behind
         since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
         for batch in _batches(repository, info, since, known, findings, tell):
-            meta.commit(info.identity, batch)
+            repository.commit_batches(info.identity, batch)
     repository.publish(name, full=True)
     marker = meta.marker(name)
     findings.files, findings.bytes = marker.files, marker.bytes
@@ -122,7 +123,12 @@ def _batches(
 ) -> Iterator[Batch]:
     """What the chunks since an ID bring. They are listed when the first is asked for, which a
     rebuild does inside its transaction: a put acknowledged before it is among them."""
-    chunks = list(repository.chunk_names(info.identity, since))
+    listed = set(repository.chunk_names(info.identity, since))
+    for chunk in known - listed:
+        if chunk > since and _is_there(repository, info.identity, chunk):
+            findings.notes.append(f"the listing lacks chunk {chunk_id_text(chunk)}, which is there")
+            listed.add(chunk)
+    chunks = sorted(listed)
     for done, (chunk, header) in enumerate(_headers(repository, info.identity, chunks, findings)):
         tell(done, len(chunks))
         try:
@@ -140,46 +146,132 @@ def verify(
 ) -> Findings:
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
-    Changes nothing, and may run beside a put. Raises NoSuchDataset.
+    Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset, BusyError.
     """
     how: Message = {"headers_only": headers_only}
     if (there := repository.elsewhere("verify", name, how, tell)) is not None:
         return Findings.from_message(there)
     info = repository.dataset(name)
     findings = Findings()
-    live = _live(repository, info, findings)  # before the listing: what comes later is no orphan
-    known = {chunk.id for chunk in live.chunks} if live else None
-    chunks = list(repository.chunk_names(info.identity))
     with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
         scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
         try:
             scratch.create(name, info.identity)
-            for done, (chunk, header) in enumerate(
-                _headers(repository, info.identity, chunks, findings, bodies=not headers_only)
-            ):
-                tell(done, len(chunks))
-                findings.entries += len(header)
-                if known is None or chunk in known:
-                    scratch.commit(info.identity, batch_of(header))
-                else:
-                    _unindexed(chunk, len(header), findings)
+            check = _Check(repository, info, findings, scratch, headers_only=headers_only)
+            check.run(tell)
             folded = scratch.changes(info.identity, 0)
         finally:
             scratch.close()
-    if live is not None:
-        lost = sorted({chunk.id for chunk in live.chunks}.difference(chunks))
-        records = repository.meta.chunks(info.identity) if lost else []
-        empty = {record.id for record in records if record.holes == record.entries}
-        for chunk in lost:
-            text = f"lost chunk {chunk_id_text(chunk)}: metadata names it, the store has it not"
-            if chunk in empty:
-                findings.notes.append(f"{text}; nothing is in it, and the next purge forgets it")
-            else:
-                findings.problems.append(text)
-        _compare(live, folded, findings)
+    if check.live is not None:
+        _name_absent(repository, info.identity, check.absent, check.seen, findings)
+        _compare(check.live, folded, findings)
     findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
     _look_around(repository, info, findings)
     return findings
+
+
+_ROUNDS = 5
+
+
+class _Check:
+    """Reads each chunk once, and folds those that the metadata store knows into `scratch`.
+
+    A purge that goes on meanwhile deletes what the metadata store knew at the beginning. What it
+    knows then counts, and what has come since is read, too.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        info: DatasetInfo,
+        findings: Findings,
+        scratch: SqliteMetadata,
+        *,
+        headers_only: bool,
+    ) -> None:
+        self.live: Changes | None = None
+        self.seen: set[ChunkId] = set()  # listed
+        self.absent: set[ChunkId] = set()  # known, and not folded
+        self._repository = repository
+        self._info = info
+        self._findings = findings
+        self._scratch = scratch
+        self._headers_only = headers_only
+        self._entries: dict[ChunkId, int] = {}  # of unknown chunks
+        self._folded: set[ChunkId] = set()
+
+    def run(self, tell: Tell) -> None:
+        """Raises BusyError where purges go by faster than this."""
+        for _ in range(_ROUNDS):
+            # Before the listing: what comes later is no orphan
+            self.live = _live(self._repository, self._info, self._findings)
+            known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
+            self._read(known, tell)
+            self.absent = known - self._folded
+            if not self.absent or not self._are_forgotten(self.absent):
+                break
+        else:
+            raise BusyError(f"{self._info.name!r} is being purged", advice="verify it afterwards")
+        for chunk, entries in sorted(self._entries.items()):
+            _unindexed(chunk, entries, self._findings)
+
+    def _read(self, known: Collection[ChunkId], tell: Tell) -> None:
+        identity, findings = self._info.identity, self._findings
+        for chunk in sorted(self._entries.keys() & known):  # of a put under way, then
+            with suppress(FormatError, ObjectMissing):
+                self._fold(self._repository.read_header(identity, chunk))
+                del self._entries[chunk]
+        listed = self._repository.chunk_names(identity)
+        chunks = [chunk for chunk in listed if chunk not in self.seen]
+        self.seen.update(chunks)
+        bodies = not self._headers_only
+        headers = _headers(self._repository, identity, chunks, findings, bodies=bodies)
+        for done, (chunk, header) in enumerate(headers):
+            tell(done, len(chunks))
+            findings.entries += len(header)
+            if self.live is None or chunk in known:
+                self._fold(header)
+            else:
+                self._entries[chunk] = len(header)
+
+    def _fold(self, header: Header) -> None:
+        self._scratch.commit(self._info.identity, batch_of(header))
+        self._folded.add(header.preamble.id)
+
+    def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
+        """Whether the metadata store does not know all of these any more."""
+        known = self._repository.meta.chunks(self._info.identity)
+        return not {record.id for record in known}.issuperset(chunks)
+
+
+def _name_absent(
+    repository: Repository,
+    identity: UUID,
+    absent: Collection[ChunkId],
+    listed: Collection[ChunkId],
+    findings: Findings,
+) -> None:
+    """Name those chunks of the metadata that could not be read because they are not there."""
+    records = repository.meta.chunks(identity) if absent else []
+    empty = {record.id for record in records if record.holes == record.entries}
+    for chunk in sorted(absent):
+        if _is_there(repository, identity, chunk):
+            if chunk not in listed:  # else it is damaged, and named
+                findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
+            continue
+        text = f"lost chunk {chunk_id_text(chunk)}: metadata names it, the store has it not"
+        if chunk in empty:
+            findings.notes.append(f"{text}; nothing is in it, and the next purge forgets it")
+        else:
+            findings.problems.append(text)
+
+
+def _is_there(repository: Repository, identity: UUID, chunk: ChunkId) -> bool:
+    try:
+        repository.objects.stat(chunk_object(identity, chunk))
+    except ObjectMissing:
+        return False
+    return True
 
 
 def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Changes | None:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Self
 from uuid import UUID
 
@@ -150,12 +151,14 @@ class RemoteRepository(Repository):
             fields = Fields(answer.message, "an answer")
             packed = fields.octets("names")
             some = packed.split(b"\0") if packed else []
+            if any(b"/" in each or a >= each for a, each in pairwise([after, *some])):
+                raise CorruptError("the server's list of names does not go on")
             found.append(columns_in(fields, len(some)))
             names += some
             if not fields.flag("more_names", default=False):
                 break
             if not some:
-                raise CorruptError("the server's list of names does not go on")
+                raise CorruptError("the server's list of names ends early")
         stats = _joined(found)
         records = np.zeros(len(names), RECORD)
         for column in ("kind", "mode", "size", "mtime_ns"):

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 from uuid import UUID
@@ -24,7 +25,7 @@ import numpy as np
 from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
-from .chunk_id import LOWEST, IdSource, chunk_id_text, id_seconds
+from .chunk_id import LOWEST, IdSource, chunk_id_text
 from .commits import (
     CLOCK_ALLOWANCE_S,
     PUT_WINDOW_S,
@@ -56,12 +57,12 @@ from .layout import (
     chunk_of_object,
     chunk_prefix,
 )
-from .leases import purge_is_under_way
 from .messages import Message
+from .missing import missing_chunks
 from .pins import Deletion, remove_dataset
 from .snapshot import Snapshot
 from .snapshots import KeptVersion, SnapshotShelf
-from .storage.metadata import Batch, Marker, MetadataStore, chunk_digest
+from .storage.metadata import Batch, Marker, MetadataStore, Restarted
 from .storage.objects import ObjectStore
 from .stores import open_metadata, open_objects, set_metadata_aside
 from .urls import RepositoryUrl, parse_url
@@ -69,6 +70,7 @@ from .urls import RepositoryUrl, parse_url
 log = logging.getLogger("diesel.repository")
 
 _TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
+_RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
 Tell = Callable[[int, int], None]
@@ -244,9 +246,13 @@ class Repository:
         check_path(path)
         info = self.dataset(name)
         meta = self._current_meta(info)
-        if meta is None or not path:
-            view = self.view_of(info)
-            return view.stat(found(view, path))
+        if meta is not None and path:
+            with suppress(CorruptError, MetadataBehind):  # it says that it does not know
+                return self._stat(meta, info, path)
+        view = self.view_of(info)
+        return view.stat(found(view, path))
+
+    def _stat(self, meta: MetadataStore, info: DatasetInfo, path: bytes) -> Stat:
         rows = meta.lookup(info.identity, [path])
         record = rows.records[0] if len(rows) else None
         if record is not None and record["kind"] == Kind.FOLDER:
@@ -254,7 +260,7 @@ class Repository:
         if len(meta.children(info.identity, path)):
             return Stat(Kind.FOLDER, 0o755, 0, 0)  # only its entries imply it
         if record is None:
-            raise NoSuchPath(f"no {path!r} in dataset {name!r}")
+            raise NoSuchPath(f"no {path!r} in dataset {info.name!r}")
         return _stat_of(record)
 
     def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
@@ -317,7 +323,9 @@ class Repository:
             chunks = self.chunk_names(info.identity)
             meta.rebuild(name, info.identity, self._batches(info.identity, chunks))
         else:
-            self._fold_missing(info, info.marker)
+            self.vouch(info.identity)
+            for batch in self._batches(info.identity, self._missing(info.marker)):
+                self.commit_batches(info.identity, batch)
         return WriteSession(self, self.dataset(name))
 
     def _create(self, name: str) -> DatasetInfo:
@@ -333,32 +341,30 @@ class Repository:
         self.catalogue.add(name, marker.identity, created_ns)
         return DatasetInfo(name, marker.identity, created_ns, marker)
 
-    def _fold_missing(self, info: DatasetInfo, marker: Marker) -> None:
-        """Commit chunks that are durable but unknown, and that no put under way can own: those
-        older than the put window, and those that a published snapshot names.
+    def vouch(self, identity: UUID, run: str = "") -> None:
+        """Mend the metadata store if it is another run than the one that was vouched for."""
+        run = run or self.meta.doubt(identity)
+        marker = self._markers().get(identity) if run else None  # of that run, not from before
+        if marker is not None:
+            missing = self._missing(marker, in_doubt=True)
+            self.meta.mend(identity, run, self._batches(identity, missing))
 
-        While a purge is under way only the latter: it has forgotten what it is about to delete.
-        """
-        count, digest = 0, 0
-        for chunk in self.chunk_names(info.identity):
-            count, digest = count + 1, digest + chunk_digest(chunk)
-        if (count, digest % 2**128) == (marker.chunks, marker.digest):
-            return
-        known = {record.id for record in self.meta.chunks(info.identity)}
-        acknowledged: set[ChunkId] = set()
-        if (newest := self.snapshots.newest(info.identity)) > marker.version:
-            with suppress(DieselError):
-                acknowledged.update(self.snapshots.load(info.identity, newest).chunk_ids)
-        # Asked after `known`: what was forgotten by then is deleted by now, or the purge goes on
-        is_purged = purge_is_under_way(self.objects, info.identity)
-        limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
-        missing = (
-            chunk
-            for chunk in self.chunk_names(info.identity)
-            if chunk not in known and (id_seconds(chunk) < limit or chunk in acknowledged)
+    def _missing(self, marker: Marker, *, in_doubt: bool = False) -> Iterator[ChunkId]:
+        identity = marker.identity
+        durable = partial(self.chunk_names, identity)
+        return missing_chunks(
+            self.objects, self.meta, self.snapshots, marker, durable, in_doubt=in_doubt
         )
-        for batch in self._batches(info.identity, missing):
-            self.meta.commit(info.identity, batch)
+
+    def commit_batches(self, identity: UUID, *batches: Batch) -> int:
+        """Commit; where the metadata store has been restarted, after it has been mended."""
+        for _ in range(_RESTARTS_MAX):
+            try:
+                return self.meta.commit(identity, *batches)
+            except Restarted as restarted:
+                with suppress(Restarted):  # once more
+                    self.vouch(identity, restarted.run)
+        return self.meta.commit(identity, *batches)
 
     def _batches(self, identity: UUID, chunks: Iterable[ChunkId]) -> Iterator[Batch]:
         """What chunks of the store bring. One that cannot be read is named and left out: it must
@@ -369,10 +375,22 @@ class Repository:
             except (FormatError, ObjectMissing) as error:
                 log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
 
+    def commit_lost(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
+        """Commit again what the metadata store has lost of a writer's chunks, as the store has
+        them; how many those were. Raises NoSuchDataset.
+        """
+        lost = self.meta.missing(identity, chunks) if chunks else []
+        done = 0
+        for batch in self._batches(identity, lost):
+            log.warning("chunk %s is committed again", chunk_id_text(batch.chunk.id))
+            self.commit_batches(identity, batch)
+            done += 1
+        return done
+
     def fold_in(self, identity: UUID, chunk: ChunkId) -> None:
         """Commit a durable chunk as it is, whoever wrote it. Raises FormatError."""
         batch = batch_of(self.read_header(identity, chunk), stored=True)
-        self.meta.commit(identity, batch)
+        self.commit_batches(identity, batch)
 
     def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         """A durable chunk, checked (`commits.admit`), for `commit_all`."""
@@ -380,7 +398,7 @@ class Repository:
 
     def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
         """Commit chunks together: all of them or none. Idempotent; the version comes back."""
-        return self.meta.commit(identity, *(chunk.batch for chunk in chunks))
+        return self.commit_batches(identity, *(chunk.batch for chunk in chunks))
 
     def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         """Commit a chunk that is durable, from its preamble and stored header. Idempotent.
@@ -464,6 +482,7 @@ class WriteSession:
         self.objects = repository.objects
         self._view: Snapshot | None = None
         self._info = info
+        self._own: dict[ChunkId, None] = {}  # what has been committed
 
     @property
     def view(self) -> Snapshot:
@@ -483,11 +502,16 @@ class WriteSession:
 
     def commit_all(self, chunks: Iterable[Admitted]) -> int:
         """`Repository.commit_all`, into the dataset that this session began on."""
-        return self._repository.commit_all(self.identity, chunks)
+        committed = list(chunks)
+        version = self._repository.commit_all(self.identity, committed)
+        self._own.update((chunk.batch.chunk.id, None) for chunk in committed)
+        return version
 
     def commit(self, preamble: bytes, header: bytes) -> Admitted:
         """`Repository.commit`, into the dataset that this session began on."""
-        return self._repository.commit(self.identity, preamble, header)
+        chunk = self.admit(preamble, header)
+        self.commit_all([chunk])
+        return chunk
 
     def delete(self, paths: Sequence[bytes]) -> int:
         """Write and commit tombstones for `paths`; how many comes back. Repeatable."""
@@ -501,7 +525,18 @@ class WriteSession:
         return len(paths)
 
     def finish(self) -> int:
-        """Acknowledge: all commits are durable and their snapshot is published. The version."""
+        """Acknowledge: all commits are durable and their snapshot is published, also where the
+        metadata store has lost some meanwhile. The version."""
+        own = list(self._own)
+        self._marker()
+        self._repository.vouch(self.identity)
+        self._repository.commit_lost(self.identity, own)
+        while True:
+            version = self._acknowledge()
+            if not self._repository.commit_lost(self.identity, own):
+                return version
+
+    def _acknowledge(self) -> int:
         version = self._marker().version
         if self._repository.snapshots.newest(self.identity) != version:
             return self._repository.publish(self.name)

@@ -39,6 +39,9 @@ from .urls import RepositoryUrl
 
 PORT = 9300
 
+PAYLOAD_BYTES_MAX = 64 << 20
+"""Of an answer for which nobody has made room: accounts, pieces of snapshots."""
+
 _BUFFER_BYTES = 16 << 10  # small answers come by one call; of large ones this much is copied
 _TLS_PIECE_BYTES = 256 << 10
 _PARTS_AT_ONCE = 64
@@ -303,7 +306,11 @@ class Connection:
     def _received(self, limits: wire.Limits, room: memoryview | None, deadline: Deadline) -> Answer:
         lengths = wire.parse_lengths(self._exactly(wire.LENGTHS_BYTES, deadline), limits)
         message = wire.parse_head(self._exactly(lengths.head, deadline), limits)
+        if "error" in message and lengths.payload:
+            raise CorruptError(f"{self.address} sends {lengths.payload} bytes with an error")
         if room is None or "error" in message:
+            if lengths.payload > PAYLOAD_BYTES_MAX:
+                raise CorruptError(f"{self.address} sends {lengths.payload} bytes unasked")
             room = np.empty(lengths.payload, np.uint8).data
         if room.nbytes != lengths.payload:
             raise CorruptError(

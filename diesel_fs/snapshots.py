@@ -13,9 +13,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
@@ -60,6 +61,8 @@ the last of so many parts of it: a dataset may be put to every second."""
 
 Part = bytes | bytearray | memoryview
 
+NOTHING: Mapping[int, int] = MappingProxyType({})
+
 NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
 
 
@@ -72,13 +75,15 @@ class KeptVersion(NamedTuple):
     bytes: int
 
 
-def current_within(versions: Sequence[int], now_s: float, grace_s: float) -> set[int]:
-    """Of versions (ascending), those that were the current one within the grace period, thinned."""
+def current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
+    """Of versions (ascending, with the time in us when each was published), those that were the
+    current one within the grace period, thinned."""
+    versions = [*published]
     horizon = (now_s - grace_s) * 1e6
     period = max(int(grace_s * 1e6) // _PERIODS, 1)
-    young = [version for version in versions if version > horizon]
-    last_of = {version // period: version for version in young}
-    before = [version for version in versions if version <= horizon]
+    young = [version for version in versions if published[version] > horizon]
+    last_of = {published[version] // period: version for version in young}
+    before = [version for version in versions if published[version] <= horizon]
     return {*young[-_RECENT:], *last_of.values(), *before[-1:], *versions[-1:]}
 
 
@@ -96,6 +101,19 @@ class SnapshotShelf:
     def versions(self, identity: UUID) -> list[int]:
         """The published versions that are there, ascending."""
         return sorted(self._versions(identity))
+
+    def published(self, identity: UUID) -> dict[int, int]:
+        """The published versions that are there, ascending, and since when (us since 1970).
+
+        That is a version's own time, or the store's where that is later: what a killed put has
+        committed is published by the next, and only then do readers leave the one before.
+        """
+        found = {}
+        for info in self._objects.list(snapshot_prefix(identity)):
+            version = version_of_object(info.name)
+            if version is not None and info.name not in self._damaged:
+                found[version] = max(version, info.modified_ns // 1000)
+        return dict(sorted(found.items()))
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
         """The versions that can be read, ascending. One that is damaged is left out."""
@@ -190,21 +208,32 @@ class SnapshotShelf:
         return version
 
     def staying(
-        self, identity: UUID, versions: Sequence[int], policy: Policy, grace_s: float
+        self,
+        identity: UUID,
+        published: Mapping[int, int],
+        policy: Policy,
+        grace_s: float,
+        coming: Mapping[int, int] = NOTHING,
     ) -> set[int]:
-        """The published versions that are kept, whoever reads them (FORMAT.md, section 6)."""
-        stay = current_within(versions, time.time(), grace_s)
-        return stay | self.last(identity, versions, policy.keep)
+        """The published versions that are kept, whoever reads them (FORMAT.md, section 6).
+
+        `coming`: as if these, of the newest one's content, had been published by now.
+        """
+        versions = [*published]
+        last = self.last(identity, versions, policy.keep)
+        if coming:
+            last.difference_update(versions[-1:])  # the last of them takes its place
+        return last | current_within({**published, **coming}, time.time(), grace_s)
 
     def _thin(self, identity: UUID) -> None:
         """Remove versions that need not be kept, but not the one before the newest."""
-        versions = self.versions(identity)
         try:
-            if len(versions) <= 2:
+            published = self.published(identity)
+            if len(published) <= 2:
                 return
             policy = read_policy(self._objects, identity)
-            stay = self.staying(identity, versions, policy, max(GRACE_S, policy.grace_s))
-            going = [old for old in versions[:-2] if old not in stay]
+            stay = self.staying(identity, published, policy, max(GRACE_S, policy.grace_s))
+            going = [old for old in [*published][:-2] if old not in stay]
             leased = leased_versions(self._objects, identity, time.time()) if going else ()
         except DieselError as error:
             log.info("no version is removed: %s", error.message)

@@ -13,6 +13,7 @@ import msgpack
 
 from .errors import CorruptError, ForeignError, MetadataError, UsageError
 from .messages import Message, unpacked
+from .names import shown
 
 VERSION = 1
 
@@ -43,7 +44,7 @@ class Limits:
 
 
 BEFORE_LOGIN = Limits(4 << 10, 64, 0)
-REQUEST = Limits(8 << 20, 1 << 18, (1 << 30) + (64 << 20))
+REQUEST = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 ANSWER = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
@@ -100,7 +101,7 @@ def parse_welcome(content: bytes) -> tuple[bool, int, int]:
 
 def refused(version: int, tail: bytes) -> MetadataError:
     """The error that a refusal is."""
-    sentence = tail.decode(errors="replace")
+    sentence = shown(tail)
     reason = "gave no reason" if version == VERSION else f"speaks version {version} of the wire"
     return MetadataError(f"the server refused: {sentence or reason}")
 

@@ -18,12 +18,13 @@ from .messages import Fields, Message, Value
 from .names import check_dataset_name
 from .snapshot import Stats
 from .storage.metadata import Marker
+from .wire import REQUEST
 
 PART = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
 """A part of a chunk object: its bytes from `start` on."""
 
 PARTS_MAX = 65_536
-READ_BYTES_MAX = (1 << 30) + (64 << 20)
+READ_BYTES_MAX = REQUEST.payload_bytes
 """A whole chunk is one part."""
 
 PATHS_MAX = 1 << 18

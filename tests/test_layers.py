@@ -38,10 +38,10 @@ L1  snapshot_match: entries snapshot snapshot_layout
 L1  plans: entries snapshot
 L1  shuffle: entries snapshot
 L1  order_lists: entries snapshot shuffle
-L1  messages
+L1  messages: names
 L1  accounts: names
 L1  control_wire: entries messages plans shuffle snapshot
-L1  wire: entries chunk_id messages
+L1  wire: messages names
 
 L2  storage/
 L2  storage.cloud_requests: storage/
@@ -59,7 +59,8 @@ L3  pins: leases snapshots
 L3  snapshot_pieces
 L3  catalogue
 L3  commits
-L3  repository: snapshots catalogue commits stores leases pins
+L3  missing: snapshots commits leases
+L3  repository: snapshots catalogue commits stores leases pins missing
 L3  wire_values: catalogue snapshots
 L3  remote_objects: wire_values
 L3  remote: repository snapshots snapshot_pieces catalogue commits wire_values remote_objects

@@ -54,7 +54,7 @@ class FolderAnswers:
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._shown = protocol.Shown(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
-        self._parts: OrderedDict[tuple[int, int, int], _Part | None] = OrderedDict()
+        self._parts: OrderedDict[tuple[int, int, int, int], _Part | None] = OrderedDict()
 
     def answer(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
         """Children from `offset` on, as many as fit, in pieces; nothing at the folder's end.
@@ -73,7 +73,8 @@ class FolderAnswers:
         return dots, part.content[start : part.bounds[behind]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        key = folder, base, number
+        # In another version a folder that lists the same may have children of another mode or time.
+        key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)
             return self._parts[key]

@@ -23,18 +23,24 @@ class VersionLeases:
     def __init__(self, request: MountRequest, opener: SourceOpener) -> None:
         self._request = request
         self._opener = opener
-        self._held: dict[int, ReadLease | None] = {}  # None: it cannot be had
+        self._held: dict[int, ReadLease | None] = {}  # None: there are none here
+        self._told: set[int] = set()  # versions whose lease could not be had when it was asked for
 
     def hold(self, snapshots: Iterable[Snapshot]) -> None:
-        """These, and no others. New ones are taken before others end."""
+        """These, and no others. New ones are taken before others end; what could not be taken is
+
+        tried again when this is called again.
+        """
         wanted = {each.version: each for each in snapshots}
         for version, snapshot in wanted.items():
             if version not in self._held:
                 try:
                     self._held[version] = self._opener.lease(self._request, snapshot)
                 except DieselError as error:
-                    log.info("no lease on version %d: %s", version, error.message)
-                    self._held[version] = None
+                    if version not in self._told:
+                        log.info("no lease on version %d: %s", version, error.message)
+                    self._told.add(version)
+        self._told &= wanted.keys()
         for version in self._held.keys() - wanted:
             lease = self._held.pop(version)
             if lease is not None:

@@ -22,12 +22,26 @@ from xxhash import xxh3_128_intdigest
 
 from diesel_fs.chunk_id import stamp
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
-from diesel_fs.errors import UsageError
+from diesel_fs.errors import MetadataError, NoSuchDataset, NotFoundError, UsageError
 
 HOLD_S_MAX = 60.0
 """Longer holds are refused, and one that seems to last longer is void: a clock has gone back."""
 
 DIGEST_MODULUS = 1 << 128
+
+_FEW_CHUNKS = 64  # are asked for one by one, more by the whole table
+
+
+class Restarted(MetadataError):
+    """The store is another run than the one that was vouched for: it may have come back older, and
+    a commit would hide what it has lost. `mend` it for `run` first.
+    """
+
+    def __init__(self, run: str) -> None:
+        super().__init__(
+            "the metadata store has been restarted, and may have lost something", advice="try again"
+        )
+        self.run = run
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +210,41 @@ class MetadataStore(ABC):
         is known already changes nothing; where that goes for all, the current version comes back.
         The version moves once, with everything else: nobody sees the one without the other. What
         has been committed survives a crash of this process on return, a power cut after `durable`.
+        Raises Restarted where the store may have lost something (`doubt`).
         """
+
+    def doubt(self, identity: UUID) -> str:
+        """The run of the store, if it is another one than that which was last vouched for; nothing
+        where there is no doubt that what has been acknowledged is there.
+
+        A run that is doubted refuses commits with Restarted: their version would be newer than any
+        that it has lost, and nobody would notice any more.
+        """
+        return ""
+
+    def mend(self, identity: UUID, run: str, batches: Iterable[Batch]) -> None:
+        """Fold in what a run of the store may have lost, and vouch for it.
+
+        `batches` bring all that has been acknowledged and is not in the state as `run` has it.
+        Raises Restarted where that is not the run any more.
+        """
+        for batch in batches:
+            self.commit(identity, batch)
+
+    def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        """Those of the chunks that are not known."""
+        if len(chunks) > _FEW_CHUNKS:
+            there = {record.id for record in self.chunks(identity)}
+            return [chunk for chunk in chunks if chunk not in there]
+        found = []
+        for chunk in chunks:
+            try:
+                self.holes(identity, chunk)
+            except NoSuchDataset:
+                raise
+            except NotFoundError:
+                found.append(chunk)
+        return found
 
     @abstractmethod
     def forget(

@@ -19,9 +19,9 @@ from diesel_fs.errors import BusyError, CorruptError
 from diesel_fs.storage.accounts import NEVER, AccountState, AccountTable
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_commits import Commits
-from diesel_fs.storage.redis_keys import HEAD, SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
+from diesel_fs.storage.redis_keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
 from diesel_fs.storage.redis_link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
-from diesel_fs.storage.redis_rows import packed_dict
+from diesel_fs.storage.redis_replies import packed_dict
 from diesel_fs.storage.redis_scripts import SET_USERS
 
 _TOKEN_BYTES = 16
@@ -90,7 +90,7 @@ class RedisAccounts(AccountTable):
             reply = self._link.patiently(functools.partial(self._link.scripts, [run]))[0]
             assert isinstance(reply, list)
             if reply[0] == b"ok":
-                self._link.patiently(lambda: self._link.wait_durable(HEAD + b"sync"))
+                self._link.patiently(self._link.wait_durable)
                 return after
         raise BusyError("the accounts are being changed by too many at once")
 

@@ -69,8 +69,11 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
             advice="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
         )
     options = dict(parse_qsl(parts.query))
-    if unknown := options.keys() - _OPTIONS:
-        raise ConfigError(f"a Redis URL has no option {sorted(unknown)[0]!r}")
+    if options.keys() - _OPTIONS:  # which is not named: it may be the half of a password
+        raise ConfigError(
+            f"a Redis URL with an unknown option: there are {', '.join(sorted(_OPTIONS))}",
+            advice="in a password, write ? as %3F, # as %23, / as %2F and @ as %40",
+        )
     userinfo, _, place = parts.netloc.rpartition("@")
     user, _, password = userinfo.partition(":")
     user, password = unquote(user), unquote(password)

@@ -30,30 +30,18 @@ from uuid import UUID
 
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import ChunkId
-from diesel_fs.errors import (
-    BusyError,
-    ConfigError,
-    ConflictError,
-    DieselError,
-    MetadataBehind,
-    MetadataError,
-    NewerVersionError,
-    NoSuchDataset,
-)
-from diesel_fs.storage.metadata import (
-    DIGEST_MODULUS,
-    HOLD_S_MAX,
-    Batch,
-    Marker,
-    chunk_digest,
-)
+from diesel_fs.errors import BusyError, CorruptError, DieselError, MetadataBehind, NoSpaceError
+from diesel_fs.storage.metadata import DIGEST_MODULUS, HOLD_S_MAX, Batch, chunk_digest
+from diesel_fs.storage.redis_bucket_scripts import APPLY, FOLDERS, UNAPPLY
+from diesel_fs.storage.redis_errors import UNWRITABLE, Again
+from diesel_fs.storage.redis_head import Head, Heads, Refused, Unknown, has_lost, no_such
 from diesel_fs.storage.redis_keys import (
     CHUNK,
     FORGETS,
+    GENERATION_BYTES,
     SCHEMA,
     SCHEMA_KEY,
     STATE,
-    STORE_KEY,
     TRANSACTION_BYTES,
     DatasetKeys,
     FolderId,
@@ -64,24 +52,15 @@ from diesel_fs.storage.redis_keys import (
     pack_places,
     unpack_plan,
 )
-from diesel_fs.storage.redis_link import Again, Command, RedisLink, ScriptCommand, Word
+from diesel_fs.storage.redis_link import Command, RedisLink, ScriptCommand, Word
 from diesel_fs.storage.redis_pieces import Cut, Piece, cut, folders_of
-from diesel_fs.storage.redis_scripts import (
-    ABANDON,
-    APPLIED,
-    APPLY,
-    BEGIN,
-    COMMIT,
-    FORGET,
-    LOOK,
-    UNAPPLY,
-    Script,
-)
+from diesel_fs.storage.redis_replies import listed, octets, whole
+from diesel_fs.storage.redis_scripts import ABANDON, APPLIED, BEGIN, COMMIT, FORGET
 
 _HOLD_POLL_S = 0.02
 _PIECES_AT_ONCE = 64
 _SETTLE_ROUNDS = 8
-_BEGUN_MANY = 8
+_TRIES_MAX = 20
 _SWEEP_S = 60.0
 _ABANDONED_S = 600
 """A transaction that has been under way for so long has lost its writer, or is started again."""
@@ -89,16 +68,8 @@ _ABANDONED_S = 600
 Tally = tuple[int, int, int]
 """Of a bucket: pieces that have been applied, files, bytes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a dataset's head says."""
-
-    marker: Marker
-    generation: Generation
-    first: int  # the version of chunks whose record says 0
-    unapplied: Sequence[bytes]  # plans
-    pieces: Mapping[int, int]  # of each bucket, how many are committed
+Begun = tuple[Generation, Plan]
+"""A transaction that may have left something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,60 +80,21 @@ class Leaving:
     pieces: Sequence[Piece]
 
 
-class Commits:
+class Unsettled(Exception):
+    """There is always something that has been committed and not applied."""
+
+
+class Commits(Heads):
     """The transactions of all datasets of a store."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
-        self._link = link
+        super().__init__(link)
         self._clock_ns = clock_ns
         self._swept_s = -_SWEEP_S
         self._generations: dict[UUID, Generation] = {}  # a stale one is refused by every script
 
-    def ask(self, script: Script, keys: Sequence[bytes], *arguments: Word) -> list[object]:
-        """A head script's answer, without its first word; raises what that word means."""
-        run = ScriptCommand(script, (SCHEMA_KEY, *keys), (SCHEMA, *arguments))
-        (reply,) = self._link.scripts([run])
-        assert isinstance(reply, list)
-        word, *rest = reply
-        match word:
-            case b"ok":
-                return rest
-            case b"schema":
-                _refuse_schema(int(rest[0]))
-            case b"conflict":
-                found = f"dataset {rest[0].decode()!r} has the identity {UUID(bytes=rest[1])}"
-                raise ConflictError(f"{found}: a name and an identity belong to each other alone")
-            case b"none":
-                raise Unknown
-        raise Refused(word.decode())
-
-    def check_schema(self) -> None:
-        """Raises NewerVersionError or MetadataError where another kind of program was here."""
-        (found,) = self._link.run([Command(SCHEMA_KEY, ("GET", SCHEMA_KEY))])
-        if isinstance(found, bytes) and int(found) != SCHEMA:
-            _refuse_schema(int(found))
-
-    def bind(self, store: UUID) -> None:
-        """From now on this Redis describes the chunks of that object store, and of no other: names
-        of two repositories would be taken for each other's. Raises ConfigError.
-        """
-        bound = Command(STORE_KEY, ("SET", STORE_KEY, store.hex, "NX"))
-        _, found = self._link.run([bound, Command(STORE_KEY, ("GET", STORE_KEY))])
-        if isinstance(found, bytes) and found != store.hex.encode():
-            raise ConfigError(
-                f"the Redis {self._link.address} has the metadata of another object store"
-                f" ({found.decode(errors='replace')[:32]}, not {store.hex})",
-                advice="give each repository a database of its own: redis://host:port/1",
-            )
-
     def look(self, identity: UUID) -> Head:
-        """What a dataset's head says. Raises NoSuchDataset."""
-        keys = DatasetKeys(identity)
-        try:
-            fields, unapplied, tallies = self.ask(LOOK, [keys.marker, keys.unapplied, keys.tallies])
-        except Unknown:
-            raise no_such(identity) from None
-        head = _head(identity, fields, unapplied, tallies)
+        head = super().look(identity)
         self._generations[identity] = head.generation
         return head
 
@@ -175,49 +107,57 @@ class Commits:
         for _ in range(_SETTLE_ROUNDS):
             head = self.look(identity)
             for packed in head.unapplied:
-                plan = unpack_plan(packed)
-                if plan.generation == head.generation.name:
-                    self._apply(identity, head.generation, plan)
+                try:
+                    self._settle(identity, head, packed)
+                except NoSpaceError as error:
+                    raise _not_applied(head, error) from error
+                except Again as again:
+                    if again.why != UNWRITABLE:
+                        raise
+                    raise _not_applied(head, again.final) from again
             if not head.unapplied or not wholly:
                 return head
         raise Unsettled
+
+    def _settle(self, identity: UUID, head: Head, packed: bytes) -> None:
+        generation = head.generation
+        if packed[:GENERATION_BYTES] != generation.name:  # nobody's: it would stay for ever
+            self._tell_applied(identity, generation, packed)
+        else:
+            self._apply(identity, generation, unpack_plan(packed, generation.buckets))
 
     def forget_generation(self, identity: UUID) -> None:
         """A dataset has another one now."""
         self._generations.pop(identity, None)
 
-    def check(self, identity: UUID, head: Head, buckets: Sequence[int] | None = None) -> bool:
-        """Whether what was read since `head` was of the dataset: its generation still stands.
-
-        Raises MetadataBehind where a bucket has lost what it had told the head.
-        """
-        generation, keys = head.generation, DatasetKeys(identity)
-        chosen = sorted(head.pieces if buckets is None else head.pieces.keys() & set(buckets))
-        commands = []
-        for bucket in chosen:
-            key = generation.key(bucket, b"t")
-            commands.append(Command(key, ("HGET", key, "pieces")))
-        replies = self._link.run(commands)
-        (name,) = self._link.run([Command(keys.marker, ("HGET", keys.marker, "generation"))])
-        if name != generation.name:
-            return False
-        for bucket, reply in zip(chosen, replies, strict=True):
-            if int(reply or 0) < head.pieces[bucket]:  # type: ignore[call-overload]
-                raise _lost(head.marker.name)
-        return True
-
     # Committing
 
-    def commit(self, identity: UUID, batches: Mapping[ChunkId, Batch], deadline: float) -> int:
-        """One try to fold batches in; the version after that."""
+    def commit(
+        self,
+        identity: UUID,
+        batches: Mapping[ChunkId, Batch],
+        deadline: float,
+        before: list[Begun],
+        run: str = "",
+    ) -> int:
+        """One try to fold batches in; the version after that.
+
+        `before`: what earlier tries may have left, which goes first. `run`: of Redis, for which
+        the caller will vouch. Raises Restarted.
+        """
+        while before:
+            self._abandon(identity, *before[-1])
+            before.pop()
         if not batches:
             return self.settled(identity, wholly=False).marker.version
         transaction = _new_transaction()
         generation = self._generations.get(identity) or self.look(identity).generation
-        while True:
+        for _ in range(_TRIES_MAX):
             cuts = [cut(batch, generation) for batch in batches.values()]
+            plan = _plan(generation, transaction, cuts)
+            before[:] = [(generation, plan)]
             try:
-                known = self._begin(identity, generation, transaction, cuts)
+                known = self._begin(identity, generation, plan)
                 if all(known):
                     return self.settled(identity, wholly=False).marker.version
                 if any(known):
@@ -227,56 +167,57 @@ class Commits:
                         if not flag
                     }
                     continue
-                return self._write(identity, generation, transaction, cuts, batches, deadline)
+                return self._write(identity, generation, plan, cuts, batches, deadline, run)
             except Unknown:
                 raise no_such(identity) from None
             except Refused:  # it was rebuilt, or swept up, or somebody has just committed one
                 generation = self.look(identity).generation
                 transaction = _new_transaction()
+        raise BusyError(f"dataset {identity} does not hold still")
 
-    def _begin(
-        self, identity: UUID, generation: Generation, transaction: bytes, cuts: Sequence[Cut]
-    ) -> list[bool]:
+    def _begin(self, identity: UUID, generation: Generation, plan: Plan) -> list[bool]:
         """Which chunks are known already."""
-        keys, plan = DatasetKeys(identity), _plan(generation, transaction, cuts)
+        keys = DatasetKeys(identity)
         _, known, begun = self.ask(
             BEGIN,
             [keys.marker, keys.chunks, keys.begun],
             generation.name,
-            transaction,
+            plan.transaction,
             plan.pack(),
-            *(each.chunk for each in cuts),
+            *(chunk for chunk, _ in plan.chunks),
         )
-        assert isinstance(known, list)
-        assert isinstance(begun, int)
-        if begun > _BEGUN_MANY and time.monotonic() > self._swept_s + _SWEEP_S:
+        if whole(begun) > 1 and time.monotonic() > self._swept_s + _SWEEP_S:
             self._swept_s = time.monotonic()
             self.sweep(identity, generation)
-        return [flag == 1 for flag in known]
+        return [flag == 1 for flag in listed(known)]
 
     def _write(
         self,
         identity: UUID,
         generation: Generation,
-        transaction: bytes,
+        plan: Plan,
         cuts: Sequence[Cut],
         batches: Mapping[ChunkId, Batch],
         deadline: float,
+        run: str,
     ) -> int:
-        plan = _plan(generation, transaction, cuts)
         pieces = [piece for each in cuts for piece in each.pieces]
         try:
-            self._stage(generation, transaction, pieces)
-            version, waiting = self._decide(identity, plan, cuts, batches, deadline)
-        except (Again, Refused, Unknown):
-            raise  # it may have been decided; what has not is swept up
+            self._stage(generation, plan.transaction, pieces)
+            version, waiting = self._decide(identity, plan, cuts, batches, deadline, run)
+        except (Again, Unknown):
+            raise  # it may have been decided; what has not is abandoned by the next try
+        except Refused:
+            self._drop(identity, generation, plan)
+            raise
         except DieselError:
-            self._forget(identity, generation, plan)
+            with suppress(Exception):  # sweeping up later does as well
+                self._abandon(identity, generation, plan)
             raise
         if waiting > 1 and any(batch.moved for batch in batches.values()):
             self.settled(identity, wholly=False)  # what purge moved comes after its sources
             return version
-        self._apply(identity, generation, plan, {piece.name: piece.folders for piece in pieces})
+        self._apply(identity, generation, plan, {piece.name: piece for piece in pieces})
         return version
 
     def _stage(self, generation: Generation, transaction: bytes, pieces: Sequence[Piece]) -> None:
@@ -286,6 +227,7 @@ class Commits:
                 key = generation.key(piece.name.bucket, b"x")
                 field = transaction + piece.name.field
                 commands.append(Command(key, ("HSET", key, field, piece.packed)))
+            self._link.renew()
             self._link.run(commands)
 
     def _decide(
@@ -295,6 +237,7 @@ class Commits:
         cuts: Sequence[Cut],
         batches: Mapping[ChunkId, Batch],
         deadline: float,
+        run: str,
     ) -> tuple[int, int]:
         """The new version, and how many plans are waiting to be applied."""
         keys = DatasetKeys(identity)
@@ -310,7 +253,6 @@ class Commits:
                 chunk_digest(each.chunk).to_bytes(16, "big"),
             )
         while True:
-            now_ns = self._clock_ns()
             try:
                 version, waiting = self.ask(
                     COMMIT,
@@ -325,8 +267,8 @@ class Commits:
                     plan.generation,
                     plan.transaction,
                     plan.pack(),
-                    now_ns // 1000,
-                    repr(now_ns / 1e9),
+                    self._clock_ns() // 1000,
+                    run,
                     HOLD_S_MAX,
                     *words,
                 )
@@ -336,10 +278,9 @@ class Commits:
                 if time.monotonic() > deadline:
                     raise BusyError(f"an export holds commits to dataset {identity} back") from None
                 time.sleep(_HOLD_POLL_S)
+                self._link.renew()  # it has answered
                 continue
-            assert isinstance(version, bytes)
-            assert isinstance(waiting, int)
-            return int(version), waiting
+            return whole(version), whole(waiting)
 
     def forget(
         self, identity: UUID, generation: Generation, going: Mapping[ChunkId, Leaving]
@@ -364,7 +305,6 @@ class Commits:
             self._stage(
                 generation, transaction, [p for each in going.values() for p in each.pieces]
             )
-            now_ns = self._clock_ns()
             words: list[Word] = []
             for chunk in going:
                 words += (chunk, (DIGEST_MODULUS - chunk_digest(chunk)).to_bytes(17, "big")[1:])
@@ -374,15 +314,18 @@ class Commits:
                 generation.name,
                 transaction,
                 plan.pack(),
-                now_ns // 1000,
-                repr(now_ns / 1e9),
+                self._clock_ns() // 1000,
                 HOLD_S_MAX,
                 *words,
             )
         except Again:
             raise  # it may have been decided; what has not is swept up
-        except (Refused, Unknown, DieselError):
-            self._forget(identity, generation, plan)
+        except Refused:
+            self._drop(identity, generation, plan)
+            raise
+        except (Unknown, DieselError):
+            with suppress(Exception):  # sweeping up later does as well
+                self._abandon(identity, generation, plan)
             raise
         self._unapply(identity, generation, plan)
 
@@ -392,6 +335,7 @@ class Commits:
         for start in range(0, len(names), _PIECES_AT_ONCE):
             some = names[start : start + _PIECES_AT_ONCE]
             of_pieces = self._folders_of(generation, plan, some)
+            self._link.renew()
             self._link.scripts(
                 ScriptCommand(
                     UNAPPLY,
@@ -400,18 +344,16 @@ class Commits:
                 )
                 for name in some
             )
-        keys = DatasetKeys(identity)
-        with suppress(Refused):  # it has been rebuilt or dropped since
-            applied = [keys.marker, keys.unapplied, keys.tallies]
-            self.ask(APPLIED, applied, generation.name, plan.pack())
+        self._tell_applied(identity, generation, plan.pack())
 
     def _apply(
         self,
         identity: UUID,
         generation: Generation,
         plan: Plan,
-        folders: Mapping[PieceName, Sequence[FolderId]] | None = None,
+        own: Mapping[PieceName, Piece] | None = None,
     ) -> None:
+        """What a transaction that commits says; `own`: of the writer, who still has its pieces."""
         if plan.transaction.startswith(FORGETS):
             self._unapply(identity, generation, plan)
             return
@@ -419,57 +361,77 @@ class Commits:
         tallies: dict[int, Tally] = {}
         for start in range(0, len(names), _PIECES_AT_ONCE):
             some = names[start : start + _PIECES_AT_ONCE]
-            of_pieces = folders or self._folders_of(generation, plan, some)
+            if own is None:
+                folders = self._folders_of(generation, plan, some)
+            else:
+                folders = {name: own[name].folders for name in some}
             runs = [
                 ScriptCommand(
                     APPLY,
-                    piece_keys(generation, name.bucket, of_pieces[name]),
+                    piece_keys(generation, name.bucket, folders[name]),
                     (plan.transaction + name.field, name.field),
                 )
                 for name in some
             ]
-            for name, reply in zip(some, self._link.scripts(runs), strict=True):
-                if reply is None:
-                    self._check_lost(identity, plan)
-                    return
+            self._link.renew()
+            replies = self._link.scripts(runs)
+            gone = [i for i, reply in enumerate(replies) if reply is None]
+            if gone:
+                if not self._is_named(identity, plan):
+                    return  # rebuilt or dropped, or others have applied it and gone further
+                if own is None:
+                    raise has_lost(self.look(identity).marker.name)
+                again = [
+                    runs[i]._replace(arguments=(*runs[i].arguments, own[some[i]].packed))
+                    for i in gone
+                ]
+                for i, reply in zip(gone, self._link.scripts(again), strict=True):
+                    replies[i] = reply
+            for name, reply in zip(some, replies, strict=True):
                 tallies[name.bucket] = tally_of(reply)
         words = [word for bucket, tally in tallies.items() for word in (bucket, *tally)]
+        self._tell_applied(identity, generation, plan.pack(), *words)
+
+    def _tell_applied(
+        self, identity: UUID, generation: Generation, packed: bytes, *words: Word
+    ) -> None:
         keys = DatasetKeys(identity)
-        try:
-            self.ask(
-                APPLIED,
-                [keys.marker, keys.unapplied, keys.tallies],
-                generation.name,
-                plan.pack(),
-                *words,
-            )
-        except Refused:  # it has been rebuilt or dropped since
-            return
+        with suppress(Refused):  # it has been rebuilt or dropped since
+            applied = [keys.marker, keys.unapplied, keys.tallies]
+            self.ask(APPLIED, applied, generation.name, packed, *words)
 
     def _folders_of(
         self, generation: Generation, plan: Plan, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
         """The folders of somebody else's pieces, as far as they wait."""
-        commands = []
-        for name in names:
-            key = generation.key(name.bucket, b"x")
-            commands.append(Command(key, ("HGET", key, plan.transaction + name.field)))
-        replies = self._link.run(commands)
+        replies = self._link.scripts(
+            ScriptCommand(
+                FOLDERS, [generation.key(name.bucket, b"x")], [plan.transaction + name.field]
+            )
+            for name in names
+        )
         return {
             name: folders_of(reply) if isinstance(reply, bytes) else []
             for name, reply in zip(names, replies, strict=True)
         }
 
-    def _check_lost(self, identity: UUID, plan: Plan) -> None:
-        """A piece is neither waiting nor applied: another has dropped it, or Redis has lost it."""
+    def _is_named(self, identity: UUID, plan: Plan) -> bool:
+        """Whether a plan is still to be applied."""
         head = self.look(identity)
-        if head.generation.name == plan.generation and plan.pack() in head.unapplied:
-            raise _lost(head.marker.name)
+        return head.generation.name == plan.generation and plan.pack() in head.unapplied
 
     # Rubbish
 
-    def _forget(self, identity: UUID, generation: Generation, plan: Plan) -> None:
-        """Take an own transaction back that has not been decided."""
+    def _abandon(self, identity: UUID, generation: Generation, plan: Plan) -> None:
+        """Take an own transaction back, unless it has been decided."""
+        try:
+            self.ask(ABANDON, [DatasetKeys(identity).begun], plan.transaction, 0)
+        except (Unknown, Refused):
+            return  # it has been decided, or swept up, or was never begun
+        self._drop(identity, generation, plan)
+
+    def _drop(self, identity: UUID, generation: Generation, plan: Plan) -> None:
+        """Remove the pieces of a transaction that is not, and never will be, decided."""
         keys = DatasetKeys(identity)
         commands = []
         for name in plan.pieces():
@@ -483,32 +445,20 @@ class Commits:
         """Remove what writers have left that died before they committed."""
         keys = DatasetKeys(identity)
         (reply,) = self._link.run([Command(keys.begun, ("HKEYS", keys.begun))])
-        assert isinstance(reply, list)
-        for transaction in reply:
-            try:
-                (packed,) = self.ask(ABANDON, [keys.begun], transaction, age_s)
-            except (Unknown, Refused):
-                continue
-            assert isinstance(packed, bytes)
-            plan = unpack_plan(packed)
-            if plan.generation == generation.name:
-                self._forget(identity, generation, plan)
-
-
-class Unknown(Exception):
-    """There is no such dataset (or whatever else was asked for)."""
-
-
-class Unsettled(Exception):
-    """There is always something that has been committed and not applied."""
-
-
-class Refused(Exception):
-    """A head script did nothing, and says why."""
-
-    def __init__(self, word: str) -> None:
-        super().__init__(word)
-        self.word = word
+        transactions = [octets(each) for each in listed(reply)]
+        answers = self._link.scripts(
+            ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, transaction, age_s])
+            for transaction in transactions
+        )
+        for transaction, answer in zip(transactions, answers, strict=True):
+            match answer:
+                case [b"ok", bytes(packed)]:
+                    try:
+                        plan = unpack_plan(packed, generation.buckets)
+                    except CorruptError:
+                        plan = Plan(generation.name, transaction, [])
+                    if plan.generation == generation.name:
+                        self._drop(identity, generation, plan)
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
@@ -527,9 +477,14 @@ def chunk_record(each: Cut, batch: Batch, version: int = 0) -> bytes:
 
 def tally_of(reply: object) -> Tally:
     """What `APPLY` answers."""
-    assert isinstance(reply, list)
-    pieces, files, total = (int(each) for each in reply)
-    return pieces, files, total
+    pieces, files, total = (listed(reply) + [None] * 3)[:3]
+    return whole(pieces), whole(files), whole(total)
+
+
+def _not_applied(head: Head, why: DieselError) -> MetadataBehind:
+    """The error where what was committed last is not seen yet, and Redis takes no writes."""
+    name = head.marker.name
+    return MetadataBehind(f"what was last committed to {name!r} is not applied yet: {why.message}")
 
 
 def _new_transaction() -> bytes:
@@ -541,46 +496,6 @@ def _new_transaction() -> bytes:
 
 def _plan(generation: Generation, transaction: bytes, cuts: Sequence[Cut]) -> Plan:
     return Plan(generation.name, transaction, [(each.chunk, each.places) for each in cuts])
-
-
-def _head(identity: UUID, fields: object, unapplied: object, tallies: object) -> Head:
-    assert isinstance(fields, list)
-    assert isinstance(unapplied, list)
-    assert isinstance(tallies, list)
-    found = dict(zip(fields[::2], fields[1::2], strict=True))
-    marker = Marker(
-        identity,
-        found[b"name"].decode(),
-        int(found[b"version"]),
-        int(found[b"files"]),
-        int(found[b"bytes"]),
-        int(found[b"chunks"]),
-        int.from_bytes(found[b"digest"], "big"),
-        ChunkId(found[b"newest"]),
-    )
-    told = zip(tallies[::2], tallies[1::2], strict=True)
-    pieces = {int(field[1:]): int(count) for field, count in told if field.startswith(b"n")}
-    generation = Generation(found[b"generation"], int(found[b"buckets"]))
-    return Head(marker, generation, int(found[b"first"]), unapplied, pieces)
-
-
-def no_such(identity: UUID) -> NoSuchDataset:
-    """The error for a dataset that is not known."""
-    return NoSuchDataset(f"the metadata store knows no dataset with identity {identity}")
-
-
-def _lost(name: str) -> MetadataBehind:
-    return MetadataBehind(
-        f"the metadata store has lost something of dataset {name!r}",
-        advice="run `dlcmd recover`: it makes the metadata again from the chunks",
-    )
-
-
-def _refuse_schema(found: int) -> None:
-    told = f"the metadata store has schema {found}, and this program knows {SCHEMA}"
-    if found > SCHEMA:
-        raise NewerVersionError(told, advice="use a newer program")
-    raise MetadataError(told, advice="use the program that made it, or an empty Redis and recover")
 
 
 assert STATE.size == 9  # what the scripts skip

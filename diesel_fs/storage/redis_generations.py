@@ -4,31 +4,37 @@ Owned here: generations that are not, or no longer, anybody's state. One that is
 again and again; where it does not, or has been replaced or dropped, its keys go, in bounded steps
 that its own index names. `dead` lists it for some minutes after that, since a writer who has not
 yet noticed may leave something behind.
+
+A rebuild takes what it replaces for nothing: what of that cannot be read is replaced too.
 """
 
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 from uuid import UUID
 
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import ChunkId
-from diesel_fs.errors import BusyError, ConflictError, DieselError, MetadataError, NoSuchDataset
-from diesel_fs.storage.metadata import HOLD_S_MAX, Batch, Hold, chunks_digest
-from diesel_fs.storage.redis_commits import (
-    Commits,
-    Head,
-    Refused,
-    Tally,
-    Unknown,
-    chunk_record,
-    piece_keys,
-    tally_of,
+from diesel_fs.errors import (
+    BusyError,
+    ConflictError,
+    CorruptError,
+    DieselError,
+    MetadataError,
+    NoSuchDataset,
 )
+from diesel_fs.storage.metadata import HOLD_S_MAX, Batch, Hold, chunks_digest
+from diesel_fs.storage.redis_bucket_scripts import APPLY
+from diesel_fs.storage.redis_commits import Commits, Tally, chunk_record, piece_keys, tally_of
+from diesel_fs.storage.redis_head import Refused, Unknown
 from diesel_fs.storage.redis_keys import (
     BUCKET_KEYS,
+    BUCKETS_MAX,
     DEAD_KEY,
+    GENERATION_BYTES,
     NAMES_KEY,
     STATE,
     DatasetKeys,
@@ -37,11 +43,14 @@ from diesel_fs.storage.redis_keys import (
 )
 from diesel_fs.storage.redis_link import Command, RedisLink, ScriptCommand, Word, log
 from diesel_fs.storage.redis_pieces import Cut, cut
-from diesel_fs.storage.redis_rows import GenerationReader, packed_dict
-from diesel_fs.storage.redis_scripts import APPLY, BUILD, CONDEMN, SWITCH
+from diesel_fs.storage.redis_replies import listed, octets, packed_dict, whole
+from diesel_fs.storage.redis_rows import GenerationReader, Torn
+from diesel_fs.storage.redis_scripts import BUILD, CONDEMN, SWITCH
 
 _ROWS_AT_ONCE = 16_384
+_BYTES_AT_ONCE = 16 << 20
 _SAY_S = 20.0
+_CLEAN_S = 3.0
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
@@ -51,6 +60,16 @@ TakeHold = Callable[[UUID, float], Hold]
 def new_generation(buckets: int) -> Generation:
     """One that nobody has ever had."""
     return Generation(secrets.token_hex(8).encode(), buckets)
+
+
+class _Old(NamedTuple):
+    """What stands where a rebuild goes, as it stands."""
+
+    generation: bytes
+    version: bytes
+
+
+_NOTHING = _Old(b"", b"0")
 
 
 class Building:
@@ -74,6 +93,7 @@ class Building:
         self._pieces = Counter[int]()
         self._hold: Hold | None = None
         self._said_s = 0.0
+        self._run = b""
 
     def run(self, name: str, batches: Iterable[Batch], clock_us: Callable[[], int]) -> int:
         """The version of the new state."""
@@ -83,21 +103,22 @@ class Building:
         try:
             self._say(old)
             waiting: list[tuple[Cut, Batch]] = []
-            rows = 0
+            rows = size = 0
             for batch in batches:
+                self._say(old)
                 if batch.check().chunk.id in self._known:
                     continue
                 self._known[batch.chunk.id] = None
                 waiting.append((cut(batch, self._generation), batch))
                 rows += len(batch.rows)
-                if rows >= _ROWS_AT_ONCE:
+                size += sum(len(piece.packed) for piece in waiting[-1][0].pieces)
+                if rows >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
                     self._add(waiting)
-                    waiting, rows = [], 0
-                    self._say(old)
+                    waiting, rows, size = [], 0, 0
             self._add(waiting)
             told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
             if link.patiently(link.run_ids) != runs or told != self._pieces:
-                raise BusyError("Redis has been restarted in the middle of a rebuild")
+                raise _restarted()
             return link.patiently(lambda: self._switch(name, old, clock_us()))
         except BaseException:
             self._give_up()
@@ -107,27 +128,35 @@ class Building:
                 self._hold.release()
             self._commits.forget_generation(identity)
 
-    def _old(self, name: str) -> Head | None:
-        identity = self._identity
+    def _old(self, name: str) -> _Old:
+        identity, key = self._identity, DatasetKeys(self._identity).marker
         (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
-        if isinstance(owner, bytes) and owner != identity.bytes:
+        if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
             raise ConflictError(f"dataset {name!r} has the identity {UUID(bytes=owner)}")
+        words = ("HMGET", key, "name", "generation", "version")
         try:
-            old = self._commits.look(identity)  # what it has lost is no obstacle
-        except NoSuchDataset:
-            return None
-        if old.marker.name != name:
-            raise ConflictError(f"dataset {old.marker.name!r} has the identity {identity}")
-        return old
+            ((known, generation, version),) = map(listed, self._link.run([Command(key, words)]))
+        except CorruptError as error:
+            log.warning("%s is replaced: %s", name, error.message)
+            return _NOTHING
+        if isinstance(known, bytes) and known != name.encode():
+            shown = known.decode(errors="replace")
+            raise ConflictError(f"dataset {shown!r} has the identity {identity}")
+        if generation is None and version is None:
+            return _NOTHING
+        return _Old(octets(generation or b""), b"0" if version is None else octets(version))
 
-    def _say(self, old: Head | None) -> None:
+    def _say(self, old: _Old) -> None:
         """Say that this is being built, and hold commits back, which would be lost."""
         if time.monotonic() < self._said_s + _SAY_S:
             return
         generation = self._generation
         words = generation.name, generation.buckets
-        self._link.patiently(lambda: self._commits.ask(BUILD, [DEAD_KEY], *words))
-        if old is not None:
+        (run,) = self._link.patiently(lambda: self._commits.ask(BUILD, [DEAD_KEY], *words))
+        if self._run and run != self._run:
+            raise _restarted()
+        self._run = octets(run)
+        if old != _NOTHING:
             before, self._hold = self._hold, self._take_hold(self._identity, HOLD_S_MAX)
             if before is not None:
                 before.release()
@@ -151,7 +180,7 @@ class Building:
             self._tallies[bucket] = tally_of(reply)
             self._pieces[bucket] += 1
 
-    def _switch(self, name: str, old: Head | None, now_us: int) -> int:
+    def _switch(self, name: str, old: _Old, now_us: int) -> int:
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, tally in self._tallies.items():
@@ -174,25 +203,25 @@ class Building:
                 self._identity.bytes,
                 generation.name,
                 generation.buckets,
-                old.generation.name if old else b"",
-                old.marker.version if old else 0,
+                old.generation,
+                old.version,
                 now_us,
                 sum(files for _, files, _ in self._tallies.values()),
                 sum(total for _, _, total in self._tallies.values()),
                 len(self._known),
                 chunks_digest(self._known).to_bytes(16, "big"),
                 max(self._known, default=LOWEST),
+                self._run,
                 *words,
             )
         except Refused as refused:
             return self._refused(refused.word, name)
-        assert isinstance(version, bytes)
-        return int(version)
+        return whole(version)
 
     def _refused(self, word: str, name: str) -> int:
         try:
             head = self._commits.look(self._identity)
-        except NoSuchDataset:
+        except (NoSuchDataset, CorruptError):
             head = None
         if head is not None and head.generation.name == self._generation.name:
             return head.marker.version  # the answer to an earlier try was lost
@@ -208,12 +237,23 @@ class Building:
             log.info("the rest of a rebuild stays until the next one: %s", error)
 
 
+def _restarted() -> BusyError:
+    return BusyError("Redis has been restarted in the middle of a rebuild")
+
+
 def clean(link: RedisLink, commits: Commits) -> None:
-    """Remove generations that are nobody's."""
+    """Remove generations that are nobody's, as far as that is done soon; the rest another time."""
     (reply,) = link.run([Command(DEAD_KEY, ("HGETALL", DEAD_KEY))])
+    end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(reply).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
+        if len(name) != GENERATION_BYTES or not 1 <= buckets <= BUCKETS_MAX:
+            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, name))])  # nobody of us has written it
+            continue
+        link.renew()
         condemn(link, commits, Generation(name, buckets), _ABANDONED_S)
+        if time.monotonic() > end_s:
+            return
 
 
 def condemn(link: RedisLink, commits: Commits, generation: Generation, age_s: int) -> None:
@@ -222,21 +262,29 @@ def condemn(link: RedisLink, commits: Commits, generation: Generation, age_s: in
         (age,) = commits.ask(CONDEMN, [DEAD_KEY], generation.name, age_s)
     except (Unknown, Refused):
         return
-    reader = GenerationReader(link, generation)
+    if not _is_there(link, generation):
+        if whole(age) >= _ABANDONED_S:
+            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name))])
+        return
+    reader = GenerationReader(link, generation, link.renew)
     for bucket in range(generation.buckets):
-        for page in reader.hash_pages(bucket, b"f"):
-            folders = [FolderId(folder) for folder in page]
-            names = [generation.entries(folder) for folder in folders]
-            names += [generation.below(folder) for folder in folders]
-            for start in range(0, len(names), _KEYS_AT_ONCE):
-                some = names[start : start + _KEYS_AT_ONCE]
-                link.run([Command(some[0], ("UNLINK", *some))])
-    fixed = [
-        Command(key, ("UNLINK", key))
-        for bucket in range(generation.buckets)
-        for key in (generation.key(bucket, what) for what in BUCKET_KEYS)
-    ]
-    fixed.append(Command(generation.chunks, ("UNLINK", generation.chunks)))
-    if isinstance(age, int) and age >= _ABANDONED_S:
-        fixed.append(Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name)))
-    link.run(fixed)
+        with suppress(Torn):  # what was not seen goes another time
+            for page in reader.hash_pages(bucket, b"f"):
+                folders = [FolderId(folder) for folder in page]
+                names = [generation.entries(folder) for folder in folders]
+                names += [generation.below(folder) for folder in folders]
+                for start in range(0, len(names), _KEYS_AT_ONCE):
+                    some = names[start : start + _KEYS_AT_ONCE]
+                    link.run([Command(some[0], ("UNLINK", *some))])
+            keys = [generation.key(bucket, what) for what in BUCKET_KEYS]
+            link.run([Command(keys[0], ("UNLINK", *keys))])
+    link.run([Command(generation.chunks, ("UNLINK", generation.chunks))])
+
+
+def _is_there(link: RedisLink, generation: Generation) -> bool:
+    """Whether anything is left of a generation."""
+    commands = [Command(generation.chunks, ("EXISTS", generation.chunks))]
+    for bucket in range(generation.buckets):
+        keys = [generation.key(bucket, what) for what in BUCKET_KEYS]
+        commands.append(Command(keys[0], ("EXISTS", *keys)))
+    return any(link.run(commands))

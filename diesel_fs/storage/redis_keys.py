@@ -13,14 +13,15 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
                                 token of this state. Not derived: nothing makes it again
     dfs:{head}:dead     HASH    generation -> state, `time`, buckets: to be deleted, or being built
     dfs:{head}:m:ID     HASH    the marker: name, generation, buckets, version, first (the version
-                                of chunks whose record says 0), files, bytes, chunks, digest, newest
+                                of chunks whose record says 0), files, bytes, chunks, digest,
+                                newest, run (of Redis, which somebody vouched for: `VOUCH`)
     dfs:{head}:c:ID     HASH    chunk -> `CHUNK` and where its pieces are (`Places`)
     dfs:{head}:t:ID     HASH    bucket -> "pieces files bytes", as last told by the bucket;
                                 n, bucket -> how many pieces are committed: when all are applied
                                 and a bucket has fewer, it has lost some
     dfs:{head}:u:ID     LIST    plans that are committed and perhaps not yet applied, in order
     dfs:{head}:b:ID     HASH    transaction -> state, `time`, plan: begun, not committed
-    dfs:{head}:h:ID     HASH    token -> until: who holds commits back
+    dfs:{head}:h:ID     HASH    token -> until, by Redis's clock: who holds commits back
     dfs:{head}:k:GEN    HASH    the `c:` of a generation that is being built; renamed at its end
 
     dfs:{GEN.B}:x       HASH    transaction, chunk, piece -> packed piece: waits to be applied; of a
@@ -30,10 +31,14 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
     dfs:{GEN.B}:h       HASH    chunk, number of 1,024 places -> bitmap of holes, 128 bytes
     dfs:{GEN.B}:d       HASH    folder -> how many of its entries are tombstones
     dfs:{GEN.B}:f       HASH    folder -> its parent (16 bytes), its name: the bucket's index
-    dfs:{GEN.B}:p       HASH    folder, stamp, number, name -> an extent of an incomplete version
-    dfs:{GEN.B}:q       HASH    folder, name -> of each incomplete version: stamp, extents there
+    dfs:{GEN.B}:p       HASH    folder, stamp, number, name -> an extent of an incomplete version,
+                                and before it the number of the one that came before it
+    dfs:{GEN.B}:q       HASH    folder, name -> of each incomplete version: stamp, count of the
+                                extents that are there, number of the one that came last
     dfs:{GEN.B}:e:F     HASH    name -> entry: the state, tombstones too
     dfs:{GEN.B}:s:F     SET     names of the folders below; says nothing about which exist
+
+    dfs:{sync.N}:       HASH    written to a node whose log is waited for; N chooses the node
 
 ID is an identity (32 digits), GEN 16 digits, F a folder: 16 bytes, the hash of its parent and name.
 An **entry** is `RECORD` (48 bytes) and the ID of the chunk that holds it (16), and, unless its
@@ -52,10 +57,13 @@ from hashlib import blake2b
 from typing import NamedTuple, NewType
 from uuid import UUID
 
+from diesel_fs.chunk import ENTRIES_MAX
 from diesel_fs.entries import RECORD, ROOT, ChunkId, Stamp
+from diesel_fs.storage.redis_replies import damaged
 
-SCHEMA = 1
+SCHEMA = 2
 HEAD = b"dfs:{head}:"
+BUCKETS_MAX = 16_384
 SCHEMA_KEY = HEAD + b"schema"
 STORE_KEY = HEAD + b"store"
 NAMES_KEY = HEAD + b"names"
@@ -77,6 +85,7 @@ EXTENDED_BYTES = PLAIN_BYTES + 20
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
+GENERATION_BYTES = 16
 FORGETS = b"forget"
 """How the transactions begin that remove chunks; those that bring some never do."""
 
@@ -222,15 +231,21 @@ class Plan:
             yield from piece_names(chunk, places)
 
 
-def unpack_plan(packed: bytes) -> Plan:
-    """The plan that was packed."""
-    chunks, at = [], 16 + TRANSACTION_BYTES
+def unpack_plan(packed: bytes, buckets: int = BUCKETS_MAX) -> Plan:
+    """The plan that was packed, for a generation of so many buckets. Raises CorruptError."""
+    chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
+    if len(packed) < at:
+        raise damaged("a plan that is too short")
     while at < len(packed):
         count = int.from_bytes(packed[at + 16 : at + 18], "big")
         end = at + 18 + count * TAKEN.size
-        chunks.append((ChunkId(packed[at : at + 16]), unpack_places(packed[at + 18 : end])))
+        if end > len(packed):
+            raise damaged("a plan that is too short")
+        places = unpack_places(packed[at + 18 : end], buckets)
+        chunks.append((ChunkId(packed[at : at + 16]), places))
         at = end
-    return Plan(packed[:16], packed[16 : 16 + TRANSACTION_BYTES], chunks)
+    transaction = packed[GENERATION_BYTES : GENERATION_BYTES + TRANSACTION_BYTES]
+    return Plan(packed[:GENERATION_BYTES], transaction, chunks)
 
 
 def piece_names(chunk: ChunkId, places: Places) -> Iterator[PieceName]:
@@ -244,14 +259,55 @@ def pack_places(places: Places) -> bytes:
     return b"".join(TAKEN.pack(*each) for each in places)
 
 
-def unpack_places(packed: bytes) -> Places:
-    """The places that were packed."""
-    return [(bucket, pieces) for bucket, pieces in TAKEN.iter_unpack(packed)]
+def unpack_places(packed: bytes, buckets: int = BUCKETS_MAX) -> Places:
+    """The places that were packed, in so many buckets. Raises CorruptError."""
+    if len(packed) % TAKEN.size:
+        raise damaged("a list of places that is too short")
+    places = [(bucket, pieces) for bucket, pieces in TAKEN.iter_unpack(packed)]
+    if any(bucket >= buckets for bucket, _ in places):
+        raise damaged("a place in a bucket that is not there")
+    return places
+
+
+class ChunkFacts(NamedTuple):
+    """What `c` has of a chunk."""
+
+    object_bytes: int
+    uploaded_ns: int
+    entries: int
+    version: int
+    places: Places
+
+
+def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
+    """What was packed of a chunk; `first` is the version of one that has none of its own.
+
+    Raises CorruptError.
+    """
+    if len(packed) < CHUNK.size:
+        raise damaged("a chunk's record that is too short")
+    object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
+    if entries > ENTRIES_MAX:
+        raise damaged("a chunk of too many entries")
+    places = unpack_places(packed[CHUNK.size :], buckets)
+    return ChunkFacts(object_bytes, uploaded_ns, entries, version or first, places)
+
+
+def check_entry(entry: bytes) -> bytes:
+    """A packed entry, if it can be one. Raises CorruptError."""
+    if len(entry) != PLAIN_BYTES and len(entry) < EXTENDED_BYTES:
+        raise damaged("an entry of another length")
+    return entry
+
+
+def sync_key(number: int) -> bytes:
+    """A key of some slot; another number gives another one."""
+    return b"dfs:{sync.%d}:" % number
 
 
 def entry_stamp(entry: bytes) -> Stamp:
     """The stamp of a packed entry."""
-    if len(entry) == PLAIN_BYTES:
+    if len(check_entry(entry)) == PLAIN_BYTES:
         return Stamp(entry[48:64] + entry[39:35:-1])  # the place stands little-endian in the record
     return Stamp(entry[PLAIN_BYTES:EXTENDED_BYTES])
 

@@ -1,19 +1,21 @@
 """Talking to a Redis, by itself, under sentinels, or a cluster of them.
 
-Owned here: connections and TLS, pipelines and where each command goes, waiting and trying again,
-and what Redis's errors mean to a user. Not owned: keys (`redis_keys.py`), what commands mean.
+Owned here: connections and TLS, pipelines and where each command goes, waiting and trying again.
+Not owned: keys (`redis_keys.py`), what commands mean, what errors mean (`redis_errors.py`).
 
 A call is tried again, with pauses, while Redis may come back (a refused connection, a restart that
 is loading, a failover, a slot on its way) and the deadline has not passed; whatever is sent must
 therefore be repeatable. What no patience cures (a password, a right, a full memory) fails at once.
+Nothing is sent after the deadline, except by what gets on and says so (`renew`).
 
 Concurrency: connections are lent to one thread for one pipeline, and never cross a fork.
 """
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import redis.exceptions as errors
@@ -30,22 +32,33 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
 from redis.retry import Retry
 
-from diesel_fs.errors import BusyError, DeadlineError, DieselError, MetadataError, NoSpaceError
+from diesel_fs.errors import DeadlineError, MetadataError
 from diesel_fs.storage.redis_address import RedisAddress
-from diesel_fs.storage.redis_scripts import ALL, Script
+from diesel_fs.storage.redis_bucket_scripts import Script
+from diesel_fs.storage.redis_errors import FOREIGN, LOADING, SILENT, Again, cause_of, meaning
+from diesel_fs.storage.redis_keys import sync_key
+from diesel_fs.storage.redis_scripts import ALL
 
 log = logging.getLogger("diesel.metadata")
 
 DEADLINE_S = 30.0
 
-_SILENT, _LOADING = "silent", "loading"
-_OPEN_S = {"": 4.0, _SILENT: 1.0, _LOADING: DEADLINE_S}
+LOOK_S = 6.0
+"""How long who only looks waits for a Redis that is away: with what one try may take, it is told so
+within 10 s. One that is loading is waited for as for a commit."""
+
+_OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
 """How long to try to open a store, by what stands against it: one that is down, or that wants to
 hear TLS, is said to be so soon; one that is loading will serve.
 """
 
-_SOCKET_S = 5.0
-_CONNECT_S = 3.0
+_SOCKET_S = 3.0
+_CONNECT_S = 2.0
+_ALL_HOSTS_S = 5.0
+"""How long it may take to find all hosts of an address hung, one after the other."""
+
+_WAITAOF_MS = 1000  # at a time: less than a connection waits for any answer
+_TAGS_MAX = 1 << 16
 _PAUSE_S = 0.02
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
@@ -54,8 +67,6 @@ _OLDEST = (5, 0)  # scripts that ask for the time and then write
 
 Word = bytes | str | int | float
 T = TypeVar("T")
-
-_FOREIGN = (errors.RedisError, errors.RedisClusterException, OSError)
 
 
 class Command(NamedTuple):
@@ -78,15 +89,6 @@ class ScriptCommand(NamedTuple):
         return Command(self.keys[0], words)
 
 
-class Again(Exception):
-    """Not now, but perhaps soon; `final` is the error where there is no time left."""
-
-    def __init__(self, final: DieselError, why: str = "") -> None:
-        super().__init__(str(final))
-        self.final = final
-        self.why = why  # one of those that `_OPEN_S` knows, or nothing
-
-
 class _Nodes(Protocol):
     """Where commands go."""
 
@@ -95,7 +97,18 @@ class _Nodes(Protocol):
 
     def masters(self) -> "list[Redis]": ...
 
+    def slots(self) -> "list[tuple[bytes, Redis]]":
+        """Those that have keys, and a key that each has."""
+        ...
+
     def close(self) -> None: ...
+
+
+class _Time(threading.local):
+    """How long this thread may still wait."""
+
+    end_s: float = math.inf
+    limit_s: float = math.inf
 
 
 class RedisLink:
@@ -105,16 +118,22 @@ class RedisLink:
         self.address = address
         self.deadline_s = deadline_s
         self._nodes: _Nodes | None = nodes
+        self._time = _Time()
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
         """Connect and look around. Raises MetadataError where this is no Redis for us."""
-        limits = {why: min(deadline_s, seconds) for why, seconds in _OPEN_S.items()}
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
-        nodes: _Nodes = _patiently(lambda: _connect(address, socket_s), address, limits)
+
+        def patiently(work: Callable[[], T]) -> T:
+            start = time.monotonic()
+            ends = {why: start + min(deadline_s, limit) for why, limit in _OPEN_S.items()}
+            return _patiently(work, address, lambda why: ends.get(why, ends[""]))
+
+        nodes: _Nodes = patiently(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
-            _patiently(link._look_around, address, limits)
+            patiently(link._look_around)
         except BaseException:
             link.close()
             raise
@@ -131,18 +150,36 @@ class RedisLink:
         if nodes is not None:
             nodes.close()
 
-    def patiently(self, work: Callable[[], T]) -> T:
-        """The result of work that can be repeated, tried until the deadline."""
-        return _patiently(work, self.address, {"": self.deadline_s})
+    def patiently(self, work: Callable[[], T], seconds: float = math.inf) -> T:
+        """The result of work that can be repeated, tried until the deadline, or so long."""
+        outer, start = (self._time.end_s, self._time.limit_s), time.monotonic()
+        self._time.limit_s = min(seconds, self.deadline_s)
+        self._time.end_s = min(outer[0], start + self._time.limit_s)
+
+        def end_s(why: str) -> float:
+            if why == LOADING:
+                self._time.end_s = max(self._time.end_s, start + self.deadline_s)
+            return self._time.end_s
+
+        try:
+            return _patiently(work, self.address, end_s)
+        finally:
+            self._time.end_s, self._time.limit_s = outer
+
+    def renew(self) -> None:
+        """What this thread is doing gets on: its deadline counts from now."""
+        self._time.end_s = time.monotonic() + self._time.limit_s
 
     def run(self, commands: Sequence[Command]) -> list[object]:
         """The replies to commands, sent together. Raises Again, or what the first error means."""
         if not commands:
             return []
+        if time.monotonic() > self._time.end_s:
+            raise DeadlineError(f"the metadata store {self.address} did not answer in time")
         try:
             return self._run(self._open_nodes, commands)
-        except _FOREIGN as error:
-            raise _meaning(error, self.address) from error
+        except FOREIGN as error:
+            raise meaning(error, self.address) from cause_of(error, self.address)
 
     def _run(self, nodes: _Nodes, commands: Sequence[Command]) -> list[object]:
         replies = nodes.send(commands)
@@ -165,19 +202,21 @@ class RedisLink:
         """Which runs of Redis this is: another one may have lost what the last one knew."""
         return sorted(str(master.info("server")["run_id"]) for master in self._masters())
 
-    def wait_durable(self, key: bytes) -> None:
-        """Wait until what was written before is on disk, where Redis can say so (7.2 or later)."""
-        for master in self._masters():
+    def wait_durable(self) -> None:
+        """Wait until what was written before is on disk, where Redis can say so (7.2 or later).
+
+        Each node waits for what one connection has written: so that one writes last.
+        """
+        for key, master in self._open_nodes.slots():
             info = master.info()
             if not info.get("aof_enabled") or _version(info) < (7, 2):
                 continue
+            end_s = time.monotonic() + self.deadline_s
             with master.client() as connection:
-                if not self.is_cluster:
-                    connection.execute_command("HSET", key, "sync", 1)
-                left_ms = int(self.deadline_s * 1000)
-                (synced, _) = connection.execute_command("WAITAOF", 1, 0, left_ms)
-            if not synced:
-                raise DeadlineError(f"{self.address} has not written its log in time")
+                connection.execute_command("HSET", key, "sync", 1)
+                while not connection.execute_command("WAITAOF", 1, 0, _WAITAOF_MS)[0]:
+                    if time.monotonic() > end_s:
+                        raise DeadlineError(f"{self.address} has not written its log in time")
 
     def _masters(self) -> "list[Redis]":
         return self._open_nodes.masters()
@@ -192,6 +231,11 @@ class RedisLink:
         for master in self._masters():
             for script in ALL:
                 master.script_load(script.source.decode())
+
+    def check_policy(self) -> None:
+        """Raises MetadataError where Redis may throw keys away: nothing of it is proof then."""
+        for master in self._masters():
+            _check_policy(master.info("memory"), self.address)
 
     def _look_around(self) -> None:
         where = self.address
@@ -209,14 +253,7 @@ class RedisLink:
                 )
             if info.get("cluster_enabled") and not self.is_cluster:
                 raise MetadataError(f"{where} is part of a cluster", advice="say redis+cluster://")
-            policy = str(info.get("maxmemory_policy", "noeviction"))
-            if policy.startswith("allkeys") and info.get("maxmemory"):
-                raise MetadataError(
-                    f"{where} throws keys away when its memory is full (maxmemory-policy {policy})",
-                    advice="set maxmemory-policy to noeviction",
-                )
-            if policy.startswith("allkeys"):
-                log.warning("%s would throw keys away: set maxmemory-policy to noeviction", where)
+            _check_policy(info, where)
             if not info.get("aof_enabled"):
                 log.info("%s keeps no log (appendonly): a crash loses what it was told last", where)
         if not self.address.password and not self.address.local:
@@ -227,94 +264,32 @@ def _version(info: dict[str, object]) -> tuple[int, ...]:
     return tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
 
 
-def _patiently(work: Callable[[], T], address: RedisAddress, limits: Mapping[str, float]) -> T:
-    start, pause = time.monotonic(), _PAUSE_S
+def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy.startswith("allkeys"):  # whatever its memory is limited to now
+        raise MetadataError(
+            f"{where} throws keys away when its memory is full (maxmemory-policy {policy})",
+            advice="set maxmemory-policy to noeviction",
+        )
+
+
+def _patiently(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
+    """The result of work, tried until the time that `end_s` gives to what stands against it."""
+    pause = _PAUSE_S
     while True:
         try:
             return work()
         except Again as error:
             again, cause = error, error.__cause__
-        except _FOREIGN as error:
-            told = _meaning(error, address)
+        except FOREIGN as error:
+            told, cause = meaning(error, address), cause_of(error, address)
             if not isinstance(told, Again):
-                raise told from error
-            again, cause = told, error
-        if time.monotonic() + pause > start + limits.get(again.why, limits[""]):
+                raise told from cause
+            again = told
+        if time.monotonic() + pause > end_s(again.why):
             raise again.final from cause
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
-
-
-def _meaning(error: Exception, where: RedisAddress) -> DieselError | Again:
-    """What an error means to a user; Again where it may pass."""
-    cause = error.__cause__
-    if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
-        return _meaning(cause, where)
-    text = str(error)
-    match error:
-        case errors.AuthenticationError() | errors.AuthenticationWrongNumberOfArgsError():
-            return MetadataError(
-                f"{where} does not accept our user and password",
-                advice="set DIESEL_REDIS_USER, DIESEL_REDIS_PASSWORD or DIESEL_REDIS_PASSWORD_FILE",
-            )
-        case errors.NoPermissionError() | errors.AuthorizationError():
-            return MetadataError(f"{where} does not allow our user what is needed: {text}")
-        case errors.OutOfMemoryError():
-            return _full(where, "its memory is full (maxmemory)")
-        case errors.ReadOnlyError():
-            told = MetadataError(f"{where} is a read-only replica", advice="name the master")
-            return told if where.kind == "redis" else Again(told)
-        case errors.TimeoutError() if "handshake" in str(error.__context__):
-            told = MetadataError(f"no TLS with {where}: it does not answer our greeting")
-            return Again(told, _SILENT)
-        case errors.TimeoutError():
-            return Again(DeadlineError(f"the metadata store {where} did not answer in time"))
-        case errors.BusyLoadingError():
-            return Again(MetadataError(f"{where} is loading its data"), _LOADING)
-        case errors.ConnectionError() if _is_foreign_tls(text):
-            return MetadataError(f"no TLS with {where}: {text}")
-        case errors.ConnectionError() if _is_hung_up(text) and not where.tls:
-            silent = f"the metadata store {where} closes the connection without an answer"
-            return Again(MetadataError(silent, advice="if it expects TLS, say rediss://"), _SILENT)
-        case errors.ConnectionError() | OSError():
-            return Again(MetadataError(f"cannot reach the metadata store {where}: {text}"))
-        case (
-            errors.RedisClusterException()
-            | errors.TryAgainError()
-            | errors.ClusterDownError()
-            | errors.AskError()
-        ):
-            return Again(MetadataError(f"the cluster {where} is not complete: {text}"))
-    return _reply(text, where)
-
-
-def _reply(text: str, where: RedisAddress) -> DieselError | Again:
-    """The meaning of an error that has no class of its own."""
-    code = text.split(" ", 1)[0]
-    if code == "NOAUTH":
-        return MetadataError(f"{where} wants a password", advice="set DIESEL_REDIS_PASSWORD")
-    if code == "MISCONF" or "MISCONF" in text:
-        return _full(where, text.removeprefix("MISCONF "))
-    if "OOM command not allowed" in text:
-        return _full(where, "its memory is full (maxmemory)")
-    if code == "BUSY":
-        return Again(BusyError(f"{where} is busy with a script"))
-    if code in ("LOADING", "NOREPLICAS", "MASTERDOWN", "UNBLOCKED"):
-        return Again(MetadataError(f"{where} cannot serve now: {text}"))
-    return MetadataError(f"{where} refuses: {text}")
-
-
-def _full(where: RedisAddress, why: str) -> NoSpaceError:
-    return NoSpaceError(f"the metadata store {where} takes nothing more: {why}")
-
-
-def _is_hung_up(text: str) -> bool:
-    return "closed by server" in text or "reset by peer" in text
-
-
-def _is_foreign_tls(text: str) -> bool:
-    faults = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-    return any(fault in text or fault.replace("_", " ").lower() in text for fault in faults)
 
 
 # Where commands go
@@ -337,11 +312,13 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
             "ssl_certfile": address.certificate or None,
             "ssl_keyfile": address.key or None,
         }
+    per_host_s = _ALL_HOSTS_S / max(1, len(address.hosts))
     if address.kind == "cluster":
+        options["socket_timeout"] = min(socket_s, max(1.5, per_host_s))
         return _Cluster(_cluster(address, options))
     options |= {"retry": _no_retry(), "db": address.database, "max_connections": _CONNECTIONS_MAX}
     if address.kind == "sentinel":
-        return _One(_sentinel_master(address, options))
+        return _One(_sentinel_master(address, options, min(socket_s, per_host_s)))
     kind: type[Connection | UnixDomainSocketConnection] = Connection
     if address.socket:
         kind, options["path"] = UnixDomainSocketConnection, address.socket
@@ -362,9 +339,10 @@ def _cluster(address: RedisAddress, options: dict[str, object]) -> RedisCluster:
     )
 
 
-def _sentinel_master(address: RedisAddress, options: dict[str, object]) -> Redis:
+def _sentinel_master(address: RedisAddress, options: dict[str, object], per_host_s: float) -> Redis:
     own = {**options, "ssl": address.tls}
     of_sentinels = {**own, "username": None, "password": address.sentinel_password or None}
+    of_sentinels |= {"socket_timeout": per_host_s, "socket_connect_timeout": per_host_s}
     del of_sentinels["db"]
     sentinels = Sentinel(list(address.hosts), sentinel_kwargs=of_sentinels)
     master: Redis = sentinels.master_for(address.service, **own)
@@ -399,6 +377,9 @@ class _One:
 
     def masters(self) -> "list[Redis]":
         return [self._node]
+
+    def slots(self) -> "list[tuple[bytes, Redis]]":
+        return [(sync_key(0), self._node)]
 
     def close(self) -> None:
         self._node.connection_pool.disconnect()
@@ -469,6 +450,19 @@ class _Cluster:
     def masters(self) -> "list[Redis]":
         nodes = self._cluster.get_primaries()
         return [self._cluster.get_redis_connection(node) for node in nodes]
+
+    def slots(self) -> "list[tuple[bytes, Redis]]":
+        self._learn()
+        manager, found = self._cluster.nodes_manager, dict[str, tuple[bytes, Redis]]()
+        wanted = {nodes[0].name for nodes in manager.slots_cache.values() if nodes}
+        for number in range(_TAGS_MAX):
+            if len(found) == len(wanted):
+                break
+            key = sync_key(number)
+            node = manager.get_node_from_slot(self._slot(key))
+            connection = self._cluster.get_redis_connection(node)
+            found.setdefault(node.name, (key, connection))
+        return [*found.values()]
 
     def close(self) -> None:
         self._cluster.close()

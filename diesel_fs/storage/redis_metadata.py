@@ -6,9 +6,11 @@ the fold itself (`redis_scripts.py`), reading entries (`redis_rows.py`), connect
 (`redis_link.py`).
 
 Every question starts with the head of its dataset, in whose name what is committed and not yet
-applied is applied first, and ends with asking whether the generation that was read still stands; so
-"no such file" is never said out of ignorance. An export starts again where the version has moved,
-and holds commits back after some tries.
+applied is applied first, and ends with asking whether generation and version still stand: an answer
+is of one state, and "no such file" is never said out of ignorance. It starts again where they have
+moved, and holds commits back after some tries. An export proves itself by the marker's counts.
+
+Who looks is told within 10 s that Redis is away; who commits waits for it for 30 s.
 
 What survives a power cut: with `appendonly yes` on Redis 7.2 or later, everything that was
 committed before `durable` returned. Older ones cannot say when their log is on disk (with
@@ -23,7 +25,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -33,6 +35,7 @@ from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from diesel_fs.errors import (
     BusyError,
+    CorruptError,
     DieselError,
     MetadataBehind,
     NoSuchDataset,
@@ -50,41 +53,34 @@ from diesel_fs.storage.metadata import (
     StampedRows,
 )
 from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.storage.redis_commits import (
-    Commits,
-    Head,
-    Leaving,
-    Refused,
-    Unknown,
-    Unsettled,
-    no_such,
-)
+from diesel_fs.storage.redis_commits import Begun, Commits, Leaving, Unsettled
 from diesel_fs.storage.redis_forgetting import Candidate, Lost, in_portions, leaving
 from diesel_fs.storage.redis_generations import Building, clean, new_generation
+from diesel_fs.storage.redis_head import Head, Refused, Unknown, has_lost, no_such
+from diesel_fs.storage.redis_holding import Holding
 from diesel_fs.storage.redis_keys import (
-    CHUNK,
     DEAD_KEY,
-    HEAD,
     HOLES_PER_FIELD,
     NAMES_KEY,
+    ChunkFacts,
     DatasetKeys,
     FolderId,
-    Places,
     entry_stamp,
     folder_id,
     hole_fields,
     piece_names,
-    unpack_places,
+    unpack_chunk,
 )
-from diesel_fs.storage.redis_link import DEADLINE_S, Command, RedisLink, log
+from diesel_fs.storage.redis_link import DEADLINE_S, LOOK_S, Command, RedisLink, log
 from diesel_fs.storage.redis_pieces import unpack_paths
+from diesel_fs.storage.redis_replies import identity_of, listed, octets, packed_dict
 from diesel_fs.storage.redis_rows import (
     Found,
     GenerationReader,
+    Torn,
     chunks_of,
     columns,
     kind_of,
-    packed_dict,
 )
 from diesel_fs.storage.redis_scripts import CREATE, DROP, HOLD
 
@@ -93,21 +89,19 @@ _CLUSTER_BUCKETS = 64
 
 _HOLD_POLL_S = 0.02
 _TRIES_WITHOUT_HOLD = 3
+_QUICK_TRIES_WITHOUT_HOLD = 8
 _TRIES_MAX = 20
+_TORN_MAX = 4
+"""So often in a row nobody has restarted Redis, or moved a slot, in the middle of one answer."""
+
+_MEND_ENTRIES = 1 << 20
+"""What has been lost is folded in at once up to here: until all is, some of it is missed."""
+
+_RELEASE_S = 1.0
 _PATHS_AT_ONCE = 10_000
 _FIELDS_AT_ONCE = 500
 
 T = TypeVar("T")
-
-
-class _Chunk(NamedTuple):
-    """A chunk's record."""
-
-    object_bytes: int
-    uploaded_ns: int
-    entries: int
-    version: int
-    places: Places
 
 
 class _Moved(Exception):
@@ -166,48 +160,71 @@ class RedisMetadata(MetadataStore):
     # Datasets
 
     def markers(self) -> list[Marker]:
-        return sorted(self._link.patiently(self._markers), key=lambda marker: marker.name)
+        def look() -> list[Marker]:
+            self._link.check_policy()
+            return self._markers()
+
+        return sorted(self._look(look), key=lambda marker: marker.name)
 
     def _markers(self) -> list[Marker]:
-        found = []
-        for identity in self._names().values():
+        identities, found = [*self._names().values()], []
+        heads = self._commits.look_at(identities)
+        whole = [head for head in heads if isinstance(head, Head)]
+        lost = self._commits.have_lost(whole)
+        clean = {h.marker.identity for h, gone in zip(whole, lost, strict=True) if not gone}
+        for identity, head in zip(identities, heads, strict=True):
+            self._link.renew()
+            if isinstance(head, Head) and identity in clean and not head.unapplied:
+                found.append(head.marker)
+                continue
             try:
                 found.append(self._settled(identity).marker)
             except NoSuchDataset:
                 continue
-            except MetadataBehind:  # one dataset's fault hides no other; its own calls say so
-                found.append(self._commits.look(identity).marker)
+            except (MetadataBehind, CorruptError) as error:
+                # One dataset's fault hides no other; its own calls say so
+                log.warning("%s", error.message)
+                if isinstance(head, Head):
+                    found.append(head.marker)
         return found
 
+    def _look(self, work: Callable[[], T]) -> T:
+        return self._link.patiently(work, LOOK_S)
+
     def marker(self, name: str) -> Marker:
-        return self._link.patiently(lambda: self._marker(name))
+        return self._look(lambda: self._marker(name))
 
     def _marker(self, name: str) -> Marker:
         (reply,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
-        if not isinstance(reply, bytes):
+        if reply is None:
             raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
-        return self._settled(UUID(bytes=reply)).marker
+        return self._settled(identity_of(reply)).marker
 
     def _names(self) -> dict[bytes, UUID]:
         (reply,) = self._link.run([Command(NAMES_KEY, ("HGETALL", NAMES_KEY))])
-        return {name: UUID(bytes=identity) for name, identity in packed_dict(reply).items()}
+        return {
+            name: UUID(bytes=identity)
+            for name, identity in packed_dict(reply).items()
+            if len(identity) == 16  # its own calls say so
+        }
 
     def _settled(self, identity: UUID) -> Head:
         """The head after all that is committed has been applied; no bucket has lost anything."""
-        with _Holding(self, identity) as holding:
-            while True:
+        with Holding(self, identity) as holding:
+            for _ in range(_TRIES_MAX):
                 try:
                     head = self._commits.settled(identity)
                 except Unsettled:
                     holding.begin()
                     continue
-                if self._commits.check(identity, head):
+                if self._commits.is_of(identity, head):
                     return head
+        raise _restless(identity)
 
     def create(self, name: str, identity: UUID) -> Marker:
         self._link.patiently(lambda: self._create(name, identity))
         self._clean()
-        return self._link.patiently(lambda: self._settled(identity)).marker
+        return self._look(lambda: self._settled(identity)).marker
 
     def _create(self, name: str, identity: UUID) -> None:
         generation = new_generation(self._buckets)
@@ -237,9 +254,44 @@ class RedisMetadata(MetadataStore):
     # Commits
 
     def commit(self, identity: UUID, *batches: Batch) -> int:
+        return self._commit(identity, batches)
+
+    def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        end = time.monotonic() + self._link.deadline_s
-        return self._link.patiently(lambda: self._commits.commit(identity, by_chunk, end))
+        end, before = time.monotonic() + self._link.deadline_s, list[Begun]()
+        return self._link.patiently(
+            lambda: self._commits.commit(identity, by_chunk, end, before, run)
+        )
+
+    def doubt(self, identity: UUID) -> str:
+        def ask() -> str:
+            self._link.check_policy()
+            return self._commits.doubt(identity)
+
+        return self._link.patiently(ask)
+
+    def mend(self, identity: UUID, run: str, batches: Iterable[Batch]) -> None:
+        waiting, entries = list[Batch](), 0
+        for batch in batches:
+            waiting.append(batch)
+            entries += len(batch.rows)
+            if entries >= _MEND_ENTRIES:
+                self._commit(identity, waiting, run)
+                waiting, entries = [], 0
+        if waiting:
+            self._commit(identity, waiting, run)
+        self._link.patiently(lambda: self._commits.vouch(identity, run))
+
+    def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        keys = DatasetKeys(identity)
+        portions = [chunks[i : i + _PATHS_AT_ONCE] for i in range(0, len(chunks), _PATHS_AT_ONCE)]
+        asked = [Command(keys.chunks, ("HMGET", keys.chunks, *some)) for some in portions]
+        there = Command(keys.marker, ("EXISTS", keys.marker))
+        *replies, exists = self._link.patiently(lambda: self._link.run([*asked, there]))
+        if not exists:
+            raise no_such(identity)
+        known = [record for reply in replies for record in listed(reply)]
+        return [chunk for chunk, record in zip(chunks, known, strict=True) if record is None]
 
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
@@ -260,11 +312,10 @@ class RedisMetadata(MetadataStore):
         def read(head: Head, reader: GenerationReader) -> tuple[Head, dict[ChunkId, Leaving]]:
             key = DatasetKeys(identity).chunks
             (packed,) = self._link.run([Command(key, ("HMGET", key, *chunks))])
-            assert isinstance(packed, list)
             candidates = {}
-            for chunk, each in zip(chunks, packed, strict=True):
+            for chunk, each in zip(chunks, listed(packed), strict=True):
                 if each is not None and chunk != head.marker.newest:
-                    record = _chunk_record(each, head.first)
+                    record = _facts(head, each)
                     holes = frozenset(self._holes(head, chunk, record).tolist())
                     candidates[chunk] = Candidate(record.entries, record.places, holes)
             try:
@@ -274,7 +325,7 @@ class RedisMetadata(MetadataStore):
             except Lost:
                 raise _Moved from None
 
-        head, going = self._read_once(identity, read, one_state=False)
+        head, going = self._read_once(identity, read, wholly=False)
         if not going:
             return True
         try:
@@ -290,14 +341,13 @@ class RedisMetadata(MetadataStore):
         return True
 
     def durable(self) -> None:
-        self._link.patiently(lambda: self._link.wait_durable(HEAD + b"sync"))
+        self._link.patiently(self._link.wait_durable)
 
     def hold(self, identity: UUID, seconds: float) -> Hold:
         if not 0 < seconds <= HOLD_S_MAX:
             raise UsageError(f"commits cannot be held back for {seconds:g} s")
         token, keys = secrets.token_bytes(16), DatasetKeys(identity)
-        now_s = self._clock_ns() / 1e9
-        words = token, repr(now_s + seconds), repr(now_s), HOLD_S_MAX
+        words = token, seconds, HOLD_S_MAX
         try:
             self._link.patiently(lambda: self._commits.ask(HOLD, [keys.marker, keys.holds], *words))
         except Unknown:
@@ -305,7 +355,10 @@ class RedisMetadata(MetadataStore):
 
         def release() -> None:
             gone = Command(keys.holds, ("HDEL", keys.holds, token))
-            self._link.patiently(lambda: self._link.run([gone]))
+            try:
+                self._link.patiently(lambda: self._link.run([gone]), _RELEASE_S)
+            except DieselError as error:  # it ends by itself; what it was for is done
+                log.info("commits stay held back for now: %s", error.message)
 
         return Hold(release)
 
@@ -353,21 +406,22 @@ class RedisMetadata(MetadataStore):
 
     def changes(self, identity: UUID, since: int) -> Changes:
         def read(head: Head, reader: GenerationReader) -> Changes:
-            chunks = self._chunk_table(head)
+            chunks = self._chunk_table(head, reader)
             if since > 0:
-                found = list(self._newer(head, reader, chunks, since))
+                rows = columns(list(self._newer(head, reader, chunks, since)), list(chunks))
             else:
-                found = list(reader.everything())
+                rows = columns(list(reader.everything()), list(chunks))
+                _check_counts(head.marker, rows)
             infos = [ChunkInfo(chunk, chunks[chunk].object_bytes) for chunk in sorted(chunks)]
-            return Changes(head.marker, columns(found, list(chunks)), infos)
+            return Changes(head.marker, rows, infos)
 
-        return self._read(identity, read, one_state=True)
+        return self._read(identity, read, wholly=True)
 
     def _newer(
         self,
         head: Head,
         reader: GenerationReader,
-        chunks: Mapping[ChunkId, _Chunk],
+        chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
     ) -> Iterator[Found]:
         """The entries, tombstones too, of which a chunk was committed after version `since`."""
@@ -379,6 +433,7 @@ class RedisMetadata(MetadataStore):
                 commands.append(Command(key, ("HGET", key, name.field)))
         named: dict[FolderId, dict[bytes, None]] = {}
         for start in range(0, len(commands), _FIELDS_AT_ONCE):
+            self._link.renew()
             for reply in self._link.run(commands[start : start + _FIELDS_AT_ONCE]):
                 if not isinstance(reply, bytes):
                     raise _Moved
@@ -395,7 +450,7 @@ class RedisMetadata(MetadataStore):
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
         def read(head: Head, reader: GenerationReader) -> list[ChunkRecord]:
-            chunks = self._chunk_table(head)
+            chunks = self._chunk_table(head, reader)
             holes = dict.fromkeys(chunks, 0)
             for bucket in range(head.generation.buckets):
                 for page in reader.hash_pages(bucket, b"h"):
@@ -410,97 +465,106 @@ class RedisMetadata(MetadataStore):
                 for chunk, record in sorted(chunks.items())
             ]
 
-        return self._read(identity, read, one_state=True)
+        return self._read(identity, read, wholly=True)
 
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
         def read(head: Head, _: GenerationReader) -> npt.NDArray[np.uint32]:
             key = DatasetKeys(identity).chunks
             (packed,) = self._link.run([Command(key, ("HGET", key, chunk))])
-            if not isinstance(packed, bytes):
+            if packed is None:
                 raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
-            return self._holes(head, chunk, _chunk_record(packed, head.first))
+            return self._holes(head, chunk, _facts(head, packed))
 
         return self._read(identity, read)
 
-    def _holes(self, head: Head, chunk: ChunkId, record: _Chunk) -> npt.NDArray[np.uint32]:
+    def _holes(self, head: Head, chunk: ChunkId, record: ChunkFacts) -> npt.NDArray[np.uint32]:
         found = [np.zeros(0, np.uint32)]
         for bucket, _pieces in record.places:
             key = head.generation.key(bucket, b"h")
             fields = [*hole_fields(chunk, record.entries)]
             (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
-            assert isinstance(bitmaps, list)
-            for block, bitmap in enumerate(bitmaps):
+            for block, bitmap in enumerate(listed(bitmaps)):
                 if bitmap is not None:
-                    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+                    packed = np.frombuffer(octets(bitmap), np.uint8)
+                    bits = np.unpackbits(packed, bitorder="little")
                     places = np.flatnonzero(bits) + block * HOLES_PER_FIELD
                     found.append(places.astype(np.uint32))
         return np.sort(np.concatenate(found))
 
-    def _chunk_table(self, head: Head) -> dict[ChunkId, _Chunk]:
-        keys = DatasetKeys(head.marker.identity)
-        cursor, found = b"0", dict[ChunkId, _Chunk]()
-        while True:
-            scan = Command(keys.chunks, ("HSCAN", keys.chunks, cursor, "COUNT", 2000))
-            (reply,) = self._link.run([scan])
-            assert isinstance(reply, list | tuple)
-            for chunk, packed in packed_dict(reply[1]).items():
-                found[ChunkId(chunk)] = _chunk_record(packed, head.first)
-            cursor = b"%d" % int(reply[0])
-            if cursor == b"0":
-                return found
+    def _chunk_table(self, head: Head, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
+        found = dict[ChunkId, ChunkFacts]()
+        for page in reader.pages_of(DatasetKeys(head.marker.identity).chunks):
+            for chunk, packed in page.items():
+                found[ChunkId(octets(chunk, 16))] = _facts(head, packed)
+        if len(found) != head.marker.chunks:
+            raise Torn
+        return found
 
     def _read(
         self,
         identity: UUID,
         read: Callable[[Head, GenerationReader], T],
         *,
-        one_state: bool = False,
+        wholly: bool = False,
     ) -> T:
-        """What `read` finds in a generation that stands; `one_state`: at the version of its head.
+        """What `read` finds in one state; `wholly`: of which the head has all counts.
 
         Where commits keep moving the version, they are held back.
         """
-        return self._link.patiently(lambda: self._read_once(identity, read, one_state))
+        return self._look(lambda: self._read_once(identity, read, wholly=wholly))
 
     def _read_once(
-        self, identity: UUID, read: Callable[[Head, GenerationReader], T], one_state: bool
+        self, identity: UUID, read: Callable[[Head, GenerationReader], T], *, wholly: bool
     ) -> T:
-        with _Holding(self, identity) as holding:
+        patience = _TRIES_WITHOUT_HOLD if wholly else _QUICK_TRIES_WITHOUT_HOLD
+        torn = 0
+        with Holding(self, identity) as holding:
+
+            def on_the_way() -> None:
+                holding.renew()
+                self._link.renew()
+
             for tries in range(_TRIES_MAX):
-                if one_state and tries >= _TRIES_WITHOUT_HOLD:
+                if tries - torn >= patience:
                     holding.begin()
                 try:
-                    head = self._commits.settled(identity, wholly=one_state)
+                    head = self._commits.settled(identity, wholly=wholly)
                 except Unsettled:
                     continue
-                reader = GenerationReader(self._link, head.generation, holding.renew)
+                reader = GenerationReader(self._link, head.generation, on_the_way)
                 try:
                     found = read(head, reader)
                 except _Moved:
                     continue
+                except Torn:
+                    if self._commits.stands(identity, head):
+                        torn += 1
+                        if torn == _TORN_MAX:
+                            raise has_lost(head.marker.name) from None
+                    continue
                 except DieselError:
-                    if self._stands(identity, head, one_state):
+                    if self._commits.stands(identity, head):
                         raise
                     continue  # half of it was of another state
-                if self._stands(identity, head, one_state):
+                if self._commits.stands(identity, head):
                     return found
-        raise BusyError(f"dataset {identity} does not hold still")
-
-    def _stands(self, identity: UUID, head: Head, one_state: bool) -> bool:
-        """Whether what was read since `head` is true; as `one_state`, that of its version."""
-        if not self._commits.check(identity, head):
-            return False
-        if not one_state:
-            return True
-        # Nothing of a commit is applied before the version has moved.
-        now = self._commits.look(identity)
-        return now.marker.version == head.marker.version and now.generation == head.generation
+        raise _restless(identity)
 
 
-def _chunk_record(packed: bytes, first: int) -> _Chunk:
-    object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
-    places = unpack_places(packed[CHUNK.size :])
-    return _Chunk(object_bytes, uploaded_ns, entries, version or first, places)
+def _facts(head: Head, packed: object) -> ChunkFacts:
+    return unpack_chunk(octets(packed), head.first, head.generation.buckets)
+
+
+def _check_counts(marker: Marker, rows: Rows) -> None:
+    """Raise Torn where rows are not all files of a marker."""
+    is_file = rows.records["kind"] == Kind.FILE
+    counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
+    if counts != (marker.files, marker.bytes):
+        raise Torn
+
+
+def _restless(identity: UUID) -> BusyError:
+    return BusyError(f"dataset {identity} does not hold still")
 
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
@@ -516,32 +580,3 @@ def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
         keys.append((folders[folder], name))
     found = {(folder, name): entry for folder, name, entry in reader.entries(asked)}
     return [found.get(key) for key in keys]
-
-
-class _Holding:
-    """A hold that is begun when it is needed, renewed while it is, and released at the end."""
-
-    def __init__(self, store: MetadataStore, identity: UUID) -> None:
-        self._store = store
-        self._identity = identity
-        self._hold: Hold | None = None
-        self._since_s = 0.0
-
-    def begin(self) -> None:
-        """Hold commits back from now on."""
-        before, self._hold = self._hold, self._store.hold(self._identity, HOLD_S_MAX)
-        self._since_s = time.monotonic()
-        if before is not None:
-            before.release()
-
-    def renew(self) -> None:
-        """Called again and again while something long goes on."""
-        if self._hold is not None and time.monotonic() > self._since_s + HOLD_S_MAX / 3:
-            self.begin()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._hold is not None:
-            self._hold.release()

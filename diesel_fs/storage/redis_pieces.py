@@ -27,6 +27,7 @@ from diesel_fs.storage.redis_keys import (
     child_folder,
     steps,
 )
+from diesel_fs.storage.redis_replies import damaged
 
 EXTENTS_MAX = 1 << 20
 """4 TiB in chunks of 4 MiB: a script that looks for extents must end."""
@@ -38,6 +39,8 @@ _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
 """A piece keeps Redis busy for milliseconds, never for a time that others notice."""
 _BLOCK_ROWS = 1000  # Lua's stack holds 8,000
+
+_EXPANSION_MAX = 256  # LZ4 makes nothing smaller than that
 
 _COUNT = struct.Struct("<H")
 _STEP = struct.Struct("<cH")
@@ -70,18 +73,28 @@ class Cut:
 
 def folders_of(packed: bytes) -> list[FolderId]:
     """The folders of a packed piece."""
-    (count,) = _COUNT.unpack_from(packed)
+    count = int.from_bytes(packed[: _COUNT.size], "little")
+    if len(packed) < _COUNT.size + count * FOLDER_BYTES:
+        raise damaged("a piece that is too short")
     starts = range(_COUNT.size, _COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     return [FolderId(packed[at : at + FOLDER_BYTES]) for at in starts]
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """The folders that a piece names, and the names in each."""
-    plain, at = lz4.block.decompress(packed), 0
+    """The folders that a piece names, and the names in each. Raises CorruptError."""
+    if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # before it is trusted
+        raise damaged("a list of paths that is none")
+    try:
+        plain = lz4.block.decompress(packed)
+    except (lz4.block.LZ4BlockError, ValueError):
+        raise damaged("a list of paths that is none") from None
+    at = 0
     while at < len(plain):
         folder = FolderId(plain[at : at + FOLDER_BYTES])
-        (length,) = _BYTES.unpack_from(plain, at + FOLDER_BYTES)
+        length = int.from_bytes(plain[at + FOLDER_BYTES : at + FOLDER_BYTES + 4], "little")
         at += FOLDER_BYTES + _BYTES.size
+        if len(plain) < at + length:
+            raise damaged("a list of paths that is too short")
         yield folder, plain[at : at + length].split(b"\0")
         at += length
 

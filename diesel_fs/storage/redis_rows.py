@@ -3,6 +3,10 @@
 Owned here: which keys are asked, in replies of bounded size, and how packed entries become `Rows`.
 Not owned: whether the generation is still the dataset's and nothing moved meanwhile (the caller
 asks before and after). Nothing is remembered, so nothing can be stale.
+
+What takes several pages proves itself: a cursor means nothing to a Redis that has been restarted or
+has taken the slot over, and that one goes on somewhere. As many different names as the whole has,
+all of them of a state that has not moved, are the whole; fewer are `Torn`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ROOT, ChunkId, Kind, Rows, join
-from diesel_fs.errors import CorruptError
 from diesel_fs.storage.redis_keys import (
     EXTENDED_BYTES,
     FOLDER_BYTES,
@@ -20,9 +23,11 @@ from diesel_fs.storage.redis_keys import (
     ROOT_FOLDER,
     FolderId,
     Generation,
+    check_entry,
     child_folder,
 )
 from diesel_fs.storage.redis_link import Command, RedisLink
+from diesel_fs.storage.redis_replies import damaged, listed, number, octets, packed_dict, pair
 
 Found = tuple[bytes, Sequence[bytes], Sequence[bytes]]
 """The path of a folder, names in it, and their packed entries."""
@@ -33,11 +38,18 @@ _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
 """A reply is of megabytes at most, whatever a folder holds."""
 
+_START = b"0"
+"""The cursor with which a scan begins, and ends."""
+
 _EXTENTS_AT = 40
 _KIND_AT = 34
 _DEAD = int(Kind.TOMBSTONE)
 
 T = TypeVar("T")
+
+
+class Torn(Exception):
+    """What was read in several pages is not all there is."""
 
 
 def implied_entry() -> bytes:
@@ -49,7 +61,7 @@ def implied_entry() -> bytes:
 
 def kind_of(entry: bytes) -> int:
     """What a packed entry is, a `Kind`."""
-    return entry[_KIND_AT]
+    return check_entry(entry)[_KIND_AT]
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
@@ -89,9 +101,9 @@ class GenerationReader:
             self._at_each_page()
             commands = [self._of_folder(folder, "HMGET", *names) for folder, names in some]
             for (folder, names), reply in zip(some, self._link.run(commands), strict=True):
-                for name, entry in zip(names, _list(reply), strict=True):
+                for name, entry in zip(names, listed(reply), strict=True):
                     if isinstance(entry, bytes):
-                        yield folder, name, entry
+                        yield folder, name, check_entry(entry)
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
         """All folders: the parent of each, and its name."""
@@ -128,7 +140,6 @@ class GenerationReader:
             keys = {self._generation.entries(folder): paths[folder] for folder in some}
             in_pages: dict[bytes, dict[bytes, bytes]] = {}
             for key, page in self._scan([*keys]):
-                # While a hash table grows or shrinks, a scan may give a name twice.
                 in_pages.setdefault(key, {}).update(page)
             for key, rows in in_pages.items():
                 if rows:
@@ -180,41 +191,65 @@ class GenerationReader:
     def _below(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
         """Of each folder, the names of those below."""
         found: list[dict[bytes, None]] = [{} for _ in folders]
-        left = [(i, b"0") for i in range(len(folders))]
+        left = [(i, _START) for i in range(len(folders))]
         while left:
             following = []
             for some in _in_portions(iter(left), _COMMANDS_AT_ONCE):
-                keys = [self._generation.below(folders[i]) for i, _ in some]
+                self._at_each_page()
+                keyed = [(self._generation.below(folders[i]), cursor) for i, cursor in some]
                 rows = max(1, _SCAN_ROWS // len(some))
-                commands = [
-                    Command(key, ("SSCAN", key, cursor, "COUNT", rows))
-                    for key, (_, cursor) in zip(keys, some, strict=True)
-                ]
-                for (i, _), reply in zip(some, self._link.run(commands), strict=True):
-                    cursor, names = _pair(reply)
-                    found[i].update(dict.fromkeys(map(_bytes, _list(names))))
-                    if number(cursor):
-                        following.append((i, b"%d" % number(cursor)))
+                pages = self._pages(keyed, "SSCAN", "SCARD", rows)
+                for (i, _), (cursor, names, count) in zip(some, pages, strict=True):
+                    found[i].update(dict.fromkeys(map(octets, listed(names))))
+                    if cursor != _START:
+                        following.append((i, cursor))
+                    elif count is not None and len(found[i]) != count:
+                        raise Torn
             left = following
         return [[*names] for names in found]
 
     def _scan(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """The fields of hashes, in pages."""
-        left = [(key, b"0") for key in keys]
+        """The fields of hashes, in pages. While a hash table grows or shrinks, a name may come
+        twice."""
+        left = [(key, _START) for key in keys]
+        names = dict[bytes, set[bytes]]()  # of those that take more than a page
         while left:
             self._at_each_page()
             some, left = left[:_FOLDERS_AT_ONCE], left[_FOLDERS_AT_ONCE:]
-            rows = _SCAN_ROWS // len(some)
-            commands = [Command(key, ("HSCAN", key, cursor, "COUNT", rows)) for key, cursor in some]
-            for (key, _), reply in zip(some, self._link.run(commands), strict=True):
-                cursor, page = _pair(reply)
-                yield key, packed_dict(page)
-                if number(cursor):
-                    left.append((key, b"%d" % number(cursor)))
+            pages = self._pages(some, "HSCAN", "HLEN", _SCAN_ROWS // len(some))
+            for (key, _), (cursor, reply, count) in zip(some, pages, strict=True):
+                page = packed_dict(reply)
+                if cursor != _START or count is not None:
+                    names.setdefault(key, set()).update(page)
+                yield key, page
+                if cursor != _START:
+                    left.append((key, cursor))
+                elif count is not None and len(names.pop(key)) != count:
+                    raise Torn
+
+    def _pages(
+        self, some: Sequence[tuple[bytes, bytes]], scan: str, size: str, rows: int
+    ) -> Iterator[tuple[bytes, object, int | None]]:
+        """A page of each key, from a cursor on: the next cursor, what is in it, and how much the
+        whole has, which a first page need not know."""
+        commands = []
+        for key, cursor in some:
+            commands.append(Command(key, (scan, key, cursor, "COUNT", rows)))
+            if cursor != _START:
+                commands.append(Command(key, (size, key)))
+        replies = iter(self._link.run(commands))
+        for _, cursor in some:
+            after, page = pair(next(replies))
+            count = number(next(replies)) if cursor != _START else None
+            yield _cursor(after), page, count
 
     def hash_pages(self, bucket: int, what: bytes) -> Iterator[dict[bytes, bytes]]:
         """One of a bucket's own hashes, in pages."""
-        return (page for _, page in self._scan([self._generation.key(bucket, what)]))
+        return self.pages_of(self._generation.key(bucket, what))
+
+    def pages_of(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
+        """A hash, in pages."""
+        return (page for _, page in self._scan([key]))
 
     def _of_folder(self, folder: FolderId, word: str, *names: bytes) -> Command:
         key = self._generation.entries(folder)
@@ -231,7 +266,7 @@ def folder_paths(
         names, at = list[tuple[FolderId, bytes]](), folder
         while at not in paths:
             if at not in places or len(names) > len(places):
-                raise _damaged("a folder without a parent")
+                raise damaged("a folder without a parent")
             names.append((at, places[at][1]))
             at = places[at][0]
         path = paths[at]
@@ -249,11 +284,13 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
     tails: dict[int, bytes] = {}
     for path, some, entries in found:
         if len(some) != len(entries):
-            raise _damaged("names without entries")
+            raise damaged("names without entries")
         folder.append(folders.setdefault(path, len(folders)))
         counts.append(len(some))
         joined = b"".join(entries)
         if len(joined) != PLAIN_BYTES * len(entries):
+            for entry in entries:
+                check_entry(entry)
             for i, entry in enumerate(entries, len(names)):
                 if len(entry) > EXTENDED_BYTES:
                     tails[i] = entry[EXTENDED_BYTES:]
@@ -262,14 +299,14 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
         heads.append(joined)
     packed = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, PLAIN_BYTES)
     if len(packed) != len(names):
-        raise _damaged("an entry of another length")
+        raise damaged("an entry of another length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
     # As NumPy compares them, trailing zeros do not count; of equal length they need not.
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):
-        raise _damaged("an entry without a chunk")
+        raise damaged("an entry without a chunk")
     return Rows(
         folders=list(folders),
         folder=np.repeat(np.array(folder, np.uint32), counts),
@@ -283,10 +320,19 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
 
 def _alive(names: list[bytes], entries: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Without tombstones."""
+    if entries and min(map(len, entries)) < PLAIN_BYTES:
+        raise damaged("an entry of another length")
     if all(entry[_KIND_AT] != _DEAD for entry in entries):
         return names, entries
     keep = [entry[_KIND_AT] != _DEAD for entry in entries]
     return list(compress(names, keep)), list(compress(entries, keep))
+
+
+def _cursor(reply: object) -> bytes:
+    packed = b"%d" % reply if isinstance(reply, int) else octets(reply)
+    if not packed.isdigit():
+        raise damaged("something else where a cursor should be")
+    return packed
 
 
 def _in_portions(items: Iterator[T], size: int) -> Iterator[list[T]]:
@@ -295,48 +341,6 @@ def _in_portions(items: Iterator[T], size: int) -> Iterator[list[T]]:
 
 
 def _unpack_place(reply: object) -> tuple[FolderId, bytes]:
-    if not isinstance(reply, bytes):
-        raise _damaged("a folder without a parent")
+    if not isinstance(reply, bytes) or len(reply) < FOLDER_BYTES:
+        raise damaged("a folder without a parent")
     return FolderId(reply[:FOLDER_BYTES]), reply[FOLDER_BYTES:]
-
-
-# Replies
-
-
-def number(reply: object) -> int:
-    """A number, or 0 for nothing."""
-    if reply is None:
-        return 0
-    if isinstance(reply, int | bytes):
-        return int(reply)
-    raise _damaged("something else where a number should be")
-
-
-def packed_dict(reply: object) -> dict[bytes, bytes]:
-    """Fields and values."""
-    if isinstance(reply, dict):
-        return reply
-    values = [_bytes(each) for each in _list(reply)]
-    return dict(zip(values[::2], values[1::2], strict=True))
-
-
-def _bytes(reply: object) -> bytes:
-    if isinstance(reply, bytes):
-        return reply
-    raise _damaged("something else where bytes should be")
-
-
-def _list(reply: object) -> list[object]:
-    if isinstance(reply, list):
-        return reply
-    raise _damaged("something else where a list should be")
-
-
-def _pair(reply: object) -> tuple[object, object]:
-    if isinstance(reply, list | tuple) and len(reply) == 2:
-        return reply[0], reply[1]
-    raise _damaged("something else where a pair should be")
-
-
-def _damaged(what: str) -> CorruptError:
-    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

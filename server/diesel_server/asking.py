@@ -9,11 +9,15 @@ marker's, entries are looked up in it, in the loop. Where it is not, a new one i
 requests, and few paths are looked up in the metadata store meanwhile.
 """
 
+import logging
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 from uuid import UUID
 
@@ -24,7 +28,6 @@ from diesel_fs.cache.merged_reads import MergedReads
 from diesel_fs.catalogue import DatasetInfo
 from diesel_fs.entries import Kind, Rows, check_path
 from diesel_fs.errors import (
-    DeadlineError,
     MetadataBehind,
     MetadataError,
     NoSuchDataset,
@@ -49,19 +52,26 @@ from .markers import Look, Markers
 from .requests import Reply, Request
 from .rounds import Rounds
 
+log = logging.getLogger("diesel.server")
+
 IN_LOOP_PATHS = 1024
+IN_LOOP_PATHS_BYTES = 64 << 10
 """So many look-ups take half a millisecond; for more, the loop does not wait."""
 
 FEW_PATHS = 32
 """So many the metadata store is asked for, a few round trips each; for more a snapshot is made."""
 
 NAMES_PER_ANSWER = 65_536
+NAMES_BYTES_PER_ANSWER = 2 << 20
 
 _MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4  # of the time that making a snapshot took: a fifth of one thread at most
 _READ_THREADS = 64
 _ASK_THREADS = 8
+_SNAPSHOT_THREADS = 16  # which wait for one another where a new version is compressed
+_COMPUTE_THREADS = 2  # which wait for nothing: more of them would only keep the loop waiting
+_FIND_THREADS = 2  # for identities that nobody has asked for yet, which anybody can draw
 
 T = TypeVar("T")
 
@@ -87,17 +97,36 @@ class Asking:
         self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
         self._made_s: dict[UUID, tuple[float, float]] = {}  # when a view was made; how long it took
         self._making = Rounds(self._make, trio.CapacityLimiter(2))
+        self._last_markers: dict[UUID, Marker] = {}
+        self._listing = Rounds(self._list_datasets, trio.CapacityLimiter(1))
+        self._sending = trio.CapacityLimiter(_SNAPSHOT_THREADS)
+        self._computing = trio.CapacityLimiter(_COMPUTE_THREADS)
+        self._finding = trio.CapacityLimiter(_FIND_THREADS)
 
     # Datasets
 
     async def datasets(self, request: Request) -> Reply:
         """The datasets that the user may read."""
+        account = request.account
+        if not (account.admin or account.grants):
+            return Reply({"datasets": []})
+        away = self._repository.meta_problem is not None
         try:
-            found = await self._markers.ask(self._repository.datasets)
-        except (MetadataError, DeadlineError):  # the object store knows what there is
-            found = await self._in_thread(lambda: self._repository.catalogue.all({})[0])
-        role = request.account.role
-        return Reply({"datasets": [info_message(info) for info in found if role(info.name)]})
+            if not away:
+                found = await self._markers.ask(self._repository.meta.markers)
+                self._last_markers = {marker.identity: marker for marker in found}
+        except MetadataError:  # the object store knows what there is
+            away = True
+        infos = [info for info in await self._listing.ask(None) if account.role(info.name)]
+        if away:
+            infos = [replace(info, marker=None) for info in infos]
+        return Reply({"datasets": [info_message(info) for info in infos]})
+
+    def _list_datasets(self, _: None) -> list[DatasetInfo]:
+        found, damaged = self._repository.catalogue.all(self._last_markers)
+        for error in damaged:
+            log.warning("%s", error.message)
+        return found
 
     async def dataset(self, request: Request, name: str) -> Reply:
         """A dataset by its name."""
@@ -118,8 +147,6 @@ class Asking:
             look = await self._markers.now(name)
         except (NoSuchDataset, MetadataBehind):
             pass
-        except DeadlineError as error:
-            raise MetadataError(error.message, advice=error.advice) from None
         else:
             known = await self.known(look.marker.identity)
             if known.name == name:
@@ -140,7 +167,10 @@ class Asking:
         found = self._directory.peek(identity)
         if found is not None:
             return found
-        return await self._in_thread(lambda: self._directory.find(identity))
+        is_new = not self._directory.has_known(identity)
+        return await trio.to_thread.run_sync(
+            self._directory.find, identity, limiter=self._finding if is_new else self._threads
+        )
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})
@@ -163,11 +193,11 @@ class Asking:
         if view is None:
             stats = await self._markers.ask(lambda: self._stats(known.identity, paths))
             return Reply({"version": look.marker.version, **columns_message(stats)})
-        if len(paths) <= IN_LOOP_PATHS:
+        if len(paths) <= IN_LOOP_PATHS and sum(map(len, paths)) <= IN_LOOP_PATHS_BYTES:
             stats = view.stat_many(paths, missing_ok=True)
         else:
             held = view
-            stats = await self._in_thread(lambda: held.stat_many(paths, missing_ok=True))
+            stats = await self._compute(lambda: held.stat_many(paths, missing_ok=True))
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
@@ -197,10 +227,12 @@ class Asking:
         check_path(folder)
         look = await self._look(known)
         view = self._current(known, look)
+        if view is None and look.marker.files > NAMES_PER_ANSWER:
+            view = await self._newer(known, look)  # a page of the store's is all of a folder
         if view is None:
             return await self._markers.ask(lambda: self._listed(known, look, folder, after))
         held = view
-        return await self._in_thread(lambda: _listed_in(held, folder, after))
+        return await self._compute(lambda: _listed_in(held, folder, after))
 
     def _listed(self, known: Known, look: Look, folder: bytes, after: bytes) -> Reply:
         rows = self._repository.meta.children(known.identity, folder)
@@ -208,7 +240,13 @@ class Asking:
             found = self._stats(known.identity, [folder])
             if found.kind[0] != Kind.FOLDER:
                 raise _no_folder(known.name, folder)
-        return _page(look.marker.version, rows.names, after, lambda some: _stats_of(rows, some))
+        return _page(
+            look.marker.version,
+            bisect_right(rows.names, after) if after else 0,
+            len(rows),
+            lambda some: rows.names[some],
+            lambda some: _stats_of(rows, some),
+        )
 
     async def _look(self, known: Known) -> Look:
         """The marker of now. Raises MetadataBehind where it does not know all."""
@@ -229,7 +267,8 @@ class Asking:
         """The snapshot of a look's version, where it is mapped; else one is made, not too often."""
         view = self._views.get(known.identity)
         if view is not None and view.version == look.marker.version:
-            self._views.move_to_end(known.identity)
+            with suppress(KeyError):  # another has just taken its place
+                self._views.move_to_end(known.identity)
             return view
         made_s, took_s = self._made_s.get(known.identity, (0.0, 0.0))
         if time.monotonic() > made_s + max(_QUIET_S, _QUIET_FACTOR * took_s):
@@ -265,7 +304,7 @@ class Asking:
             return
         pieces = self._pieces.pieces(view)
         total = 0
-        while (piece := await self._in_thread(lambda: next(pieces, None))) is not None:
+        while (piece := await self._send_thread(lambda: next(pieces, None))) is not None:
             raw_bytes, block = piece
             total += raw_bytes
             yield Reply({"bytes": raw_bytes, "more": True}, [block])
@@ -274,17 +313,19 @@ class Asking:
     async def _wanted(self, known: Known, version: int) -> Snapshot:
         repository = self._repository
         if version:
-            return await self._in_thread(lambda: repository.snapshots.load(known.identity, version))
+            return await self._send_thread(
+                lambda: repository.snapshots.load(known.identity, version)
+            )
         marker: Marker | None = None
         try:
             look = await self._markers.now(known.name)
-        except (NoSuchDataset, MetadataError, DeadlineError):
+        except (NoSuchDataset, MetadataError):
             pass  # it goes by the newest that the store has
         else:
             if look.marker.identity == known.identity:
                 marker = look.marker
         info = DatasetInfo(known.name, known.identity, known.created_ns, marker)
-        return await self._in_thread(lambda: repository.view_of(info))
+        return await self._send_thread(lambda: repository.view_of(info))
 
     async def kept(self, request: Request, known: Known) -> Reply:
         """The versions that are kept."""
@@ -300,11 +341,19 @@ class Asking:
         """Parts of chunks."""
         fields = Fields(request.message, "read")
         parts, fresh = parts_in(fields), fields.flag("fresh", default=False)
+        if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
+            fields.bad("fresh", "it is of one chunk")  # each is read whole, where it is near
         read = partial(self._reads.read, known.identity, parts, fresh=fresh)
         return Reply({}, await trio.to_thread.run_sync(read, limiter=self._reading))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(work, limiter=self._threads)
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(work, limiter=self._computing)
+
+    async def _send_thread(self, work: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(work, limiter=self._sending)
 
 
 _COLUMNS = ("kind", "mode", "size", "mtime_ns")
@@ -315,20 +364,32 @@ def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)
     children = view.children(index)
-    names = view.names(children)
-    return _page(view.version, names, after, lambda some: view.stat_many(children[some]))
+    return _page(
+        view.version,
+        bisect_right(children, after, key=view.name) if after else 0,
+        len(children),
+        lambda some: view.names(children[some]),
+        lambda some: view.stat_many(children[some]),
+    )
 
 
 def _page(
-    version: int, names: Sequence[bytes], after: bytes, stats_of: Callable[[Span], Stats]
+    version: int,
+    start: int,
+    count: int,
+    names_of: Callable[[Span], Sequence[bytes]],
+    stats_of: Callable[[Span], Stats],
 ) -> Reply:
-    start = bisect_right(names, after) if after else 0
-    some = slice(start, min(start + NAMES_PER_ANSWER, len(names)))
-    columns = columns_message(stats_of(some)) if names[some] else columns_message(_no_stats(0))
+    """Entries of a folder of `count` from the one at `start` on, as many as one answer has."""
+    some = slice(start, min(start + NAMES_PER_ANSWER, count))
+    names = names_of(some) if some.start < some.stop else []
+    fit = bisect_right(list(accumulate(map(len, names))), NAMES_BYTES_PER_ANSWER)
+    some = slice(start, start + fit)
+    columns = columns_message(stats_of(some)) if fit else columns_message(_no_stats(0))
     answer: Message = {
         "version": version,
-        "names": paths_message(names[some]),
-        "more_names": some.stop < len(names),
+        "names": paths_message(names[:fit]),
+        "more_names": some.stop < count,
     }
     return Reply({**answer, **columns})
 

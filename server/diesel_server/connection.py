@@ -12,6 +12,7 @@ others are under way.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,9 @@ class Service:
     count: ConnectionCount = field(default_factory=ConnectionCount)
     budget: ByteBudget = field(default_factory=ByteBudget)
     logins: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_LOGINS))
+    takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
     under_way: int = 0
+    by_user: Counter[str] = field(default_factory=Counter)
     going: bool = False
 
 
@@ -157,24 +160,12 @@ class Connection:
 
     async def _admitted(self, held: ExitStack) -> bool:
         """Whether the client has proved who it is. Raises Gone, ForeignError, CorruptError."""
-        try:
-            with self._service.count.greeting(self._address):
-                with trio.move_on_after(limits.GREETING_S) as greeting:
-                    nonce, binding = await self._greeted()
-                if greeting.cancelled_caught:
-                    self.note_refusal("greeting", "it did not greet in time")
-                    return False
-                if not nonce:
-                    return False
-                with trio.move_on_after(limits.LOGIN_S) as login:
-                    message = await self._login_frame()
-                if login.cancelled_caught:
-                    self.note_refusal("login", "it did not log in in time")
-                    return False
-                account = await self._known(message, nonce, binding)
-        except TooMany as error:
-            await self.refuse(error.reason, error.sentence)
-            return False
+        account: Account | None = None
+        network = limits.network_of(self._address)
+        with trio.CancelScope() as stay, self._service.count.greeting(network, stay.cancel):
+            account = await self._proved()
+        if stay.cancelled_caught:
+            self.note_refusal("address", "too many clients of its address log in at this moment")
         if account is None:
             return False
         try:
@@ -188,6 +179,22 @@ class Connection:
         welcome: Message = {"user": account.name, "store": str(self._service.store_id)}
         await self._send([wire.frame(welcome, wire.ANSWER)])
         return True
+
+    async def _proved(self) -> Account | None:
+        """Who the client has proved to be, in time. Raises as `_admitted`."""
+        with trio.move_on_after(limits.GREETING_S) as greeting:
+            nonce, binding = await self._greeted()
+        if greeting.cancelled_caught:
+            self.note_refusal("greeting", "it did not greet in time")
+            return None
+        if not nonce:
+            return None
+        with trio.move_on_after(limits.LOGIN_S) as login:
+            message = await self._login_frame()
+        if login.cancelled_caught:
+            self.note_refusal("login", "it did not log in in time")
+            return None
+        return await self._known(message, nonce, binding)
 
     async def _greeted(self) -> tuple[bytes, bytes]:
         """The nonce that the client got, or none, and the binding."""
@@ -297,7 +304,7 @@ class Connection:
             ):
                 raise CorruptError("a request without an id of its own, or without a verb")
             more = lengths.payload + limits.answer_bytes(message)
-            refusal = await self._why_not(message, more)
+            refusal = await self._why_not(message, do, lengths.payload, more)
             if refusal is not None:
                 await self._decline(message, number, do, refusal, lengths.payload)
                 return False
@@ -309,6 +316,7 @@ class Connection:
                     await channel.fill(payload)
             self._ids.add(number)
             self._service.under_way += 1
+            self._service.by_user[owner] += 1
             self._service.cells.set("diesel_requests_under_way", value=self._service.under_way)
             self._service.cells.set("diesel_payload_bytes", value=self._service.budget.held)
             request = Request(message, payload, self._account, self._peer)
@@ -319,17 +327,26 @@ class Connection:
             if held and not given:
                 self._service.budget.give(owner, held)
 
-    async def _why_not(self, message: Message, size: int) -> "_Refusal | None":
+    async def _why_not(
+        self, message: Message, do: str, payload_bytes: int, size: int
+    ) -> "_Refusal | None":
         """Why a request is not begun with, else None: then `size` bytes are its own."""
         service = self._service
         try:
             wire.check_known(message)
             await self._look_at_account()
+            if payload_bytes and not service.takes_payload(self._account, do, payload_bytes):
+                raise PermissionDenied(
+                    f"{self._account.name!r} may not send bytes with {do[:64]!r}"
+                )
         except DieselError as error:
             return _Refusal("permission", error)
         if service.going:
             return _Refusal("going", BusyError(f"the server refused: {GOING}"), 0.0)
-        if service.under_way >= limits.REQUESTS_MAX:
+        if (
+            service.under_way >= limits.REQUESTS_MAX
+            or service.by_user[self._account.name] >= limits.REQUESTS_PER_USER_MAX
+        ):
             return _Refusal("requests", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
         if size > limits.SMALL_BYTES and not await service.budget.take(
             self._account.name, size, limits.BUDGET_WAIT_S
@@ -394,6 +411,7 @@ class Connection:
         finally:
             self._service.budget.give(request.account.name, held)
             self._service.under_way -= 1
+            limits.less(self._service.by_user, request.account.name)
             self._ids.discard(number)
             self._slots.release()
             cells.set("diesel_requests_under_way", value=self._service.under_way)

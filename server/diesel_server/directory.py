@@ -57,6 +57,10 @@ class Directory:
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
+    def has_known(self, identity: UUID) -> bool:
+        """Whether there has been such a dataset."""
+        return identity in self._known
+
     def find(self, identity: UUID) -> Known:
         """The dataset of an identity. May block. Raises NoSuchDataset."""
         found = self.peek(identity)

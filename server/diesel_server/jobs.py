@@ -23,6 +23,9 @@ log = logging.getLogger("diesel.server")
 JOBS_MAX = 4
 """At once in a worker: each reads as fast as the store gives."""
 
+VERIFIES_MAX = 2
+"""Of these: any reader may ask for them, and administrators are not to wait for that."""
+
 _LOOK_S = 0.2
 _WORD_S = 5.0
 """A client hears something at least so often."""
@@ -69,8 +72,11 @@ class Jobs:
         yield Reply({"result": job.result})
 
     def _begin(self, kind: str, name: str, fields: Message, work: Work) -> _Job:
-        if len(self._jobs) >= JOBS_MAX:
-            raise BusyError(f"{JOBS_MAX} jobs are under way on this server", advice="try again")
+        verifies = sum(each == "verify" for each, _ in self._jobs)
+        if len(self._jobs) >= JOBS_MAX or (kind == "verify" and verifies >= VERIFIES_MAX):
+            raise BusyError(
+                f"{len(self._jobs)} jobs are under way on this server", advice="try again later"
+            )
         job = self._jobs[kind, name] = _Job(fields)
         thread = threading.Thread(
             target=self._work, args=(kind, name, job, work), name=f"{kind} {name}", daemon=True

@@ -6,16 +6,19 @@ too many (`listener.py`, `connection.py`). All limits are of one worker process.
 Concurrency: trio; nothing here is touched by other threads.
 """
 
+import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
 
 import numpy as np
 import trio
 
 from diesel_fs.messages import Message
 from diesel_fs.wire import REQUEST
+from diesel_fs.wire_values import PART
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
@@ -31,6 +34,9 @@ FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
 """A frame takes at most `FRAME_S` and what it takes at this rate; likewise an answer."""
 
+BEAT_S = 1.0
+"""Between a worker's signs of life."""
+
 DRAIN_S = 30.0
 """For what is under way when the server is told to stop."""
 
@@ -43,11 +49,12 @@ RETRY_AFTER_S = 1.0
 CONNECTIONS_MAX = 8192
 """Some 20 KB each; fewer where the process may not open so many files."""
 
-GREETING_MAX = 512
+GREETING_MAX = 1024
 """Connections without a login, from everywhere."""
 
-GREETING_PER_ADDRESS_MAX = 64
-"""A node's processes all start at once, and are through within milliseconds."""
+GREETING_PER_ADDRESS_MAX = 256
+"""A node's processes all start at once, and are through within milliseconds. Where there are more,
+one has to go, by lot: so who knocks all the time does not keep out those who have a key."""
 
 REFUSING_S = 2.0
 REFUSING_MAX = 64
@@ -60,6 +67,8 @@ REQUESTS_PER_CONNECTION_MAX = 64
 """More of one connection are not read before one of these is over."""
 
 REQUESTS_MAX = 2048
+REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
+"""Some are left for others."""
 
 BUDGET_BYTES = 2 * (REQUEST.payload_bytes + REQUEST.head_bytes)
 """For payloads under way: the largest of one user leaves room for those of others."""
@@ -72,7 +81,8 @@ SMALL_BYTES = 64 << 10
 
 _HEAD_FACTOR = 6  # what a head of many small items takes as objects
 _PIECE_BYTES = 16 << 20  # of a snapshot: one is sent, one is made
-_PART = np.dtype([("chunk", "S16"), ("start", "<u4"), ("size", "<u4")])
+_LIST_BYTES = 8 << 20  # of a list: its names and columns, and the frame that they are copied into
+_PATH_BYTES = 96  # of a path in `stat`: itself and its columns, likewise
 _PAYLOAD_MAX = REQUEST.payload_bytes
 
 
@@ -82,14 +92,30 @@ def head_memory(head_bytes: int) -> int:
 
 
 def answer_bytes(message: Message) -> int:
-    """What the payload of the answer to a request may take in memory, from the request alone."""
+    """What the answer to a request may take in memory, from the request alone."""
     if message.get("do") == "snapshot":
         return _PIECE_BYTES
+    if message.get("do") == "list":
+        return _LIST_BYTES
+    paths = message.get("paths")
+    if message.get("do") == "stat" and type(paths) is bytes:
+        return _PATH_BYTES * (paths.count(b"\0") + 1)
     parts = message.get("parts")
-    if message.get("do") != "read" or type(parts) is not bytes or len(parts) % _PART.itemsize:
+    if message.get("do") != "read" or type(parts) is not bytes or len(parts) % PART.itemsize:
         return 0
-    size: int = np.frombuffer(parts, _PART)["size"].sum(dtype=np.int64).item()
+    size: int = np.frombuffer(parts, PART)["size"].sum(dtype=np.int64).item()
     return min(_PAYLOAD_MAX, size)
+
+
+def network_of(address: str) -> str:
+    """What stands for somebody's network: an IPv4 address, 64 bits of an IPv6 address."""
+    try:
+        found = ip_address(address.strip("[]").partition("%")[0])
+    except ValueError:
+        return address[:64]
+    if isinstance(found, IPv6Address):
+        return str(found.ipv4_mapped or IPv6Address(int(found) >> 64 << 64))
+    return str(found)
 
 
 @dataclass(slots=True)
@@ -169,7 +195,7 @@ class TooMany(Exception):
 
 
 class ConnectionCount:
-    """How many connections there are: in all, without a login by address, with one by user."""
+    """How many connections there are: in all, without a login by network, with one by user."""
 
     def __init__(
         self,
@@ -183,8 +209,7 @@ class ConnectionCount:
         self._greeting_most = greeting
         self._per_address = per_address
         self.all = 0
-        self._greeting = 0
-        self._by_address: Counter[str] = Counter()
+        self._greeting: dict[object, tuple[str, Callable[[], None]]] = {}
         self._by_user: Counter[str] = Counter()
 
     @contextmanager
@@ -199,19 +224,24 @@ class ConnectionCount:
             self.all -= 1
 
     @contextmanager
-    def greeting(self, address: str) -> Iterator[None]:
-        """The time before a connection's login is done. Raises TooMany."""
-        if self._greeting >= self._greeting_most:
-            raise TooMany("connections", "too many clients log in at this moment")
-        if self._by_address[address] >= self._per_address:
-            raise TooMany("address", "too many clients of your address log in at this moment")
-        self._greeting += 1
-        self._by_address[address] += 1
+    def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
+        """The time before a connection's login is done. It may be told to `leave`, since where
+        there are too many one goes, by lot: of this network, or else of the one that has most."""
+        by_network = Counter(each for each, _ in self._greeting.values())
+        if by_network[network] >= self._per_address:
+            self._dismiss(network)
+        elif len(self._greeting) >= self._greeting_most:
+            self._dismiss(by_network.most_common(1)[0][0])
+        own = object()
+        self._greeting[own] = network, leave
         try:
             yield
         finally:
-            self._greeting -= 1
-            _less(self._by_address, address)
+            self._greeting.pop(own, None)
+
+    def _dismiss(self, network: str) -> None:
+        of_it = [key for key, (each, _) in self._greeting.items() if each == network]
+        self._greeting.pop(random.choice(of_it))[1]()  # noqa: S311  # no secret hangs on it
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
@@ -222,10 +252,11 @@ class ConnectionCount:
         try:
             yield
         finally:
-            _less(self._by_user, name)
+            less(self._by_user, name)
 
 
-def _less(counts: Counter[str], key: str) -> None:
+def less(counts: Counter[str], key: str) -> None:
+    """One less, and none is not there."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -15,7 +15,7 @@ to end everybody's training.
 
 An unknown user, a wrong key and an empty table make one answer, after the same work: the real
 reason is a note on the error, for the log. Failures are limited by address and user, and by address
-alone.
+alone; who has the right key is let in nevertheless, or anybody at an address could lock out all.
 
 Concurrency: everything may block, for some times the table's deadline, and is called
 from threads, however many. Of those that need the table read, one reads it for all, and `current`
@@ -28,7 +28,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
 
 from diesel_fs import keys
@@ -36,6 +35,8 @@ from diesel_fs.accounts import Account, Accounts, Role
 from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDenied
 from diesel_fs.storage.accounts import NEVER, AccountTable
 from diesel_fs.wire import USER_BYTES_MAX, signed
+
+from .limits import network_of
 
 log = logging.getLogger("diesel.server")
 
@@ -138,11 +139,8 @@ class Login:
         cannot be looked up.
         """
         self._refresh(since_s=self._clock())
-        network = _network(address)
+        network = network_of(address)
         key = (network, user[: USER_BYTES_MAX + 1])
-        with self._failed:
-            if self._of_user.is_full(key) or self._of_address.is_full(network):
-                raise BusyError("too many failed logins from your address", advice="wait a minute")
         known = self._known
         accounts, ceiling = self._usable(known)
         account = accounts.get(user)
@@ -156,6 +154,9 @@ class Login:
             away = _away()
             away.add_note(known.problem.message)
             raise away
+        with self._failed:
+            if self._of_user.is_full(key) or self._of_address.is_full(network):
+                raise BusyError("too many failed logins from your address", advice="wait a minute")
         refusal = PermissionDenied(
             "no such user, or another key", advice="check --user and --key-file"
         )
@@ -244,14 +245,3 @@ class Login:
 
 def _away() -> MetadataError:
     return MetadataError("the accounts cannot be looked up now", advice="try again later")
-
-
-def _network(address: str) -> str:
-    """What stands for somebody's network: an IPv4 address, 64 bits of an IPv6 address."""
-    try:
-        found = ip_address(address.partition("%")[0])
-    except ValueError:
-        return address[:64]
-    if isinstance(found, IPv6Address):
-        return str(found.ipv4_mapped or IPv6Address(int(found) >> 64 << 64))
-    return str(found)

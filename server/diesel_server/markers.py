@@ -84,11 +84,11 @@ class Markers:
         try:
             with trio.fail_after(ANSWER_S):
                 found = await work()
-        except trio.TooSlowError:
+        except (trio.TooSlowError, DeadlineError):
             error = MetadataError("the metadata store does not answer", advice="try again")
             self._note(error)
             raise error from None
-        except (MetadataError, DeadlineError) as error:
+        except MetadataError as error:
             if not isinstance(error, MetadataBehind):
                 self._note(error)
             raise

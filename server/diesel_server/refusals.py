@@ -15,6 +15,8 @@ import trio
 from diesel_fs.messages import Message
 from diesel_fs.metrics import Cells
 
+from .limits import network_of
+
 log = logging.getLogger("diesel.server")
 
 LINES_AT_ONCE = 20
@@ -62,7 +64,7 @@ class Refusals:
 
     def _let_through(self, address: str) -> int:
         """How many lines were left out before this one; -1 where this one is, too."""
-        host = address.rpartition(":")[0] or address
+        host = network_of(address.rpartition(":")[0] or address)
         now = trio.current_time()
         found = self._addresses.setdefault(host, _Address(now))
         self._addresses.move_to_end(host)

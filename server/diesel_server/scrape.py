@@ -86,7 +86,8 @@ async def _answer(
         if not some or len(head) > _HEAD_BYTES_MAX:
             return
     words = head.partition(b"\n")[0].split()
-    method, path = words[0], words[1].partition(b"?")[0] if len(words) == 3 else b""
+    method, path = words[:2] if len(words) == 3 else (b"", b"")
+    path = path.partition(b"?")[0]
     kind, body = "text/plain; charset=utf-8", ""
     if method not in (b"GET", b"HEAD"):
         status = "405 Method Not Allowed"

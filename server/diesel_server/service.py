@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 
 from diesel_fs import housekeeping, recovery
-from diesel_fs.accounts import Role
+from diesel_fs.accounts import TEXT_BYTES_MAX, Account, Role
 from diesel_fs.cache.merged_reads import MergedReads
 from diesel_fs.housekeeping import PurgeOptions
 from diesel_fs.messages import Fields, Message
@@ -34,6 +34,13 @@ def handlers(
 ) -> dict[str, Handler]:
     """All requests about datasets, by `do`."""
     return Service(repository, reads, pieces).handlers()
+
+
+def takes_payload(account: Account, do: str, size: int) -> bool:
+    """Whether a payload may be received, which takes memory before its request is looked at."""
+    if do == "import_users":
+        return account.admin and size <= TEXT_BYTES_MAX
+    return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
 class Service:

@@ -40,6 +40,7 @@ START_S = 60.0
 _END_S = limits.DRAIN_S + 8.0
 _PAUSE_S = 0.1
 _PAUSE_S_MAX = 10.0
+_BEATS_MISSED_MAX = 15  # the longest that a healthy one has kept its loop busy is under a second
 _WELL_S = 60.0  # a worker that lived so long did not die of its start
 _STATUS_BYTES_MAX = 64 << 10
 
@@ -136,7 +137,7 @@ class Supervisor:
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()
-            code = await process.wait()
+            code = await self._end_of(slot, process)
             self._gone(slot)
             if self._stopping.is_set():
                 return
@@ -154,6 +155,25 @@ class Supervisor:
                 except DieselError as error:
                     log.error("worker %d cannot start: %s", slot, error)
 
+    async def _end_of(self, slot: int, process: trio.Process) -> int:
+        """The exit code of a worker, which is killed where it shows no more signs of life."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, slot, process)
+            code = await process.wait()
+            nursery.cancel_scope.cancel()
+        return code
+
+    async def _watch(self, slot: int, process: trio.Process) -> None:
+        """In steps that are slept, so that a stop of this process is none of the worker's."""
+        beats, missed = -1.0, 0
+        while missed < _BEATS_MISSED_MAX:
+            await trio.sleep(limits.BEAT_S)
+            now = self._cells[slot].get("diesel_worker_beats_total")
+            missed = missed + 1 if now == beats else 0
+            beats = now
+        log.error("worker %d hangs, and is killed", slot)
+        process.kill()
+
     def _gone(self, slot: int) -> None:
         self._running.pop(slot, None)
         self._accepting.discard(slot)
@@ -164,7 +184,10 @@ class Supervisor:
         """A worker that accepts connections. Raises DieselError."""
         options = self._options
         inherited, told = split_environment(os.environ)
-        reading, writing = os.pipe()
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            raise _no_process(error) from error
         status = trio.lowlevel.FdStream(reading)
         task = Task(
             url=options.url.whole,
@@ -188,6 +211,9 @@ class Supervisor:
                 env=inherited,
                 pass_fds=[*task.sockets, task.cells, task.status],
             )
+        except OSError as error:  # no memory, no descriptors: perhaps there are soon
+            await status.aclose()
+            raise _no_process(error) from error
         finally:
             os.close(writing)
         self._own.add("diesel_worker_starts_total")
@@ -255,6 +281,10 @@ async def _all(status: trio.lowlevel.FdStream) -> bytes:
             break
         said += some
     return said
+
+
+def _no_process(error: OSError) -> DieselError:
+    return DieselError(f"no worker can be started: {error.strerror}")
 
 
 def _start_error(said: bytes, code: int) -> DieselError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import UUID
 
 from diesel_fs import clouds
+from diesel_fs.accounts import Account
 from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
 from diesel_fs.cache.merged_reads import MergedReads
 from diesel_fs.cache.shelves import MemoryShelf, Shelf
@@ -30,7 +31,7 @@ from .account_requests import account_handlers
 from .connection import Login as Logins
 from .login import Login
 from .requests import Handler, Reply, Request
-from .service import handlers
+from .service import handlers, takes_payload
 from .task import Task
 from .watching import RedisRuns, watch
 
@@ -47,6 +48,7 @@ class Wiring:
     store_id: UUID
     login: Logins
     handlers: Mapping[str, Handler]
+    takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
     background: Sequence[Callable[[], Awaitable[None]]] = ()
     close: Callable[[], None] = lambda: None
 
@@ -93,7 +95,7 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
         repository.close()
 
     watching = [partial(watch, repository, runs)] if task.slot == 0 else []
-    return Wiring(objects.store_id, login, table, watching, close)
+    return Wiring(objects.store_id, login, table, takes_payload, watching, close)
 
 
 _ACCOUNTS_S = 3.0

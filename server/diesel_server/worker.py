@@ -78,6 +78,7 @@ async def _serve(task: Task, make: WireUp) -> None:
         wiring = await trio.to_thread.run_sync(make, task, cells)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep, wiring, nursery)
+            nursery.start_soon(_beat, cells)
             listener = Listener(
                 [socket.socket(fileno=number) for number in task.sockets],
                 _service(wiring, cells),
@@ -96,6 +97,13 @@ async def _keep(wiring: Wiring, nursery: trio.Nursery) -> None:
         nursery.start_soon(work)
 
 
+async def _beat(cells: Cells) -> None:
+    """Signs of life for the parent."""
+    while True:
+        cells.add("diesel_worker_beats_total")
+        await trio.sleep(limits.BEAT_S)
+
+
 def _service(wiring: Wiring, cells: Cells) -> Service:
     return Service(
         store_id=wiring.store_id,
@@ -104,6 +112,7 @@ def _service(wiring: Wiring, cells: Cells) -> Service:
         cells=cells,
         refusals=Refusals(cells),
         count=ConnectionCount(most_connections()),
+        takes_payload=wiring.takes_payload,
     )
 
 

@@ -10,8 +10,10 @@ nothing. So a client sends it to another server where it got no answer.
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from uuid import UUID
 
@@ -20,20 +22,20 @@ import trio
 from diesel_fs.chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
 from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.commits import Admitted, StaleChunk, admit, admitted, check_age, check_claims
-from diesel_fs.entries import ChunkId, shown
+from diesel_fs.entries import ChunkId, Codec, shown
 from diesel_fs.errors import (
+    BusyError,
     CorruptError,
     DieselError,
     FormatError,
     MetadataBehind,
     NoSuchDataset,
-    NotFoundError,
     ObjectExists,
     PermissionDenied,
     UsageError,
 )
 from diesel_fs.layout import chunk_object
-from diesel_fs.leases import give_lease
+from diesel_fs.leases import LEASE_S, give_lease
 from diesel_fs.messages import Fields
 from diesel_fs.repository import Repository, WriteSession
 from diesel_fs.wire_values import info_message
@@ -46,11 +48,17 @@ from .rounds import Groups, Rounds
 log = logging.getLogger("diesel.server")
 
 _TOKEN = re.compile("[0-9a-f]{32}")
+LEASES_MAX = 4096
+"""Of one user on one dataset, in this worker: a mount on each node of the largest task."""
+
+DECODED_BYTES_MAX = 64 << 20
+"""What a body may decode to beside others; larger ones are checked one at a time: only what is sent
+has been counted."""
+
 _STORE_THREADS = 16
 _COMMIT_THREADS = 8
 _FINISH_THREADS = 4
 _ID_BYTES = 16
-_FEW_CHUNKS = 64  # are asked for one by one, more by the whole table
 
 
 class Writing:
@@ -67,6 +75,7 @@ class Writing:
         )
         self._beginning = Rounds(self._begin, self._threads)
         self._finishing = Rounds(self._finish, self._threads)
+        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # when each ends
 
     # Datasets
 
@@ -155,34 +164,19 @@ class Writing:
         if len(packed) % _ID_BYTES:
             raise UsageError("finish: chunks are IDs of 16 bytes")
         chunks = [ChunkId(packed[at : at + _ID_BYTES]) for at in range(0, len(packed), _ID_BYTES)]
-        if chunks:
-            work = partial(self._fold_lost, known, chunks)
-            await trio.to_thread.run_sync(work, limiter=self._threads)
-        return Reply({"version": await self._finishing.ask(known)})
+        work = partial(self._commit_lost, known, chunks)
+        await trio.to_thread.run_sync(work, limiter=self._threads)
+        while True:
+            version = await self._finishing.ask(known)
+            if not await trio.to_thread.run_sync(work, limiter=self._threads):
+                return Reply({"version": version})
 
-    def _fold_lost(self, known: Known, chunks: Sequence[ChunkId]) -> None:
+    def _commit_lost(self, known: Known, chunks: Sequence[ChunkId]) -> int:
         """Commit again what the metadata store has lost of a writer's acknowledged chunks."""
-        meta = self._repository.meta
         try:
-            if len(chunks) > _FEW_CHUNKS:
-                there = {record.id for record in meta.chunks(known.identity)}
-                lost = [chunk for chunk in chunks if chunk not in there]
-            else:
-                lost = [chunk for chunk in chunks if not self._is_committed(known, chunk)]
+            return self._repository.commit_lost(known.identity, chunks)
         except NoSuchDataset:
             raise _lost(known.name) from None
-        for chunk in lost:
-            log.warning("%s: chunk %s is committed again", known.name, chunk_id_text(chunk))
-            self._repository.fold_in(known.identity, chunk)
-
-    def _is_committed(self, known: Known, chunk: ChunkId) -> bool:
-        try:
-            self._repository.meta.holes(known.identity, chunk)
-        except NoSuchDataset:
-            raise
-        except NotFoundError:
-            return False
-        return True
 
     async def lease(self, request: Request, known: Known) -> Reply:
         """That a client is reading a version; or that it has ended."""
@@ -191,10 +185,24 @@ class Writing:
         if not _TOKEN.fullmatch(token):  # others are not a client's
             fields.bad("lease", "it is 32 hexadecimal digits")
         version, seconds = fields.whole("version"), fields.whole("seconds")
+        self._count_lease(request.account.name, known.identity, token, seconds)
         objects = self._repository.objects
         give = partial(give_lease, objects, known.identity, token, version, seconds)
         await trio.to_thread.run_sync(give, limiter=self._storing)
         return Reply()
+
+    def _count_lease(self, user: str, identity: UUID, token: str, seconds: int) -> None:
+        """Each is an object in the store. Raises BusyError for one too many."""
+        mine, now_s = self._leases.get((user, identity), {}), time.monotonic()
+        if len(mine) >= LEASES_MAX and token not in mine:
+            mine = {each: until_s for each, until_s in mine.items() if until_s > now_s}
+            if len(mine) >= LEASES_MAX:
+                raise BusyError(f"{user!r} has {LEASES_MAX} leases on this dataset")
+        if seconds:
+            mine[token] = now_s + min(seconds, LEASE_S)
+        else:
+            mine.pop(token, None)
+        self._leases[user, identity] = mine
 
     def _finish(self, known: Known) -> int:
         info = self._repository.dataset(known.name)
@@ -218,13 +226,20 @@ def _checked(identity: UUID, payload: memoryview) -> Header:
     except StaleChunk as stale:
         raise _late(stale) from None
     check_claims(header)
-    if bad := damaged(header, payload[start:]):
+    lz4 = header.records["codec"] == Codec.LZ4
+    large = int(header.records["size"][lz4].max(initial=0)) > DECODED_BYTES_MAX
+    with _one_large if large else nullcontext():
+        bad = damaged(header, payload[start:])
+    if bad:
         raise CorruptError(
             f"chunk {chunk_id_text(preamble.id)}: the bytes of {shown(header.path(bad[0]))} were"
             " damaged on their way",
             advice="put again",
         )
     return header
+
+
+_one_large = threading.Lock()
 
 
 def _late(stale: StaleChunk) -> ObjectExists:

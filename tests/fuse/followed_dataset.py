@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from diesel_fs.client import connect
+from diesel_fs.client import Dataset, connect
 from diesel_fs.control import Control
+from diesel_fs.credentials import Credentials
 from diesel_fs.fuse import MountRequest, mount, umount
 from diesel_fs.fuse.launcher import DAEMON
 from diesel_fs.fuse.mountpoint import mounted_at
@@ -40,15 +41,20 @@ class Following:
     log: Path
     request: MountRequest
 
+    def connected(self, *, create: bool = False) -> Dataset:
+        """The dataset, as whoever mounts it."""
+        user, key = self.request.user or None, self.request.key or None
+        return connect("ds", self.url, user, key, create=create)
+
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
         """Puts and deletes, each file in a chunk of its own; the version then."""
-        with connect("ds", self.url, create=True) as dataset:
+        with self.connected(create=True) as dataset:
             for path in gone:
                 dataset.delete(path, recursive=True)
             for path, content in files.items():
                 dataset.put(content, path)
                 dataset.flush()
-        with connect("ds", self.url) as dataset:
+        with self.connected() as dataset:
             return dataset.version
 
     def told(self) -> dict[str, object]:
@@ -97,11 +103,17 @@ FILES = {
 }  # fmt: skip
 
 
-def begin(folder: Path, session: str) -> Following:
-    """A dataset, not mounted yet."""
+def begin(
+    folder: Path,
+    session: str,
+    url: str = "",
+    credentials: Credentials | None = None,
+    made: type[Following] = Following,
+) -> Following:
+    """A dataset, not mounted yet; by default of a repository in the folder."""
     at = folder / "mount"
     at.mkdir()
-    url = (folder / "store").as_uri()
+    url = url or (folder / "store").as_uri()
     request = MountRequest(
         url,
         "ds",
@@ -110,7 +122,7 @@ def begin(folder: Path, session: str) -> Following:
         follow=True,
         look_s=LOOK_S,
         log_file=str(folder / "log"),
-    )
-    made = Following(url, at, folder / "log", request)
-    made.put(FILES)
-    return made
+    ).made_by(credentials)
+    begun = made(url, at, folder / "log", request)
+    begun.put(FILES)
+    return begun

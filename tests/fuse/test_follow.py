@@ -4,6 +4,8 @@ import errno
 import mmap
 import os
 import shutil
+import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,9 @@ from diesel_fs.control import Control, explicit
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.fuse import MountRequest, mount, umount
 from diesel_fs.fuse.kernel import cached_bytes
+from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
+from diesel_fs.writer import PutOptions, put_tree
 from tests.fuse.followed_dataset import (
     FILE_BYTES,
     FILES,
@@ -220,6 +224,65 @@ def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: Following) -> None
     os.close(inside)
     ds.change({"2": b"2"})
     soon(lambda: ds.follow()["retired_versions"] == [])
+
+
+def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
+    ds: Following, tmp_path: Path
+) -> None:
+    """Where the folder above lists the same names as before: its listing has attributes, too."""
+    (source := tmp_path / "source").mkdir()
+    for path in ("above/inner/f", "above/g"):
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_bytes(b"x")
+    for mode, time_s in ((0o755, 1), (0o700, 2)):
+        os.chmod(source / "above/inner", mode)
+        for path in ("above", "above/inner"):
+            os.utime(source / path, (time_s, time_s))
+        with Repository.open(ds.url) as repository:
+            put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+            version = repository.view("ds").version
+        ds.wait_for(version)
+        assert sorted(os.listdir(ds.at / "above")) == ["g", "inner"]
+        found = os.stat(ds.at / "above/inner")
+        assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode, time_s)
+
+
+def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
+    tmp_path: Path, session: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    ds = begin(tmp_path / "empty", session)
+    with ds.connected() as dataset:
+        dataset.delete_dataset()
+    ds.put({})
+    with mounted(ds.request):
+        assert os.listdir(ds.at) == []
+        for number in range(3):
+            ds.change({"x" * 255: noise(number), "d/e/f": b"f"})
+            assert sorted(os.listdir(ds.at)) == ["d", "x" * 255]
+            assert (ds.at / ("x" * 255)).read_bytes() == noise(number)
+            ds.change({}, gone=("x" * 255, "d"))
+            assert os.listdir(ds.at) == []
+        assert ds.follow()["switches"] == 6
+
+
+@pytest.mark.only_session("kernel")
+def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(ds: Following) -> None:
+    """It is gone over to once the helper goes on."""
+    soon(lambda: ds.told()["residency"])
+    residency = ds.told()["residency"]
+    assert isinstance(residency, dict)
+    assert isinstance(residency["pid"], int)
+    os.kill(residency["pid"], signal.SIGSTOP)
+    try:
+        version = ds.put({"0new": b"0"})
+        time.sleep(10 * LOOK_S)
+        for name in FILES:
+            assert (ds.at / name).read_bytes() == FILES[name]
+    finally:
+        os.kill(residency["pid"], signal.SIGCONT)
+    ds.wait_for(version)
+    assert (ds.at / "0new").read_bytes() == b"0"
 
 
 def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: Following) -> None:

@@ -226,22 +226,7 @@ def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: 
         (open_place / "source" / "many" / str(number)).write_text(str(number))
     (open_place / "mount").mkdir(exist_ok=True)
     os.chown(open_place / "mount", USER, USER)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": module_path(),
-        "HOME": str(open_place),
-        "XDG_STATE_HOME": str(open_place / "state"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    process = subprocess.Popen(
-        [*as_user(), user_python(), "-c", AS_USER, str(open_place), session],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        env=environment,
-    )
+    process = started_by_user(AS_USER, open_place, session)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "mounted\n", process.communicate(timeout=20)[1]
@@ -256,6 +241,71 @@ def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: 
         process.communicate()
         while mounted_at(str(open_place / "mount")) is not None:
             subprocess.run(["umount", "-l", open_place / "mount"], check=True)
+
+
+def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen[str]":
+    """A script, run by the user, whose home is the place."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": module_path(),
+        "HOME": str(place),
+        "XDG_STATE_HOME": str(place / "state"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.Popen(
+        [*as_user(), user_python(), "-c", script, str(place), session],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env=environment,
+    )
+
+
+FOLLOWING_AS_USER = """if True:
+    import os, sys
+    from pathlib import Path
+    from tests.fuse.followed_dataset import FILES, begin, mounted, noise, soon
+    place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
+    place.mkdir()
+    ds = begin(place, sys.argv[2])
+    with mounted(ds.request):
+        for name, content in FILES.items():
+            assert (ds.at / name).read_bytes() == content
+        held = os.open(ds.at / "changed", os.O_RDONLY)
+        os.chdir(ds.at / "left")
+        ds.change({"0new": b"0", "changed": noise(90), "kind/in": b"k"}, gone=("left", "kind"))
+        assert os.pread(held, 10**6, 0) == FILES["changed"]
+        assert Path("inner/f").read_bytes() == FILES["left/inner/f"]
+        assert (ds.at / "changed").read_bytes() == noise(90)
+        assert sorted(os.listdir(ds.at)) == ["0new", "changed", "d", "gone", "kept", "kind", "z"]
+        before = ds.reads()
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        assert ds.reads() == before
+        os.chdir("/")
+        os.close(held)
+        soon(lambda: ds.follow()["retired_versions"] == [])
+    print("followed")
+"""
+
+
+@needs_root
+@pytest.mark.usefixtures("device_for_all")
+def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None:
+    """By fusermount3: the kernel is told by whoever has the connection, not by root alone."""
+    if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
+        pytest.skip("no fusermount3 or setpriv")
+    process = started_by_user(FOLLOWING_AS_USER, open_place, session)
+    try:
+        output, complaint = process.communicate(timeout=60)
+        assert (output, process.returncode) == ("followed\n", 0), complaint
+    finally:
+        process.kill()
+        process.communicate()
+        at = open_place / f"following-{session}/mount"
+        while mounted_at(str(at)) is not None:
+            subprocess.run(["umount", "-l", at], check=True)
 
 
 def test_H18_allow_other_that_is_not_allowed(

@@ -1,5 +1,6 @@
 """A clock that a test moves, for all that asks for the time in this process."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ class MovedClock:
 
 @contextmanager
 def moved_clock() -> Iterator[MovedClock]:
-    """Stores that are opened meanwhile go by it, too."""
+    """Stores that are opened meanwhile go by it, too. Objects have the real time, beside which a
+    purge finds its own clock wrong: not so here."""
     clock = MovedClock()
     defaults = [
         getattr(store.open, "__func__").__kwdefaults__  # noqa: B009  # mypy knows no such attribute
@@ -36,6 +38,7 @@ def moved_clock() -> Iterator[MovedClock]:
     ]
     with (
         mock.patch("time.time", clock.seconds),
+        mock.patch("diesel_fs.leases.CLOCK_AHEAD_S_MAX", math.inf),
         mock.patch.dict(defaults[0], clock_ns=clock.nanoseconds),
         mock.patch.dict(defaults[1], clock_ns=clock.nanoseconds),
     ):

@@ -108,3 +108,26 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
     assert [each.name for each in small.iterdir()] == [file.name]
     assert file.read_bytes() == before
     assert adopt(file).version == view.version
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_many_processes_open_one_file_at_once(
+    view: Snapshot, saved: Path, tmp_path: Path, nodes: int
+) -> None:
+    """On a shared file system: each node keeps a copy of its own, which its processes share."""
+    pipe = subprocess.PIPE
+    started = []
+    for number in range(8):
+        home = tmp_path / f"node{number % nodes}"
+        home.mkdir(exist_ok=True)
+        environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
+        command = [sys.executable, "-c", READ_ALL, str(saved)]
+        started.append(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        )
+    said = [process.communicate("go\n", timeout=60)[0].split() for process in started]
+    assert [process.returncode for process in started] == [0] * 8
+    assert said == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8
+    copies = [path for path in tmp_path.glob("node*/diesel/snapshots/*") if path.is_file()]
+    assert len(copies) == nodes
+    assert {path.read_bytes() for path in copies} == {saved.read_bytes()}

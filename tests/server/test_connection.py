@@ -160,9 +160,9 @@ def converse(
         assert client.over_s >= 0
         assert service.budget.held == 0
         assert service.under_way == 0
-        assert service.count._greeting == 0
+        assert not service.by_user
+        assert not service.count._greeting
         assert not service.count._by_user
-        assert not service.count._by_address
 
     trio.run(main, clock=MockClock(autojump_threshold=0.01))
     return made[0]

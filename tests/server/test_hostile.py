@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import trio
@@ -220,24 +220,36 @@ def test_no_more_than_some_requests_of_one_connection_are_taken(server: Standing
             assert answer(client)[0]["slept"]
 
 
-def test_S12_connections_without_a_login_are_limited_by_address() -> None:
+def test_S12_connections_without_a_login_are_limited_by_address_and_keep_nobody_out() -> None:
     count = ConnectionCount(1000, greeting=100, per_address=10)
     with Standing(count=count) as server:
-        silent = [knock(server) for _ in range(10)]
-        time.sleep(0.2)
-        with knock(server) as client:
-            client.sendall(wire.greeting())
-            goes_on, version, length = wire.parse_welcome(exactly(client, 16))
-            sentence = exactly(client, length).decode()
-            assert not goes_on
-            assert version == wire.VERSION
-            assert "of your address" in sentence
-        with pytest.raises(MetadataError, match="of your address"):
-            server.link(open_s=0.2).call({"do": "echo"})
+        silent = [knock(server) for _ in range(30)]
+        until(lambda: server.cells.get("diesel_refusals_total", "address") == 20, "those who go")
+        well(server)
+        assert server.cells.get("diesel_refusals_total", "address") >= 21
         for client in silent:
             client.close()
-        well(server)
-        assert server.cells.get("diesel_refusals_total", "address") >= 2
+
+
+def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> None:
+    count = ConnectionCount(1000, greeting=6, per_address=5)
+    gone: list[str] = []
+
+    @contextmanager
+    def knocks(address: str) -> Iterator[None]:
+        with count.greeting(limits.network_of(address), lambda: gone.append(address)):
+            yield
+
+    with ExitStack() as there:
+        for i in range(5):
+            there.enter_context(knocks(f"2001:db8::{i}"))
+        there.enter_context(knocks("10.0.0.1"))
+        there.enter_context(knocks("10.0.0.2"))
+        there.enter_context(knocks("10.0.0.3"))
+        assert [each[:10] for each in gone] == ["2001:db8::"] * 2
+        for _ in range(3):
+            there.enter_context(knocks("2001:db8::9"))
+    assert not count._greeting
 
 
 def test_S12_who_is_one_too_many_is_told_and_nobody_else_suffers() -> None:

@@ -442,6 +442,17 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert server.log.count("another is started") == 3
 
 
+def test_H6_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
+        hung, other = server.workers()
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: not is_running(hung), "its end", 60)
+        until(lambda: len(server.workers()) == 2, "another worker")
+        assert other in server.workers()
+        assert "hangs, and is killed" in server.log
+        link(server).call({"do": "echo"})
+
+
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     with stand_in(tmp_path, workers=2) as server:
         workers = server.workers()

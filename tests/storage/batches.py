@@ -7,11 +7,12 @@ order; it shares no code with the stores.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from uuid import UUID
 
 import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
-from diesel_fs.storage.metadata import Batch, MetadataStore
+from diesel_fs.storage.metadata import Batch, MetadataStore, Restarted
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -218,6 +219,15 @@ def alive(entries: dict[bytes, Seen]) -> dict[bytes, Seen]:
         for path, entry in entries.items()
         if np.frombuffer(entry.record, RECORD)["kind"][0] != tombstone
     }
+
+
+def insist(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
+    """Commit, and vouch for a store that has been restarted: as a writer who has looked."""
+    while True:
+        try:
+            return meta.commit(identity, *batches)
+        except Restarted as restarted:
+            meta.mend(identity, restarted.run, [])
 
 
 def check(meta: MetadataStore, name: str, chunks: Sequence[Chunk]) -> None:

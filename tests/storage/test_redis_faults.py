@@ -3,28 +3,43 @@
 import logging
 import os
 import signal
+import socket
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import redis.exceptions as errors
 from redis import Redis
 
 from diesel_fs.errors import (
+    CorruptError,
     DeadlineError,
     DieselError,
+    MetadataBehind,
     MetadataError,
     NewerVersionError,
     NoSpaceError,
     NoSuchDataset,
 )
+from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.storage.redis_errors import Again, cause_of, meaning
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.batches import Chunk, check, files
+from tests.storage.batches import Chunk, check, files, insist
 from tests.storage.redis_proxy import Proxy
-from tests.storage.redis_servers import RedisServer, free_port, shared_server, tell, until
+from tests.storage.redis_servers import (
+    RedisCluster,
+    RedisServer,
+    free_port,
+    shared_cluster,
+    shared_server,
+    tell,
+    until,
+)
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -68,6 +83,135 @@ def test_C1_a_store_that_is_down_is_said_to_be_soon() -> None:
     assert SECRET not in str(caught.value) + repr(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["redis://{0}", "redis+sentinel://{0},{1},{2},{3},{4}/main", "redis+cluster://{0},{1},{2}"],
+)
+def test_C1_hosts_that_are_hung_are_said_to_be_soon(url: str) -> None:
+    mute = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+    try:
+        start = time.monotonic()
+        with pytest.raises(DieselError) as caught:
+            RedisMetadata.open(url.format(*(f"127.0.0.1:{s.getsockname()[1]}" for s in mute)))
+        assert time.monotonic() - start < 10
+        assert caught.value.exit_code == 14
+    finally:
+        for each in mute:
+            each.close()
+
+
+def test_C12_what_is_dead_is_removed_once(shared: RedisServer) -> None:
+    with closing(RedisMetadata.open(shared.url, buckets=64)) as meta:
+        for number in range(5):
+            identity = uuid.UUID(int=number)
+            meta.create(f"old{number}", identity)
+            meta.drop(identity)
+    with (
+        Proxy(shared.socket, lambda n, request: "") as proxy,
+        closing(RedisMetadata.open(proxy.url, buckets=64)) as meta,
+    ):
+        before = proxy.requests
+        meta.create(NAME, IDENTITY)
+        assert proxy.requests - before < 30
+
+
+def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
+    """Redis says what it was told where it does not know AUTH; and so may anything between."""
+    env = {"DIESEL_REDIS_USER": "bob", "DIESEL_REDIS_PASSWORD": SECRET}
+    options = {"rename-command": 'AUTH ""'}
+    with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
+        with pytest.raises(MetadataError, match="AUTH") as caught:
+            RedisMetadata.open(server.tcp_url, environment=env)
+        told = "".join(traceback.format_exception(caught.value))
+        assert SECRET not in told
+    where = parse_redis_url("redis://h", env)
+    for error in (
+        errors.ResponseError(f"what is {SECRET}?"),
+        errors.ResponseError(f"unknown command `AUTH`, with args beginning with: `{SECRET[:5]}`"),
+        errors.ConnectionError(f"Error: {SECRET}"),
+    ):
+        meant = meaning(error, where)
+        assert SECRET[:5] not in str(meant.final if isinstance(meant, Again) else meant)
+        assert cause_of(error, where) is None
+
+
+@pytest.mark.parametrize("address", ["redis://h", "redis+sentinel://h/main"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error running script (call to f_0a): @user_script:17: @user_script: 17: -{0} it says",
+        "Error running script (call to f_0a): @user_script:17: -{0} it says",
+        "{0} it says script: 0a, on @user_script:17.",
+    ],
+)
+def test_C9_errors_within_scripts_as_each_redis_says_them(text: str, address: str) -> None:
+    """Redis 5 and 6 have the word for it in the middle."""
+    where = parse_redis_url(address, {})
+
+    def meant(code: str) -> DieselError | Again:
+        return meaning(errors.ResponseError(text.format(code)), where)
+
+    assert isinstance(meant("MISCONF"), NoSpaceError)
+    assert isinstance(meant("OOM"), NoSpaceError)
+    assert isinstance(meant("WRONGTYPE"), CorruptError)
+    assert isinstance(meant("NOREPLICAS"), Again)
+    assert isinstance(meant("READONLY"), Again if where.service else MetadataError)
+    assert isinstance(meaning(errors.NoScriptError("it is gone"), where), Again)
+    assert isinstance(meaning(errors.InvalidResponse("what"), where), Again)
+    garbage = errors.ResponseError("user_script:12: data string too short script: 0a")
+    assert isinstance(meaning(garbage, where), CorruptError)
+
+
+class Waiting:
+    """Stands for a node of a cluster that can wait for its log."""
+
+    def __init__(self, said: list[object], waits: int) -> None:
+        self.said = said
+        self.waits = waits
+
+    def info(self, section: str = "") -> dict[str, object]:
+        return {"aof_enabled": 1, "redis_version": "7.2.4"}
+
+    def client(self) -> "Waiting":
+        return self
+
+    def __enter__(self) -> "Waiting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def execute_command(self, *words: object) -> list[int]:
+        self.said.append(words)
+        self.waits -= words[0] == "WAITAOF"
+        return [self.waits < 0, 0]
+
+
+def test_C2_each_node_waits_for_what_was_written_last(cluster: RedisCluster) -> None:
+    """Whoever wrote before: a connection waits for what it has written itself."""
+    with closing(RedisMetadata.open(cluster.url)) as meta:
+        nodes = meta._link._open_nodes.slots()
+        assert len(nodes) == 3
+        for key, node in nodes:
+            node.execute_command("HSET", key, "sync", 1)  # and it has that slot
+        said: list[object] = []
+        waiting = [(key, Waiting(said, waits)) for waits, (key, _) in enumerate(nodes)]
+        meta._link._open_nodes.slots = lambda: waiting  # type: ignore[method-assign, assignment, return-value]
+        meta.durable()
+        expected: list[object] = []
+        for waits, (key, _) in enumerate(nodes):
+            wait = ("WAITAOF", 1, 0, 1000)
+            expected += [("HSET", key, "sync", 1), *([wait] * (waits + 1))]
+        assert said == expected
+
+
+@pytest.fixture
+def cluster() -> RedisCluster:
+    cluster = shared_cluster()
+    cluster.flush()
+    return cluster
+
+
 def test_C1_a_socket_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MetadataError, match="no-such"):
         RedisMetadata.open(f"unix://{tmp_path}/no-such", deadline_s=0.3)
@@ -89,7 +233,7 @@ def test_C2_a_kill_in_the_middle_of_a_put(server: RedisServer) -> None:
         threading.Thread(target=crash).start()
         while not back.is_set() or len(chunks) % 10:
             chunks.append(bulky(len(chunks) + 1))
-            meta.commit(IDENTITY, chunks[-1].batch())
+            insist(meta, IDENTITY, chunks[-1].batch())
         check(meta, NAME, chunks)
     with closing(RedisMetadata.open(server.tcp_url)) as fresh:
         check(fresh, NAME, chunks)
@@ -224,7 +368,7 @@ def test_C10_loading_and_busy_are_waited_for(server: RedisServer) -> None:
         threading.Timer(0.5, lambda: server.client().script_kill()).start()
         meta.commit(IDENTITY, files(2, b"c").batch())
         spinner.join()
-        server.options["key-load-delay"] = "100000"  # us for each key
+        server.options["key-load-delay"] = "50000"  # us for each key
         server.options["loading-process-events-interval-bytes"] = "1024"
         server.kill()
         threading.Thread(target=server.start).start()
@@ -331,15 +475,15 @@ def test_the_readme_says_what_an_account_needs() -> None:
 def test_C15_another_schema_is_refused(shared: RedisServer) -> None:
     filled(shared.url).close()
     client = shared.client()
-    client.set("dfs:{head}:schema", 2)
-    with pytest.raises(NewerVersionError, match="schema 2, and this program knows 1"):
-        RedisMetadata.open(shared.url)
-    client.set("dfs:{head}:schema", 0)
-    with pytest.raises(MetadataError, match="schema 0, and this program knows 1"):
+    client.set("dfs:{head}:schema", 3)
+    with pytest.raises(NewerVersionError, match="schema 3, and this program knows 2"):
         RedisMetadata.open(shared.url)
     client.set("dfs:{head}:schema", 1)
+    with pytest.raises(MetadataError, match="schema 1, and this program knows 2"):
+        RedisMetadata.open(shared.url)
+    client.set("dfs:{head}:schema", 2)
     with closing(RedisMetadata.open(shared.url)) as meta:
-        client.set("dfs:{head}:schema", 2)
+        client.set("dfs:{head}:schema", 3)
         with pytest.raises(NewerVersionError):
             meta.commit(IDENTITY, files(2, b"c").batch())
         with pytest.raises(NewerVersionError):
@@ -371,19 +515,33 @@ def all_keys(client: Redis) -> set[bytes]:
     return set(reply)
 
 
-def test_a_redis_that_throws_keys_away_is_refused(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_C7_a_redis_that_throws_keys_away_is_refused(server: RedisServer) -> None:
+    """Also where it begins to after it was opened: a name that is not there proves nothing then."""
     client = server.client()
-    client.config_set("maxmemory-policy", "allkeys-lru")
-    with caplog.at_level(logging.WARNING):
-        RedisMetadata.open(server.url).close()
-    assert "noeviction" in caplog.text
-    client.config_set("maxmemory", 1 << 30)
-    with pytest.raises(MetadataError, match=r"throws keys away.*noeviction"):
-        RedisMetadata.open(server.url)
-    client.config_set("maxmemory-policy", "volatile-lru")  # no key of ours has a time to live
-    RedisMetadata.open(server.url).close()
+    with closing(filled(server.url)) as meta:
+        client.config_set("maxmemory-policy", "allkeys-lru")  # whatever maxmemory is now
+        with pytest.raises(MetadataError, match=r"throws keys away.*noeviction"):
+            meta.markers()
+        with pytest.raises(MetadataError, match="throws keys away"):
+            meta.doubt(IDENTITY)
+        with pytest.raises(MetadataError, match="throws keys away"):
+            RedisMetadata.open(server.url)
+        client.config_set("maxmemory-policy", "volatile-lru")  # no key of ours has a time to live
+        assert [marker.name for marker in meta.markers()] == [NAME]
+
+
+def test_C7_what_was_thrown_away_is_missed(server: RedisServer) -> None:
+    """An export is as large as its marker says."""
+    client = server.client()
+    with closing(filled(server.url)) as meta:
+        meta.commit(IDENTITY, files(2, b"other/x", b"other/y").batch())
+        (key,) = [key for key in client.keys("dfs:*}:e:*") if client.hexists(key, "y")]
+        client.delete(key)
+        with pytest.raises(MetadataBehind, match="has lost"):
+            meta.changes(IDENTITY, 0)
+        client.delete("dfs:{head}:c:" + IDENTITY.hex)
+        with pytest.raises(MetadataBehind, match="has lost"):
+            meta.chunks(IDENTITY)
 
 
 def test_S14_an_open_door_is_said(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -400,8 +558,6 @@ def test_S14_an_open_door_is_said(server: RedisServer, caplog: pytest.LogCapture
 
 def address_of(host: str) -> str:
     """An address of this machine that is not loopback; skips where there is none."""
-    import socket  # noqa: PLC0415
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing

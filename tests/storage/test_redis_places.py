@@ -16,7 +16,7 @@ from diesel_fs.errors import ConfigError, MetadataBehind, MetadataError, UsageEr
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_keys import DatasetKeys, folder_id
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.batches import Chunk, check, files
+from tests.storage.batches import Chunk, check, files, insist
 from tests.storage.redis_servers import (
     RedisCluster,
     RedisServer,
@@ -69,6 +69,7 @@ def test_addresses(url: str, kind: str, text: str, database: int, tls: bool) -> 
         f"redis://:{SECRET}@h:x",
         f"redis://:{SECRET}@h/x",
         f"redis://:{SECRET}@h?what=1",
+        f"redis://:x?{SECRET}=1@h",
         f"redis://:{SECRET}@",
         f"redis://:{SECRET}@a,b",
         f"redis+sentinel://:{SECRET}@h",
@@ -218,16 +219,16 @@ def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1)]
-        meta.commit(IDENTITY, done[0].batch())
+        insist(meta, IDENTITY, done[0].batch())
         until(sentinels.copied, "the replica")
         until(sentinels.fail_over, "a failover")
         start = time.monotonic()
         while sentinels.replica.client().info("replication")["role"] != "master" or len(done) < 20:
             done.append(chunk(len(done) + 1))
-            meta.commit(IDENTITY, done[-1].batch())
+            insist(meta, IDENTITY, done[-1].batch())
             assert time.monotonic() - start < 30
         for each in done:  # what the failover has lost (C11)
-            meta.commit(IDENTITY, each.batch())
+            insist(meta, IDENTITY, each.batch())
         check(meta, NAME, done)
     assert sentinels.replica.client().dbsize()
 
@@ -235,11 +236,11 @@ def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
 def test_C9_a_master_that_dies(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
-        meta.commit(IDENTITY, chunk(1).batch())
+        insist(meta, IDENTITY, chunk(1).batch())
         until(sentinels.copied, "the replica")
         start = time.monotonic()
         sentinels.master.kill()
-        meta.commit(IDENTITY, chunk(2).batch())
+        insist(meta, IDENTITY, chunk(2).batch())
         assert time.monotonic() - start < 20
         check(meta, NAME, [chunk(1), chunk(2)])
 
@@ -265,7 +266,7 @@ def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:
     with closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         many = files(1, *(b"folder%d/f" % i for i in range(300)))
-        meta.commit(IDENTITY, many.batch())
+        insist(meta, IDENTITY, many.batch())
         check(meta, NAME, [many])
         sizes = [int(node.client().dbsize()) for node in cluster.nodes]
         assert min(sizes) > 100
@@ -283,7 +284,7 @@ def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
     url = cluster.url.replace("://", f"://fit:{SECRET}@")
     with closing(RedisMetadata.open(url)) as meta:
         meta.create(NAME, IDENTITY)
-        meta.commit(IDENTITY, chunk(1).batch())
+        insist(meta, IDENTITY, chunk(1).batch())
         check(meta, NAME, [chunk(1)])
         assert SECRET not in repr(meta)
     with pytest.raises(MetadataError, match="user and password") as caught:
@@ -303,7 +304,7 @@ def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
         meta.create(NAME, IDENTITY)
         done = [chunk(1), chunk(2)]
         for each in done:
-            meta.commit(IDENTITY, each.batch())
+            insist(meta, IDENTITY, each.batch())
         generation = meta._commits.look(IDENTITY).generation
         bucket_key = generation.entries(folder_id(b"folder3"))
         slot = key_slot(bucket_key if whose == "bucket" else DatasetKeys(IDENTITY).marker)
@@ -320,7 +321,7 @@ def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
             migrate(clients[source], cluster.nodes[target], keys[: len(keys) // 2])
             if whose == "bucket":
                 check(meta, NAME, done)  # what only reads is sent after the keys
-            writer = threading.Thread(target=lambda: meta.commit(IDENTITY, chunk(3).batch()))
+            writer = threading.Thread(target=lambda: insist(meta, IDENTITY, chunk(3).batch()))
             writer.start()
             time.sleep(0.4)
             left = tell(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
@@ -331,7 +332,7 @@ def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
             writer.join(40)
             check(meta, NAME, [*done, chunk(3)])
             with closing(RedisMetadata.open(cluster.url)) as fresh:
-                fresh.commit(IDENTITY, chunk(4).batch())
+                insist(fresh, IDENTITY, chunk(4).batch())
                 check(fresh, NAME, [*done, chunk(3), chunk(4)])
         finally:
             cluster.flush()
@@ -358,11 +359,11 @@ def test_a_node_of_a_cluster_that_dies_and_comes_back(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
-        meta.commit(IDENTITY, chunk(1).batch())
+        insist(meta, IDENTITY, chunk(1).batch())
         cluster.nodes[1].kill()
         answers = list[int]()
         writer = threading.Thread(
-            target=lambda: answers.append(meta.commit(IDENTITY, chunk(2).batch()))
+            target=lambda: answers.append(insist(meta, IDENTITY, chunk(2).batch()))
         )
         writer.start()
         time.sleep(0.5)
@@ -378,7 +379,7 @@ def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1)]
-        meta.commit(IDENTITY, done[0].batch())
+        insist(meta, IDENTITY, done[0].batch())
         slot = key_slot(DatasetKeys(IDENTITY).marker)
         node = next(i for i, (low, high) in enumerate(BOUNDS) if not low <= slot < high)
         assert int(cluster.nodes[node].client().dbsize()) > 0
@@ -393,7 +394,7 @@ def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
                 with pytest.raises(MetadataBehind, match="has lost"):
                     ask()
             done.append(chunk(len(done) + 1))
-            meta.commit(IDENTITY, done[-1].batch())
+            insist(meta, IDENTITY, done[-1].batch())
         meta.rebuild(NAME, IDENTITY, [each.batch() for each in done])
         check(meta, NAME, done)
 
@@ -402,6 +403,6 @@ def test_numbers_that_scripts_cannot_hold_are_refused(cluster: RedisCluster) -> 
     with closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         with pytest.raises(UsageError):
-            meta.commit(IDENTITY, files(1, b"huge", size=1 << 60).batch())
-        meta.commit(IDENTITY, files(1, b"large", size=1 << 50).batch())
+            insist(meta, IDENTITY, files(1, b"huge", size=1 << 60).batch())
+        insist(meta, IDENTITY, files(1, b"large", size=1 << 50).batch())
         assert meta.marker(NAME).bytes == 1 << 50

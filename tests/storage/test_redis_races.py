@@ -2,20 +2,23 @@
 
 import contextlib
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import pytest
 
-from diesel_fs.errors import BusyError
+from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.storage.metadata import Batch
-from diesel_fs.storage.redis_commits import Commits, Head
+from diesel_fs.storage.redis_bucket_scripts import Script
+from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.redis_head import Head
 from diesel_fs.storage.redis_keys import DatasetKeys, Generation
 from diesel_fs.storage.redis_link import Word
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.redis_pieces import Piece
-from diesel_fs.storage.redis_scripts import APPLIED, Script
+from diesel_fs.storage.redis_scripts import APPLIED
 from tests.storage.batches import big, check, files, moved, seen, tombstones
 from tests.storage.redis_servers import RedisServer, shared_server
 
@@ -129,6 +132,53 @@ def test_a_rebuild_holds_commits_back(meta: RedisMetadata, server: RedisServer) 
     meta.rebuild(NAME, IDENTITY, batches())
     meta.commit(IDENTITY, files(2, b"b").batch())
     check(meta, NAME, [files(1, b"a"), files(2, b"b")])
+
+
+@pytest.mark.parametrize("ahead_s", [-90, 0, 600])
+def test_K1_a_hold_holds_whatever_the_clocks_of_the_hosts_say(
+    meta: RedisMetadata, server: RedisServer, ahead_s: int
+) -> None:
+    hasty = RedisMetadata.open(server.url, deadline_s=0.1)
+    other = RedisMetadata.open(
+        server.url, clock_ns=lambda: time.time_ns() + ahead_s * 10**9, deadline_s=0.1
+    )
+    with closing(hasty), closing(other):
+        with other.hold(IDENTITY, 60), pytest.raises(BusyError):
+            hasty.commit(IDENTITY, files(1, b"a").batch())
+        with hasty.hold(IDENTITY, 60), pytest.raises(BusyError):
+            other.commit(IDENTITY, files(1, b"a").batch())
+        other.hold(IDENTITY, 0.3)
+        start = time.monotonic()
+        meta.commit(IDENTITY, files(1, b"a").batch())
+        assert 0.2 < time.monotonic() - start < 5
+        token = DatasetKeys(IDENTITY).holds
+        server.client().hset(token, "of a clock that has gone back", time.time() + 3600)
+        server.client().hset(token, "of nobody", "rubbish")
+        hasty.commit(IDENTITY, files(2, b"a").batch())
+        with pytest.raises(UsageError):
+            meta.hold(IDENTITY, 3600)
+
+
+def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
+    meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files: a chunk has one row. Scaled: its hold lasts for 1 s, and 2 s make it dead."""
+    monkeypatch.setattr("diesel_fs.storage.redis_generations.HOLD_S_MAX", 1.0)
+    monkeypatch.setattr("diesel_fs.storage.redis_generations._SAY_S", 0.2)
+    monkeypatch.setattr("diesel_fs.storage.redis_generations._ABANDONED_S", 2)
+    meta.commit(IDENTITY, files(1, b"x").batch())
+
+    def batches() -> Iterator[Batch]:
+        for number in range(60):
+            yield files(number + 1, b"x%d" % number).batch()
+            time.sleep(0.05)
+        with closing(RedisMetadata.open(server.url, deadline_s=0.1)) as hasty:
+            with pytest.raises(BusyError):
+                hasty.commit(IDENTITY, files(99, b"y").batch())
+            hasty.create("another", uuid.UUID(int=9))  # who cleans up
+
+    meta.rebuild(NAME, IDENTITY, batches())
+    assert meta.marker(NAME).files == 60
 
 
 @pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])

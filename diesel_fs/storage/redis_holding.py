@@ -1,0 +1,40 @@
+"""Holding commits back for as long as something takes, once it turns out to be needed.
+
+Owned here: when a hold begins, is renewed and ends. Not owned: what a hold is (`metadata.py`). Of
+one thread.
+"""
+
+import time
+from typing import Self
+from uuid import UUID
+
+from diesel_fs.storage.metadata import HOLD_S_MAX, Hold, MetadataStore
+
+
+class Holding:
+    """A hold that is begun when it is needed, renewed while it is, and released at the end."""
+
+    def __init__(self, store: MetadataStore, identity: UUID) -> None:
+        self._store = store
+        self._identity = identity
+        self._hold: Hold | None = None
+        self._since_s = 0.0
+
+    def begin(self) -> None:
+        """Hold commits back from now on."""
+        before, self._hold = self._hold, self._store.hold(self._identity, HOLD_S_MAX)
+        self._since_s = time.monotonic()
+        if before is not None:
+            before.release()
+
+    def renew(self) -> None:
+        """Called again and again while something long goes on."""
+        if self._hold is not None and time.monotonic() > self._since_s + HOLD_S_MAX / 3:
+            self.begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._hold is not None:
+            self._hold.release()

@@ -1,0 +1,394 @@
+"""S12, G2, N10: who has an account does not keep others waiting, and takes no memory for nothing;
+a server that lies does its clients no harm."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+import trio
+import trio.testing
+
+from diesel_fs import wire
+from diesel_fs.accounts import Account, Role
+from diesel_fs.chunk import Header, damaged
+from diesel_fs.chunk_builder import ChunkBuilder
+from diesel_fs.errors import BusyError, CorruptError, DieselError, UsageError
+from diesel_fs.layout import lease_prefix
+from diesel_fs.messages import Message, error_in
+from diesel_fs.metrics import unshared
+from diesel_fs.recovery import recover, verify
+from diesel_fs.rpc_connection import PAYLOAD_BYTES_MAX
+from diesel_fs.wire_values import columns_message, parts_message
+from diesel_server import asking, limits, scrape, supervisor, writing
+from diesel_server.options import checked
+from diesel_server.service import takes_payload
+
+from .served import KEY, Sealer, Served, link_of
+from .served import filled as filled
+from .served import server as server
+from .stand_in import Standing
+from .test_asking import _map, _service
+from .test_hostile import answer, logged_in
+from .test_link import Scripted
+
+
+def user(role: Role | None = None, *, admin: bool = False) -> Account:
+    return Account("somebody", KEY, admin, {} if role is None else {"ds": role})
+
+
+# Memory
+
+
+def test_S12_a_request_has_no_room_for_items_that_none_needs() -> None:
+    head = wire.frame({"id": 1, "do": "datasets", "x": [0] * 1024}, wire.ANSWER)[8:]
+    with pytest.raises(CorruptError, match="too many items"):
+        wire.parse_head(head, wire.REQUEST)
+
+
+def test_S12_answers_about_entries_are_counted_before_they_are_made() -> None:
+    paths: Message = {"do": "stat", "paths": b"\0" * 9_999}
+    assert limits.answer_bytes(paths) >= 10_000 * 2 * 19
+    assert limits.answer_bytes({"do": "list", "folder": b"", "after": b""}) >= 8 << 20
+    assert limits.answer_bytes({"do": "stat", "paths": "x"}) == 0
+
+
+def test_S12_a_page_of_long_names_is_short(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sealer = Sealer(filled.admin)
+    names = sorted(b"n" * 200 + b"%03d" % i for i in range(100))
+    for name in names:
+        sealer.add(b"many/" + name, b"")
+    sealer.put(*sealer.seal())
+    monkeypatch.setattr(asking, "NAMES_BYTES_PER_ANSWER", 2048)
+    for mapped in (False, True):
+        if mapped:
+            filled.loop.run(lambda: _map(filled))
+        link_of(filled.admin).asked.clear()
+        assert filled.admin.list("ds", b"many").names == names
+        assert link_of(filled.admin).asked.count("list") == 10
+
+
+def test_a_page_of_a_large_folder_costs_a_page(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the names of all before it, nor, from the metadata store, the whole folder."""
+    sealer = Sealer(filled.admin)
+    for i in range(100):
+        sealer.add(b"many/%03d" % i, b"")
+    sealer.put(*sealer.seal())
+    monkeypatch.setattr(asking, "NAMES_PER_ANSWER", 10)
+    view = filled.store.view("ds")
+    read: list[int] = []
+    real = type(view).names
+
+    def names(self: object, entries: object) -> list[bytes]:
+        found = real(self, entries)  # type: ignore[arg-type]
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(type(view), "names", names)
+    monkeypatch.setattr(filled.store.meta, "children", lambda *_: pytest.fail("all of a folder"))
+    assert len(filled.admin.list("ds", b"many").names) == 100
+    assert read == [10] * 10
+
+
+def test_S12_only_who_may_write_sends_payloads() -> None:
+    assert takes_payload(user(admin=True), "put", 1 << 30)
+    assert takes_payload(user(Role.WRITE), "put", 1 << 30)
+    assert takes_payload(user(admin=True), "import_users", 1 << 20)
+    for account, do, size in (
+        (user(), "put", 1),
+        (user(Role.READ), "put", 1),
+        (user(Role.ADMIN), "import_users", 1),
+        (user(admin=True), "import_users", 65 << 20),
+        (user(admin=True), "stat", 1),
+    ):
+        assert not takes_payload(account, do, size)
+
+
+def test_S12_a_payload_that_may_not_come_takes_no_memory() -> None:
+    with Standing() as server, logged_in(server) as client:
+        assert server.service is not None
+        server.service.takes_payload = lambda account, do, size: do == "put"
+        client.sendall(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST, 100 << 20))
+        time.sleep(0.3)
+        assert server.service.budget.held == 0
+        for _ in range(100):
+            client.sendall(bytes(1 << 20))
+        assert answer(client)[0]["error"] == "PermissionDenied"
+        client.sendall(wire.frame({"id": 2, "do": "echo"}, wire.REQUEST))
+        assert answer(client)[0]["id"] == 2
+
+
+def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent is counted; what it decodes to is up to 16 times as much."""
+    monkeypatch.setattr(writing, "DECODED_BYTES_MAX", 1 << 20)
+    real, at_work, most = damaged, [0], [0, 0]
+
+    def slow(header: Header, body: memoryview) -> list[int]:
+        is_large = int(header.records["size"].max()) > 1 << 20
+        at_work[0] += 1
+        most[is_large] = max(most[is_large], at_work[0])
+        time.sleep(0.1)
+        at_work[0] -= 1
+        return real(header, body)
+
+    monkeypatch.setattr(writing, "damaged", slow)
+    sealer = Sealer(server.admin)
+    for size in (1 << 10, 2 << 20):
+        made = []
+        for i in range(4):
+            sealer.builder = ChunkBuilder(sealer.session.identity, 4 << 20, "lz4")
+            sealer.add(b"%d" % i, (b"%d" % i + bytes(15)) * (size // 16))
+            made.append(sealer.seal())
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda chunk: sealer.put(*chunk), made))
+    assert most[0] > 1
+    assert most[1] == 1
+
+
+# Time
+
+
+def test_S12_one_user_does_not_have_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
+    with Standing() as server, logged_in(server) as client:
+        for number in range(8):
+            client.sendall(wire.frame({"id": number, "do": "sleep", "seconds": 0.5}, wire.REQUEST))
+        said = [answer(client)[0] for _ in range(8)]
+        assert sorted("retry_after_s" in each for each in said) == [False] * 5 + [True] * 3
+        client.sendall(wire.frame({"id": 9, "do": "echo"}, wire.REQUEST))
+        assert "error" not in answer(client)[0]
+
+
+def test_S12_the_loop_looks_up_no_long_paths(filled: Served) -> None:
+    filled.loop.run(lambda: _map(filled))
+    threads = _service(filled)._computing
+    seen: list[int] = []
+    view = next(iter(_service(filled)._views.values()))
+    real = view.stat_many
+
+    def stat_many(*arguments: object, **named: object) -> object:
+        seen.append(threads.borrowed_tokens)
+        return real(*arguments, **named)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(view), "stat_many", lambda _, *a, **b: stat_many(*a, **b))
+        filled.admin.stat_many("ds", [b"a"] * 100, missing_ok=True)
+        filled.admin.stat_many("ds", [b"/".join([b"d"] * 1000)] * 100, missing_ok=True)
+    assert seen == [0, 1]
+
+
+def test_S12_identities_that_are_drawn_keep_no_reader_waiting(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a question to the object store, and nobody needs a role to ask it."""
+    service = _service(filled)
+    known = filled.store.dataset("ds").identity
+    filled.admin.stat("ds", b"a")
+    real = service._directory._look
+
+    def slow(identity: UUID) -> object:
+        if identity != known:
+            time.sleep(0.3)
+        return real(identity)
+
+    monkeypatch.setattr(service._directory, "_look", slow)
+    monkeypatch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
+    link = filled.link(user())
+
+    def draw(_: int) -> None:
+        with pytest.raises(DieselError):
+            link.call({"do": "stat", "identity": uuid4().bytes, "paths": b"a"})
+
+    with ThreadPoolExecutor(16) as threads:
+        drawn = threads.map(draw, range(16))
+        time.sleep(0.1)
+        begun = time.monotonic()
+        filled.admin.stat("ds", b"a")
+        assert time.monotonic() - begun < 0.25
+        list(drawn)
+
+
+def test_S12_listings_of_all_datasets_are_shared(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, runs = filled.store.catalogue.all, []
+
+    def slow(markers: object) -> object:
+        runs.append(1)
+        time.sleep(0.1)
+        return real(markers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(filled.store.catalogue, "all", slow)
+    with ThreadPoolExecutor(20) as threads:
+        found = list(threads.map(lambda _: filled.admin.datasets(), range(40)))
+    assert {info.name for each in found for info in each} == {"ds"}
+    assert all(info.marker is not None for each in found for info in each)
+    assert len(runs) <= 10
+    runs.clear()
+    assert filled.client(user()).datasets() == []
+    assert not runs
+
+
+def test_S12_readers_leave_room_for_administrators_jobs(
+    filled: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(4):
+        Sealer(filled.admin, f"ds{i}").file(b"a", b"1")
+    go = threading.Event()
+    real = verify
+
+    def slow(*arguments: object, **named: object) -> object:
+        assert go.wait(5)
+        return real(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("diesel_server.service.recovery.verify", slow)
+    with ThreadPoolExecutor(2) as threads:
+        under_way = [threads.submit(verify, filled.admin, f"ds{i}") for i in range(2)]
+        time.sleep(0.3)
+        try:
+            with pytest.raises(BusyError, match="jobs are under way"):
+                verify(filled.admin, "ds2")
+            assert recover(filled.admin, "ds3").problems == []
+        finally:
+            go.set()
+        assert all(each.result(20).sound for each in under_way)
+
+
+def test_S12_fresh_bytes_are_of_one_chunk(filled: Served) -> None:
+    """A server looks at its own copy of it, whole."""
+    info, (chunk,) = filled.store.dataset("ds"), filled.chunks()
+    ask: Message = {"do": "read", "identity": info.identity.bytes, "fresh": True}
+    link = link_of(filled.admin)
+    two = parts_message([(chunk, 0, 4), (chunk, 4, 4)])
+    assert link.call({**ask, "parts": two}).payload.tobytes() == b"\x93DIESEL\n"
+    assert link.call({**ask, "parts": b""}).payload.nbytes == 0
+    others = parts_message([(chunk, 0, 4), (type(chunk)(bytes(16)), 0, 4)])
+    with pytest.raises(UsageError, match="fresh"):
+        link.call({**ask, "parts": others})
+
+
+def test_S12_a_reader_has_so_many_leases(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "LEASES_MAX", 3)
+    identity = filled.store.dataset("ds").identity
+    link = filled.link(user(Role.READ))
+
+    def lease(number: int, seconds: int = 600) -> None:
+        link.call(
+            {
+                "do": "lease", "identity": identity.bytes, "lease": f"{number:032x}", "version": 1,
+                "seconds": seconds,
+            }
+        )  # fmt: skip
+
+    for number in (0, 1, 2, 1):
+        lease(number)
+    with pytest.raises(BusyError, match="3 leases"):
+        lease(3)
+    assert len(list(filled.store.objects.list(lease_prefix(identity)))) == 3
+    lease(0, 0)
+    lease(3, 1)
+    time.sleep(1.1)
+    lease(4)
+
+
+# A server that lies
+
+
+def test_N10_a_list_that_goes_round_and_round_ends(filled: Served) -> None:
+    view = filled.store.view("ds")
+    columns = columns_message(view.stat_many([b"a"]))
+    for names in (b"a", b"../x", b"", b"a/b"):
+
+        async def lie(request: object, names: bytes = names) -> object:
+            from diesel_server.requests import Reply  # noqa: PLC0415
+
+            return Reply({"version": 1, "names": names, "more_names": True, **columns})
+
+        filled.handlers["list"] = lie  # type: ignore[assignment]
+        with pytest.raises(DieselError):
+            filled.admin.list("ds")
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [({"id": 1}, PAYLOAD_BYTES_MAX + 1), ({"id": 1, "error": "DieselError"}, 1)],
+)
+def test_N10_an_answer_with_bytes_that_nobody_asked_for(message: Message, size: int) -> None:
+    def said(client: socket.socket) -> None:
+        client.sendall(wire.frame(message, wire.ANSWER, size))
+        time.sleep(1)
+
+    begun = time.monotonic()
+    with Scripted(said) as scripted, pytest.raises(CorruptError):
+        scripted.link().call({"do": "echo"}, deadline_s=10)
+    assert time.monotonic() - begun < 5
+
+
+def test_S8_a_server_s_words_do_nothing_to_a_terminal() -> None:
+    evil = "\x1b]0;x\x07\x1b[2J\nready\r" + "x" * 100_000
+    error = error_in({"error": "DieselError", "message": evil, "advice": evil})
+    refused = wire.refused(wire.VERSION, b"\x1b[2J\xff\n")
+    assert error is not None
+    for text in (str(error), error.advice, str(refused)):
+        assert text.isprintable()
+        assert len(text) < 20_000
+
+
+# An operator's night
+
+
+def test_F7_one_ipv6_network_writes_no_more_lines_than_an_address(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from diesel_fs import metrics  # noqa: PLC0415
+    from diesel_server.refusals import Refusals  # noqa: PLC0415
+
+    async def main() -> None:
+        refusals = Refusals(metrics.unshared())
+        for i in range(200):
+            refusals.add("login", "x", address=f"[2001:db8::{i:x}]:5")
+
+    trio.run(main)
+    assert len(caplog.messages) <= 21
+
+
+def test_J9_a_worker_that_cannot_be_started_is_no_end_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory or descriptors are short: it is an error of that start, which is tried again."""
+
+    async def fails(*_: object, **__: object) -> object:
+        raise BlockingIOError(11, os.strerror(11))
+
+    options, _ = checked(
+        store=f"file://{tmp_path}", meta=None, listen="127.0.0.1:0", tls_cert=None, tls_key=None,
+        workers=1, cache_dir=None, cache_size=None, metrics=None, insecure=False,
+    )  # fmt: skip
+    parent = supervisor.Supervisor(options, print)
+    monkeypatch.setattr(trio.lowlevel, "open_process", fails)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DieselError, match="no worker can be started"):
+        trio.run(lambda: parent._start(0, is_first=False))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    "head", [b"\r\n\r\n", b"\n\n", b"x\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 9000]
+)
+def test_S12_whatever_is_sent_to_the_metrics_is_no_bug(head: bytes) -> None:
+    async def main() -> None:
+        ours, theirs = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ours.send_all, head)
+            await scrape._answer(theirs, lambda: ([], unshared()), lambda: True)  # type: ignore[arg-type]
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
