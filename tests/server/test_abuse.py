@@ -378,6 +378,8 @@ def test_J9_a_worker_that_cannot_be_started_is_no_end_of_the_others(
     with pytest.raises(DieselError, match="no worker can be started"):
         trio.run(lambda: parent._start(0, is_first=False))
     assert len(os.listdir("/proc/self/fd")) == before
+    for each in parent._sockets:
+        each.close()
 
 
 @pytest.mark.parametrize(
