@@ -18,10 +18,12 @@ from .catalogue import DatasetInfo
 from .chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header
 from .chunk_id import LOWEST, chunk_id_text
 from .entries import ChunkId
-from .errors import DieselError, FormatError, NoSpaceError, NoSuchDataset, ObjectMissing
+from .errors import DieselError, FormatError, NoSpaceError, NoSuchDataset, ObjectMissing, UsageError
 from .layout import chunk_object, dataset_prefix
 from .leases import (
     EVERY_VERSION,
+    GRACE_S_MAX,
+    KEEP_MAX,
     Policy,
     PurgeLease,
     is_abandoned,
@@ -63,6 +65,10 @@ class PurgeOptions:
     grace_s: int = _AS_POLICY
     dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        if self.keep > KEEP_MAX or self.grace_s > GRACE_S_MAX:
+            raise UsageError(f"at most {KEEP_MAX} versions are kept, and {GRACE_S_MAX} s of grace")
+
     def to_message(self) -> Message:
         """These options as they travel."""
         return dict(asdict(self))
@@ -73,8 +79,8 @@ class PurgeOptions:
         found = Fields(message, "options of a purge")
         options = cls(
             found.whole("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
-            found.whole("keep", _AS_POLICY, low=_AS_POLICY, high=1 << 20),
-            found.whole("grace_s", _AS_POLICY, low=_AS_POLICY, high=1 << 31),
+            found.whole("keep", _AS_POLICY, low=_AS_POLICY, high=KEEP_MAX),
+            found.whole("grace_s", _AS_POLICY, low=_AS_POLICY, high=GRACE_S_MAX),
             found.flag("dry_run", False),
         )
         found.end()

@@ -390,6 +390,10 @@ def _lost() -> BusyError:
 
 # Policies
 
+KEEP_MAX = 1 << 20
+GRACE_S_MAX = 1 << 31
+"""Beyond these, times and counts would no longer be what clocks and files can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -409,6 +413,8 @@ def read_policy(objects: ObjectStore, identity: UUID) -> Policy:
         policy = Policy(values["keep"], values["grace_s"])
         if type(policy.keep) is not int or type(policy.grace_s) is not int:
             raise TypeError("numbers of another kind")
+        if not (0 <= policy.keep <= KEEP_MAX and 0 <= policy.grace_s <= GRACE_S_MAX):
+            raise ValueError("numbers that no policy has")
     except ObjectMissing:
         return Policy()
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -9,9 +9,11 @@ import pytest
 
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
+    CorruptError,
     NoSuchDataset,
     NotFoundError,
     ObjectMissing,
+    UsageError,
 )
 from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.layout import chunk_prefix, lease_object, snapshot_object
@@ -176,6 +178,31 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
         purge(late, "ds", PurgeOptions(0, 0, 0))
         assert len(late.kept("ds")) == 1
         assert len(chunks(late)) == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        b"{}",
+        b'{"keep": 1e3, "grace_s": 0}',
+        b'{"keep": 0, "grace_s": 1%s}' % (b"0" * 300),
+        b'{"keep": -1, "grace_s": 0}',
+    ],
+)
+def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
+    holed: Repository, policy: bytes
+) -> None:
+    holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
+    with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
+        purge(holed, "ds")
+    purge(holed, "ds", PurgeOptions(keep=1, grace_s=0))
+    assert purge(holed, "ds").versions_kept
+
+
+@pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
+def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
+    with pytest.raises(UsageError, match="at most"):
+        PurgeOptions(keep=keep, grace_s=grace_s)
 
 
 def test_publishing_keeps_young_versions_within_a_bound(
