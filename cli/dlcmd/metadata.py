@@ -82,7 +82,8 @@ def _state(view: Snapshot) -> str:
             info = repository.dataset(view.dataset)
             if info.identity != view.identity:
                 return "of another dataset that had this name"
-            current = repository.view_of(info).version
+            known = info.marker.version if info.marker else 0
+            current = max(known, repository.snapshots.newest(info.identity))
     except NoSuchDataset:
         return "of a dataset that this repository does not have"
     except DieselError as error:
