@@ -352,7 +352,7 @@ class Connection:
                 piece = views[at][:_TLS_PIECE_BYTES]
                 self._arrived = at == len(views) - 1 and piece.nbytes == views[at].nbytes
                 sent = self._patiently(
-                    lambda piece=piece: self._socket.send(piece),  # type: ignore[misc]
+                    lambda piece=piece: self._socket.send(piece),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
                     deadline,
                 )
@@ -360,7 +360,7 @@ class Connection:
                 some = views[at : at + _PARTS_AT_ONCE]
                 self._arrived = at + len(some) == len(views)
                 sent = self._patiently(
-                    lambda some=some: self._socket.sendmsg(some),  # type: ignore[misc]
+                    lambda some=some: self._socket.sendmsg(some),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
                     deadline,
                 )

@@ -111,6 +111,14 @@ class StampedRows(Rows):
 
     stamps: Sequence[Stamp] = ()
 
+    @classmethod
+    def of(cls, rows: Rows, stamps: Sequence[Stamp]) -> Self:
+        """Rows, and the stamp of each."""
+        return cls(
+            rows.folders, rows.folder, rows.names, rows.records, rows.chunk, rows.chunks,
+            rows.tails, stamps,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:

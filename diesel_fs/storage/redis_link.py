@@ -325,7 +325,7 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
     else:
         kind = SSLConnection if address.tls else Connection
         ((options["host"], options["port"]),) = address.hosts
-    pool = ConnectionPool(connection_class=kind, **options)  # type: ignore[arg-type]
+    pool = ConnectionPool(connection_class=kind, **options)  # type: ignore[arg-type]  # what came is passed on
     return _One(Redis(connection_pool=pool))
 
 
@@ -335,7 +335,7 @@ def _cluster(address: RedisAddress, options: dict[str, object]) -> RedisCluster:
         retry=_no_retry(),
         ssl=address.tls,
         max_connections=_CONNECTIONS_MAX,
-        **options,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]  # what came is passed on
     )
 
 

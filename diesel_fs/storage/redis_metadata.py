@@ -383,16 +383,7 @@ class RedisMetadata(MetadataStore):
         ]
         rows = columns((split(path)[0], [split(path)[1]], [entry]) for path, entry in chosen)
         stamps: list[Stamp] = [entry_stamp(entry) for _, entry in chosen]
-        return StampedRows(
-            folders=rows.folders,
-            folder=rows.folder,
-            names=rows.names,
-            records=rows.records,
-            chunk=rows.chunk,
-            chunks=rows.chunks,
-            tails=rows.tails,
-            stamps=stamps,
-        )
+        return StampedRows.of(rows, stamps)
 
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
         def read(_: Head, reader: GenerationReader) -> dict[bytes, bytes]:

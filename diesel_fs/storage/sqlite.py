@@ -332,16 +332,7 @@ class SqliteMetadata(MetadataStore):
                     found.add(folder, [row[:4]])
                     stamps.append(Stamp(row[4]))
             rows = found.rows(named_chunks(db, found.chunks))
-        return StampedRows(
-            folders=rows.folders,
-            folder=rows.folder,
-            names=rows.names,
-            records=rows.records,
-            chunk=rows.chunk,
-            chunks=rows.chunks,
-            tails=rows.tails,
-            stamps=stamps,
-        )
+        return StampedRows.of(rows, stamps)
 
     def _in_run(
         self, db: sqlite3.Connection, folder: int | None, name: bytes

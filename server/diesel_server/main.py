@@ -31,7 +31,7 @@ def program(**given: object) -> None:
       dlcmd --url "file:///data?meta=redis://localhost" user add NAME --admin
       diesel-server --listen 127.0.0.1:9300 --store file:///data --meta redis://localhost
     """
-    wanted, warnings = checked(**given)  # type: ignore[arg-type]
+    wanted, warnings = checked(**given)  # type: ignore[arg-type]  # what came is passed on
     for warning in warnings:
         click.echo(f"diesel-server: warning: {warning}", err=True)
     logging.basicConfig(

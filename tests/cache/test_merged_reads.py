@@ -262,7 +262,7 @@ def test_who_shared_a_read_that_failed_tries_alone(
         assert gate.arrived.acquire(timeout=20)
         second = pool.submit(reads.read, view.identity, parts)
         flight = reads._flights[ChunkKey(view.identity, ChunkId(name))][0]
-        until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]
+        until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
         gate.open.set()
         with pytest.raises(ObjectStoreError, match="503"):
             first.result(20)

@@ -180,7 +180,7 @@ def test_Z1_killed_while_a_push_waits_for_a_READ(
             os.kill(getattr(pids, victim), signal.SIGKILL)
         look_at_the_end(readers, killed_s)
     for pid in pids.all():
-        wait_until(lambda pid=pid: is_gone(pid), FREED_S)  # type: ignore[misc]
+        wait_until(lambda pid=pid: is_gone(pid), FREED_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     found.let_go()
     mount(request_for(found.source, found.at, "kernel"), program=PROGRAM)
     assert (found.at / PUSHED).read_bytes() == CONTENT

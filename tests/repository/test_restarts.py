@@ -113,7 +113,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
         add(session, b"base")
         session.finish()
         session = two.begin(NAME)
-        two.meta._commits._apply = lambda *_: None  # type: ignore[attr-defined]
+        two.meta._commits._apply = lambda *_: None  # type: ignore[attr-defined]  # the test looks inside
         add(session, b"half")
         server.client().config_set("min-replicas-to-write", 1)
         view = one.view(NAME)

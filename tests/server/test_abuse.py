@@ -86,7 +86,7 @@ def test_a_page_of_a_large_folder_costs_a_page(
     real = type(view).names
 
     def names(self: object, entries: object) -> list[bytes]:
-        found = real(self, entries)  # type: ignore[arg-type]
+        found = real(self, entries)  # type: ignore[arg-type]  # what came is passed on
         read.append(len(found))
         return found
 
@@ -176,7 +176,7 @@ def test_S12_the_loop_looks_up_no_long_paths(filled: Served) -> None:
 
     def stat_many(*arguments: object, **named: object) -> object:
         seen.append(threads.borrowed_tokens)
-        return real(*arguments, **named)  # type: ignore[arg-type]
+        return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(view), "stat_many", lambda _, *a, **b: stat_many(*a, **b))
@@ -224,7 +224,7 @@ def test_S12_listings_of_all_datasets_are_shared(
     def slow(markers: object) -> object:
         runs.append(1)
         time.sleep(0.1)
-        return real(markers)  # type: ignore[arg-type]
+        return real(markers)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr(filled.store.catalogue, "all", slow)
     with ThreadPoolExecutor(20) as threads:
@@ -247,7 +247,7 @@ def test_S12_readers_leave_room_for_administrators_jobs(
 
     def slow(*arguments: object, **named: object) -> object:
         assert go.wait(5)
-        return real(*arguments, **named)  # type: ignore[arg-type]
+        return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr("diesel_server.service.recovery.verify", slow)
     with ThreadPoolExecutor(2) as threads:
@@ -312,7 +312,7 @@ def test_N10_a_list_that_goes_round_and_round_ends(filled: Served) -> None:
 
             return Reply({"version": 1, "names": names, "more_names": True, **columns})
 
-        filled.handlers["list"] = lie  # type: ignore[assignment]
+        filled.handlers["list"] = lie  # type: ignore[assignment]  # a fault is put in
         with pytest.raises(DieselError):
             filled.admin.list("ds")
 

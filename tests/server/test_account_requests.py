@@ -99,7 +99,7 @@ def test_users_are_added_renewed_and_removed(
         lambda: administration.grant("pets", "bob", Role.READ),
     ):
         with pytest.raises(NotFoundError):
-            work()  # type: ignore[no-untyped-call]
+            work()  # type: ignore[no-untyped-call]  # any of the lambdas
 
 
 def test_roles_are_granted_and_taken_away(
@@ -228,7 +228,7 @@ def test_who_has_lost_a_right_cannot_use_it(
         table.accounts = merged(table.accounts, [changed])
     before = table.accounts
     login.current(asker)  # it has not been told yet
-    login.refresh = lambda: None  # type: ignore[method-assign]
+    login.refresh = lambda: None  # type: ignore[method-assign]  # a fault is put in
     message, payload = REQUESTS[do]
     with pytest.raises((PermissionDenied, NoSuchDataset)):
         Handled(login, asker).call({"do": do, **message}, [payload])
@@ -257,7 +257,7 @@ def test_through_a_server_the_last_administrator_stays(table: MemoryTable, login
         ),
     ):
         with pytest.raises(ConflictError, match="no administrator"):
-            work()  # type: ignore[no-untyped-call]
+            work()  # type: ignore[no-untyped-call]  # any of the lambdas
     assert table.accounts is before
     ann.renew("ann", PUBLIC, admin=False)  # a new key takes nothing away
     assert table.accounts["ann"].admin

@@ -241,7 +241,7 @@ def test_a_snapshot_is_fetched_once(
             pieces.append(len(reply.payload))
             yield reply
 
-    filled.handlers["snapshot"] = counted  # type: ignore[assignment]
+    filled.handlers["snapshot"] = counted  # type: ignore[assignment]  # a fault is put in
     fetched = filled.admin.view("ds")
     assert bytes(fetched.buffer) == bytes(view.buffer)
     assert pieces == [1, 0]
@@ -313,7 +313,7 @@ def test_a_job_is_joined_and_goes_on_alone(filled: Served, monkeypatch: pytest.M
     def slow(*arguments: object, **named: object) -> object:
         runs.append(1)
         assert go.wait(20)
-        return real(*arguments, **named)  # type: ignore[arg-type]
+        return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr("diesel_server.service.recovery.verify", slow)
     with ThreadPoolExecutor(3) as threads:

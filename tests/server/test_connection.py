@@ -252,7 +252,7 @@ def test_G6_an_answer_that_nobody_takes_ends_the_connection() -> None:
             await trio.sleep_forever()
 
         client.stream.receive_stream.close_hook = None
-        server_end = client.connection._channel._memory.send_stream  # type: ignore[attr-defined]
+        server_end = client.connection._channel._memory.send_stream  # type: ignore[attr-defined]  # the test looks inside
         server_end.send_all_hook = never
         await client.send(request(1, "stuck"))
         await client.over.wait()

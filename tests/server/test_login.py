@@ -112,7 +112,7 @@ def test_S2_a_login_that_was_heard_opens_nothing_else(login: Login) -> None:
 
 def test_an_unknown_user_and_a_wrong_key_get_the_same_answer(login: Login) -> None:
     """The words and the class; why it was stands in a note, which does not travel."""
-    unknown, wrong = (refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob"))  # type: ignore[misc]
+    unknown, wrong = (refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     assert (type(unknown), str(unknown)) == (type(wrong), str(wrong))
     assert unknown.__notes__ == ["there is no such user"]
     assert wrong.__notes__ == ["the signature is not by its key"]
@@ -207,7 +207,7 @@ def test_an_unknown_user_meets_the_same_limit(login: Login) -> None:
 )
 def test_failures_are_limited_by_address(login: Login, addresses: list[str], other: str) -> None:
     for i in range(OF_ADDRESS.burst):
-        refused(lambda i=i: enter(login, f"u{i}", address=addresses[i % len(addresses)]))  # type: ignore[misc]
+        refused(lambda i=i: enter(login, f"u{i}", address=addresses[i % len(addresses)]))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     for address in addresses:
         with pytest.raises(BusyError):
             enter(login, "new", address=address)
@@ -217,7 +217,7 @@ def test_failures_are_limited_by_address(login: Login, addresses: list[str], oth
 
 def test_what_is_remembered_of_failures_is_limited(login: Login) -> None:
     for i in range(20):
-        refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]
+        refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     bucket = login._of_user
     assert len(bucket._free_s) == 20
     assert all(len(str(key)) < 200 for key in bucket._free_s)
@@ -302,7 +302,7 @@ def test_while_the_accounts_are_away_nobody_else_is_let_in(
     enter(login)
     table.fault = MetadataError("cannot reach 10.0.0.7:6379")
     for _ in range(2 * OF_USER.burst):
-        told = [refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob")]  # type: ignore[misc]
+        told = [refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob")]  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         assert {type(error) for error in told} == {MetadataError}
         assert len({str(error) for error in told}) == 1
         assert "10.0.0.7" not in str(told[0])

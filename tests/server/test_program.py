@@ -132,7 +132,7 @@ def values(**given: object) -> Options:
     @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
     @options.options
     def program(**read: object) -> None:
-        found.append(checked(**read)[0])  # type: ignore[arg-type]
+        found.append(checked(**read)[0])  # type: ignore[arg-type]  # what came is passed on
 
     program.main([str(each) for each in given.get("arguments", [])], standalone_mode=False)  # type: ignore[attr-defined]
     return found[0]
@@ -430,7 +430,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
             os.kill(old[0], signal.SIGKILL)
             until(
                 lambda old=old: (
-                    len(server.workers()) == 2  # type: ignore[misc]
+                    len(server.workers()) == 2  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     and old[0] not in server.workers()
                     and metric(server, "diesel_workers") == 2
                 ),
@@ -537,7 +537,7 @@ def test_G1_reads_go_on_while_one_of_two_servers_is_killed(tmp_path: Path, url: 
                 victim = round_ % 2
                 before = counts[0]
                 servers[victim].kill()
-                until(lambda before=before: counts[0] > before + 30, "reads")  # type: ignore[misc]
+                until(lambda before=before: counts[0] > before + 30, "reads")  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                 servers[victim] = Server(
                     tmp_path / str(victim), "--store", url, listen=f"127.0.0.1:{ports[victim]}"
                 )

@@ -277,7 +277,7 @@ def test_commits_that_come_together_go_together(
     def slow(identity: UUID, chunks: object) -> int:
         sizes.append(len(list(chunks)))  # type: ignore[call-overload]
         time.sleep(0.1)
-        return real(identity, chunks)  # type: ignore[arg-type]
+        return real(identity, chunks)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr(filled.store, "commit_all", slow)
     sealer = Sealer(filled.admin)
@@ -307,7 +307,7 @@ def test_one_bad_commit_of_several_fails_alone(
         time.sleep(0.05)
         if any(each.batch.chunk.id == bad for each in chunks):  # type: ignore[attr-defined]
             raise UsageError("this one")
-        return real(identity, chunks)  # type: ignore[arg-type]
+        return real(identity, chunks)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr(filled.store, "commit_all", commit)
 

@@ -361,13 +361,13 @@ def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
     lost: list[bool] = []
 
     def loses_an_answer(runs: object) -> list[object]:
-        replies = scripts(runs)  # type: ignore[arg-type]
+        replies = scripts(runs)  # type: ignore[arg-type]  # what came is passed on
         if not lost:
             lost.append(True)
             raise ConnectionResetError
         return replies
 
-    link.scripts = loses_an_answer  # type: ignore[method-assign]
+    link.scripts = loses_an_answer  # type: ignore[method-assign]  # a fault is put in
     table.change(add(BOB))
     assert lost
     assert set(table.read().accounts) == {"ann", "bob"}

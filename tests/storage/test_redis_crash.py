@@ -239,7 +239,7 @@ def test_a_piece_that_redis_has_lost_is_missed(meta: RedisMetadata, server: Redi
     """The version has moved and what belongs to it is gone: nobody is told anything."""
     client = server.client()
     with closing(RedisMetadata.open(server.url)) as writer:
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
         writer.commit(IDENTITY, files(50, b"new/file").batch())
     lost = [key for key in client.keys("dfs:*}:x") if client.hlen(key)]
     assert len(lost) in (1, 2)
@@ -274,7 +274,7 @@ def test_what_a_dead_writer_left_is_swept_up(meta: RedisMetadata, server: RedisS
     client = server.client()
     keys = DatasetKeys(IDENTITY)
     writer = RedisMetadata.open(server.url)
-    writer._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    writer._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
     for number in range(100, 165):
         with pytest.raises(KeyboardInterrupt):
             writer.commit(IDENTITY, shared(number).batch())

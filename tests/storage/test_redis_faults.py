@@ -196,7 +196,7 @@ def test_C2_each_node_waits_for_what_was_written_last(cluster: RedisCluster) -> 
             node.execute_command("HSET", key, "sync", 1)  # and it has that slot
         said: list[object] = []
         waiting = [(key, Waiting(said, waits)) for waits, (key, _) in enumerate(nodes)]
-        meta._link._open_nodes.slots = lambda: waiting  # type: ignore[method-assign, assignment, return-value]
+        meta._link._open_nodes.slots = lambda: waiting  # type: ignore[method-assign, assignment, return-value]  # a fault is put in
         meta.durable()
         expected: list[object] = []
         for waits, (key, _) in enumerate(nodes):
@@ -316,7 +316,7 @@ def test_C7_what_was_decided_is_applied_in_a_full_memory(server: RedisServer) ->
     """The piece goes before its entries come, and Redis never stops a script that has written."""
     client = server.client()
     with closing(filled(server.url)) as meta, closing(RedisMetadata.open(server.url)) as writer:
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
         writer.commit(IDENTITY, bulky(2).batch())
         client.config_set("maxmemory", 1)
         check(meta, NAME, [files(1, b"a/x", b"b"), bulky(2)])

@@ -174,7 +174,7 @@ def test_C11_an_error_after_the_decision_takes_nothing_back(
     decide = Commits._decide
 
     def decided(*words: object) -> tuple[int, int]:
-        decide(*words)  # type: ignore[arg-type]
+        decide(*words)  # type: ignore[arg-type]  # what came is passed on
         raise CorruptError("whatever")
 
     with closing(filled(shared.url)) as meta:
@@ -237,7 +237,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why:
         closing(RedisMetadata.open(server.url)) as writer,
     ):
         client = server.client()
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
         writer.commit(IDENTITY, files(2, b"c").batch())
         if why == "MISCONF":
             (tmp_path / "redis" / "dump").mkdir()
@@ -382,7 +382,7 @@ def test_R1_one_commit_is_seen_whole_or_not_at_all(
         apply = Commits._apply
 
         def half(self: Commits, *words: object, **more: object) -> None:
-            apply(self, *words, **more)  # type: ignore[arg-type]
+            apply(self, *words, **more)  # type: ignore[arg-type]  # what came is passed on
 
         monkeypatch.setattr(Commits, "_apply", half)
         entries, scan = GenerationReader.entries, GenerationReader._scan
@@ -417,7 +417,7 @@ def test_a_sweep_needs_no_crowd(shared: RedisServer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Commits.sweep, "__defaults__", (0,))
     client = shared.client()
     with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as dead:
-        dead._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        dead._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
         with pytest.raises(KeyboardInterrupt):
             dead.commit(IDENTITY, files(2, b"c").batch())
         assert client.hlen(KEYS.begun) == 1
@@ -449,7 +449,7 @@ def test_A6_each_try_removes_what_the_last_one_left(shared: RedisServer) -> None
 def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(shared: RedisServer) -> None:
     client = shared.client()
     with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as writer:
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
         more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))
         writer.commit(IDENTITY, more.batch())
         before = int(client.info()["total_net_output_bytes"])
@@ -466,7 +466,7 @@ def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
     switch = Building._switch
 
     def switched(*words: object) -> int:
-        version = switch(*words)  # type: ignore[arg-type]
+        version = switch(*words)  # type: ignore[arg-type]  # what came is passed on
         server.kill()
         return version
 

@@ -296,7 +296,7 @@ def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetad
     thread.start()
     try:
         for number in range(1, 9):
-            assert in_child(lambda number=number: commit(meta, number)) == 0  # type: ignore[misc]
+            assert in_child(lambda number=number: commit(meta, number)) == 0  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     finally:
         stop.set()
         thread.join()

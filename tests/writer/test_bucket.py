@@ -52,7 +52,7 @@ class MadeBucket:
 def put(
     repository: Repository, bucket: MadeBucket, prefix: bytes = b"", **options: object
 ) -> PutReport:
-    return put_bucket(repository, "pets", bucket, prefix, PutOptions(**options))  # type: ignore[arg-type]
+    return put_bucket(repository, "pets", bucket, prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
 
 
 def files(repository: Repository) -> dict[bytes, bytes]:
@@ -126,7 +126,7 @@ def test_what_changes_meanwhile_is_left_out_and_named(repository: Repository) ->
 def test_an_object_that_is_shorter_than_listed(repository: Repository) -> None:
     bucket = MadeBucket(dict(CONTENTS))
     listed = list(bucket.objects())
-    bucket.objects = lambda: iter(listed)  # type: ignore[method-assign]
+    bucket.objects = lambda: iter(listed)  # type: ignore[method-assign]  # a fault is put in
     bucket.contents[b"large"] = b"short"
     del bucket.contents[b"a"]
     report = put(repository, bucket)
@@ -140,7 +140,7 @@ def test_a_store_that_fails_ends_the_put(repository: Repository) -> None:
     def read(found: BucketObject, start: int, size: int) -> bytes:
         raise ObjectStoreError("the bucket cannot be reached")
 
-    bucket.read = read  # type: ignore[method-assign]
+    bucket.read = read  # type: ignore[method-assign]  # a fault is put in
     with pytest.raises(ObjectStoreError, match="cannot be reached"):
         put(repository, bucket)
 

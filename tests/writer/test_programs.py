@@ -91,9 +91,9 @@ def test_one_that_is_killed_ends_the_put_and_the_others(
 
     def next_id(*given: object) -> object:
         found.update(children())
-        return real(*given)  # type: ignore[arg-type]
+        return real(*given)  # type: ignore[arg-type]  # what came is passed on
 
-    repository.ids.next = next_id  # type: ignore[method-assign,assignment]
+    repository.ids.next = next_id  # type: ignore[method-assign,assignment]  # a fault is put in
     killer = threading.Thread(target=kill)
     killer.start()
     try:
@@ -104,6 +104,6 @@ def test_one_that_is_killed_ends_the_put_and_the_others(
         killer.join()
     assert killed[0] > 0, "A16: nothing was killed"
     assert not children()
-    repository.ids.next = real  # type: ignore[method-assign]
+    repository.ids.next = real  # type: ignore[method-assign]  # a fault is put in
     assert put(repository, source).failed == []
     assert shown(repository) == facts(source)

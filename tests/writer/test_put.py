@@ -51,7 +51,7 @@ def shown(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object,
 
 
 def put(repository: Repository, source: Path, **options: object) -> PutReport:
-    return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]
+    return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]  # what came is passed on
 
 
 def files(view: Snapshot) -> list[bytes]:

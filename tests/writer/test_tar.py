@@ -46,7 +46,7 @@ def of_type(kind: bytes, target: str = "", mode: int = 0o644) -> tarfile.TarInfo
 
 
 def put(repository: Repository, data: bytes, prefix: bytes = b"", **options: object) -> PutReport:
-    return put_tar(repository, "pets", io.BytesIO(data), prefix, PutOptions(**options))  # type: ignore[arg-type]
+    return put_tar(repository, "pets", io.BytesIO(data), prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
 
 
 def contents(repository: Repository) -> dict[bytes, bytes | str]:

@@ -135,9 +135,9 @@ def stat(bench: Workbench) -> list[Row]:
 
             against = f"redis-benchmark GET -P {pipeline}"
             sides: dict[str, Callable[[], dict[str, float]]] = {
-                OURS: lambda ours=ours: ours(first.url),  # type: ignore[misc]
-                "two": lambda ours=ours: ours(both),  # type: ignore[misc]
-                against: lambda pipeline=pipeline: _redis_benchmark(serving, pipeline),  # type: ignore[misc]
+                OURS: lambda ours=ours: ours(first.url),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+                "two": lambda ours=ours: ours(both),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+                against: lambda pipeline=pipeline: _redis_benchmark(serving, pipeline),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
             }
             rounds = alternate(bench.rounds, sides)
             redis = rounds.of(against, "entries/s")
