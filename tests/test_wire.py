@@ -95,7 +95,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
 def test_what_is_sent_is_read(message: dict[str, object]) -> None:
-    sent = wire.frame(message, REQUEST, 5)  # type: ignore[arg-type]
+    sent = wire.frame(message, REQUEST, 5)  # type: ignore[arg-type]  # a plain dict is a message
     lengths = wire.parse_lengths(sent[:8], REQUEST)
     assert lengths == (len(sent) - 8, 5)
     assert wire.parse_head(sent[8:], REQUEST) == message

@@ -309,7 +309,7 @@ def failing(number: int) -> "type[object]":
     def fail(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    return fail  # type: ignore[return-value]
+    return fail  # type: ignore[return-value]  # a stand-in for a function
 
 
 def test_J2_a_disk_that_fails_rests_and_is_tried_again(

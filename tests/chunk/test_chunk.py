@@ -176,7 +176,7 @@ def _set(columns: dict[str, bytes], key: str, at: int, form: str, value: int) ->
 BAD_HEADERS: dict[str, Callable[[dict[str, bytes]], None]] = {
     "a key is missing": lambda c: void(c.pop("names")),
     "an unknown key": lambda c: c.update(extra=b""),
-    "a value is no bin": lambda c: c.update(names="text"),  # type: ignore[call-overload]
+    "a value is no bin": lambda c: c.update(names="text"),  # type: ignore[call-overload]  # wrong on purpose
     "a column is short": lambda c: c.update(size=c["size"][:-1]),
     "a name too many": lambda c: c.update(names=c["names"] + b"\0x"),
     "a folder that is not there": lambda c: _set(c, "folder", 0, "<I", 9),

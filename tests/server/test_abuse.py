@@ -390,7 +390,7 @@ def test_S12_whatever_is_sent_to_the_metrics_is_no_bug(head: bytes) -> None:
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.send_all, head)
-            await scrape._answer(theirs, lambda: ([], unshared()), lambda: True)  # type: ignore[arg-type]
+            await scrape._answer(theirs, lambda: ([], unshared()), lambda: True)  # type: ignore[arg-type]  # a stream in memory
             nursery.cancel_scope.cancel()
 
     trio.run(main)

@@ -237,7 +237,7 @@ def test_a_snapshot_is_fetched_once(
     real = filled.handlers["snapshot"]
 
     async def counted(request: object) -> object:
-        async for reply in real(request):  # type: ignore[arg-type, union-attr]
+        async for reply in real(request):  # type: ignore[arg-type, union-attr]  # one of several kinds of handlers
             pieces.append(len(reply.payload))
             yield reply
 
@@ -280,7 +280,7 @@ def test_a_lying_server_is_found_out(filled: Served, lie: object, tmp_path: Path
     client = filled.client(Account("admin", KEY, admin=True))
 
     def sent(identity: UUID, version: int, have: int) -> tuple[int, memoryview]:
-        return true.version, memoryview(lie(bytes(true.buffer)))  # type: ignore[operator]
+        return true.version, memoryview(lie(bytes(true.buffer)))  # type: ignore[operator]  # from the table, untyped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))

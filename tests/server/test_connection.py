@@ -129,7 +129,7 @@ def converse(
         service = Service(
             store_id=STORE,
             login=Signed(),
-            runner=Runner(handlers),  # type: ignore[arg-type]
+            runner=Runner(handlers),  # type: ignore[arg-type]  # handlers of several kinds
             cells=cells,
             refusals=Refusals(cells),
             count=ConnectionCount(10),
@@ -148,7 +148,7 @@ def converse(
 
                 async def serve() -> None:
                     connection = Connection(service, opener, "10.0.0.1", 5)
-                    client.connection = connection  # type: ignore[attr-defined]
+                    client.connection = connection  # type: ignore[attr-defined]  # the test looks inside
                     await connection.run()
                     client.over_s = trio.current_time()
                     client.over.set()
@@ -286,7 +286,7 @@ def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way() -> None:
         await client.send(request(1, "sleep", seconds=20))
         await trio.sleep(1)
         client.service.going = True
-        client.connection.stop()  # type: ignore[attr-defined]
+        client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
         await client.send(request(2))
         answer = await client.answer()
         assert (answer["id"], answer["error"], answer["retry_after_s"]) == (2, "BusyError", 0.0)
@@ -301,7 +301,7 @@ def test_an_idle_connection_that_is_told_to_stop_ends_at_once() -> None:
         await client.log_in()
         await trio.sleep(1)
         client.service.going = True
-        client.connection.stop()  # type: ignore[attr-defined]
+        client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
         assert await client.end() <= 2
 
     converse(main)

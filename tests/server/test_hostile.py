@@ -64,7 +64,7 @@ def logged_in(server: Standing) -> socket.socket:
     nonce = exactly(client, wire.parse_welcome(said)[2])
     signature = sign(SEED, wire.signed(nonce, wire.NO_BINDING, ME.user))
     login = {"do": "login", "user": ME.user, "signature": signature, "program": "test"}
-    client.sendall(wire.frame(login, wire.BEFORE_LOGIN))  # type: ignore[arg-type]
+    client.sendall(wire.frame(login, wire.BEFORE_LOGIN))  # type: ignore[arg-type]  # a plain dict is a message
     assert answer(client)[0]["user"] == ME.user
     return client
 
@@ -366,7 +366,7 @@ def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     one = {"jobs": 1, "reads": 1, "others": 1}
     with Standing(threads=one) as server, logged_in(server) as client:
         slow = {"id": 1, "do": "blocking_sleep", "seconds": 1.5}
-        client.sendall(wire.frame(slow, wire.REQUEST))  # type: ignore[arg-type]
+        client.sendall(wire.frame(slow, wire.REQUEST))  # type: ignore[arg-type]  # a plain dict is a message
         ask(client, 2)
         message, _ = answer(client)
         assert (message["id"], message["error"]) == (2, "BusyError")

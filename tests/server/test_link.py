@@ -153,7 +153,7 @@ def test_a_generator_whose_client_has_gone_is_closed() -> None:
     with Standing({"endless": begun}) as server:
         stream = server.link().stream({"do": "endless"})
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()  # type: ignore[attr-defined]  # an Iterator that is a generator
         assert closed.wait(10)
 
 
@@ -327,7 +327,7 @@ class Scripted:
                     client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER))
                     time.sleep(5)
                 else:
-                    act(client)  # type: ignore[operator]
+                    act(client)  # type: ignore[operator]  # one of several acts
             except OSError:
                 return
 

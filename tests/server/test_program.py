@@ -134,7 +134,7 @@ def values(**given: object) -> Options:
     def program(**read: object) -> None:
         found.append(checked(**read)[0])  # type: ignore[arg-type]  # what came is passed on
 
-    program.main([str(each) for each in given.get("arguments", [])], standalone_mode=False)  # type: ignore[attr-defined]
+    program.main([str(each) for each in given.get("arguments", [])], standalone_mode=False)  # type: ignore[attr-defined]  # click made it a command
     return found[0]
 
 

@@ -275,7 +275,7 @@ def test_commits_that_come_together_go_together(
     sizes = []
 
     def slow(identity: UUID, chunks: object) -> int:
-        sizes.append(len(list(chunks)))  # type: ignore[call-overload]
+        sizes.append(len(list(chunks)))  # type: ignore[call-overload]  # a stand-in takes anything
         time.sleep(0.1)
         return real(identity, chunks)  # type: ignore[arg-type]  # what came is passed on
 
@@ -305,7 +305,7 @@ def test_one_bad_commit_of_several_fails_alone(
 
     def commit(identity: UUID, chunks: list[object]) -> int:
         time.sleep(0.05)
-        if any(each.batch.chunk.id == bad for each in chunks):  # type: ignore[attr-defined]
+        if any(each.batch.chunk.id == bad for each in chunks):  # type: ignore[attr-defined]  # a stand-in takes anything
             raise UsageError("this one")
         return real(identity, chunks)  # type: ignore[arg-type]  # what came is passed on
 

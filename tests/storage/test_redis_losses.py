@@ -303,7 +303,7 @@ JUNK = b"A" * 70
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
     """All fields of all hashes, with their keys; in the same order whatever the generation."""
-    keys = [key for key in tell(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]
+    keys = [key for key in tell(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]
     found = [(key, field) for key in hashes for field in sorted(client.hgetall(key))]
