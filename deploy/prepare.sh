@@ -67,6 +67,14 @@ look_for_compiler() {
     have pkg-config && pkg-config --exists fuse3 || missing="$missing libfuse3-dev"
 }
 
+# pylibmc has wheels for some Pythons; for others it is compiled against libmemcached.
+look_for_memcached_client() {
+    set -- .venv/peers/lib/python3*/site-packages/pylibmc
+    [ ! -d "$1" ] || return 0
+    look_for_c
+    [ -e /usr/include/libmemcached/memcached.h ] || missing="$missing libmemcached-dev zlib1g-dev"
+}
+
 look_for() {
     case "$1" in
     install)
@@ -83,6 +91,8 @@ look_for() {
         need redis-server redis-server
         need openssl openssl
         need setpriv util-linux
+        need ip iproute2
+        need tc iproute2
         look_for_c
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd
@@ -98,6 +108,8 @@ look_for() {
     bench)
         need squashfuse_ll squashfuse
         need mksquashfs squashfs-tools
+        need memcached memcached
+        look_for_memcached_client
         ;;
     *)
         say "deploy/prepare.sh: no such group: $1"

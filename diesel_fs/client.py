@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from .settings import load_settings
 from .shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from .snapshot import Snapshot, Stats
 from .snapshots import adopt
+from .storage.objects import ObjectStore
+from .task.client import TaskStore, requested
+from .task.request import NO_TASK, TaskOptions, TaskWords
 from .writer.options import COMPRESSIONS
 from .writer.pack import Packer, Unsettled
 from .writer.plan import RESERVED
@@ -52,11 +55,20 @@ def connect(
     create: bool = False,
     memory_bytes: int | None = None,
     compress: str = "auto",
+    task_memory_bytes: int = 0,
+    **task: Unpack[TaskWords],
 ) -> "Dataset":
     """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
 
     `memory_bytes` is a limit for chunks in memory; if None, MEMORY_BYTES_DEFAULT, or as much as two
     groups of a `shuffle` need.
+
+    With `task=NAME`, contents are read through the cache that the nodes of that training task
+    share: this node is number `rank` of `world`, by default as SLURM or torchrun say, else the only
+    one. `task_key` is the task's secret (or in DIESEL_TASK_KEY); `task_memory_bytes`, and
+    `cache_dir` with `cache_bytes`, are this node's part; `peers`, `listen`, `advertise`, `policy`,
+    `evict` and `peer_tls` mean what they do for `dlcmd mount`. The first process of a node that
+    joins settles all this for its node.
 
     With `create`, the repository and the dataset are made where they are missing. Raises
     NoSuchDataset, ObjectStoreError, MetadataError, UsageError.
@@ -67,11 +79,12 @@ def connect(
     credentials = settings.credentials
     if key is not None and credentials is None:
         raise UsageError("only a server has accounts", advice="leave `key` out, or name a user")
+    joins = TaskOptions.of(task, f"{settings.repository_url}\0{dataset}")
     repository = open_repository(settings.repository_url, credentials, create=create)
     try:
         if create:
             repository.begin(dataset)
-        return Dataset(repository, dataset, memory_bytes, compress)
+        return Dataset(repository, dataset, memory_bytes, compress, joins, task_memory_bytes)
     except BaseException:
         repository.close()
         raise
@@ -81,10 +94,20 @@ class Dataset:
     """A dataset, open for reading and writing (see the module). Made by `connect`."""
 
     def __init__(
-        self, repository: Repository, name: str, memory_bytes: int | None, compress: str = "auto"
+        self,
+        repository: Repository,
+        name: str,
+        memory_bytes: int | None,
+        compress: str = "auto",
+        joins: TaskOptions = NO_TASK,
+        task_memory_bytes: int = 0,
     ) -> None:
         self.name = name
         self._repository = repository
+        self._joins = joins
+        self._task_memory_bytes = task_memory_bytes
+        self._task: TaskStore | None = None
+        self._task_version = 0
         self._memory_grows = memory_bytes is None
         self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
         self._compress = compress
@@ -109,6 +132,11 @@ class Dataset:
     def credentials(self) -> Credentials | None:
         """Who this object is to a server; None where there is none."""
         return self._repository.credentials
+
+    @property
+    def joins(self) -> TaskOptions:
+        """The task that this object reads through. Not to be shown."""
+        return self._joins
 
     @property
     def version(self) -> int:
@@ -188,6 +216,11 @@ class Dataset:
         if self._view.stat(index).kind != Kind.FOLDER:
             return [os.fsdecode(self._view.name(index))]
         return [os.fsdecode(name) for name in self._view.names(self._view.children(index))]
+
+    def task_stats(self) -> dict[str, object]:
+        """What the task's cache is and did, and what this object has read from where; nothing
+        without a task."""
+        return {} if self._task is None else self._task.stats()
 
     def refresh(self) -> int:
         """Show the current version from now on; the version comes back."""
@@ -339,11 +372,30 @@ class Dataset:
             self._packer.close()
         self._forget_writes()
         self._reader.close()
+        if self._task is not None:
+            self._task.close()
         self._repository.close()
 
     def _show(self, view: Snapshot) -> None:
         self._view = view
-        self._reader = ContentReader(view, self._repository.objects, self._memory_bytes)
+        self._reader = ContentReader(view, self._objects_of(view), self._memory_bytes)
+
+    def _objects_of(self, view: Snapshot) -> ObjectStore:
+        """Where contents are read from: the repository, or the task's cache before that."""
+        if not self._joins:
+            return self._repository.objects
+        before = self._task
+        if before is None:
+            request = requested(
+                self._joins, self._repository, view, memory_bytes=self._task_memory_bytes
+            )
+            self._task = TaskStore.joined(self._repository.objects, request, view)
+        elif view.version != self._task_version:
+            self._task = before.following(view)
+            before.close()
+        self._task_version = view.version
+        assert self._task is not None
+        return self._task
 
     def _forget_writes(self) -> None:
         self._session: WriteSession | None = None

@@ -168,13 +168,14 @@ class FollowingVfs(Vfs):
         readers: Readers | None = None,
         control: Callable[[], bytes] = bytes,
         residency: Callable[[], Mapping[str, object]] | None = None,
+        besides: Callable[[], Mapping[str, object]] = dict,
         follow: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             snapshot, reader, owner, about=about, hidden=hidden, readers=readers, control=control,
-            residency=residency, read_deadline_s=read_deadline_s, clock=clock,
+            residency=residency, besides=besides, read_deadline_s=read_deadline_s, clock=clock,
         )  # fmt: skip
         nodes = np.arange(1, snapshot.entry_count + 1, dtype=np.uint64)
         self._shown = _Version(self._one(snapshot, reader), Numbers(nodes, as_indices=True))

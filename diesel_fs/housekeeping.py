@@ -36,6 +36,7 @@ from .messages import Fields, Message, Value
 from .pins import Pins, Usage, usage
 from .repository import Repository, Tell, WriteSession
 from .rewriting import Rewriter
+from .snapshot import Snapshot
 from .snapshots import GRACE_S
 from .storage.metadata import ChunkRecord
 from .tombstones import Standing, all_gone, due, old_enough, standing
@@ -172,10 +173,15 @@ def _remove_deleted(repository: Repository, name: str, dying: Sequence[UUID]) ->
     return sum(repository.remove_deleted(name, identity).removed for identity in dying)
 
 
-def reclaimable_bytes(records: Sequence[ChunkRecord], used: dict[ChunkId, Usage]) -> int:
-    """About how many bytes of chunks no file of a version is in, beyond what headers take."""
-    found = 0
-    for record in records:
+def reclaimable_bytes(repository: Repository, name: str, view: Snapshot) -> int:
+    """About how many bytes of chunks no file of the current version is in (`view`), beyond what
+    headers take. Raises NoSuchDataset, MetadataError.
+    """
+    told = repository.elsewhere("reclaimable", name, {}, silent)
+    if told is not None:
+        return Fields(told, "what is reclaimable").whole("bytes")
+    used, found = usage(view), 0
+    for record in repository.meta.chunks(view.identity):
         if record.holes == record.entries:
             found += record.object_bytes
         elif record.holes:

@@ -58,8 +58,17 @@ UNREADABLE_S = 86_400.0
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
 """Of another host nobody can say whether a process lives; no object takes a week to write."""
 
-EVERY_VERSION = 0
+EVERY_VERSION = -1
 """The version of a lease that cannot be read."""
+
+NO_VERSION = 0
+"""That of a dataset before its first commit: there is nothing in it to hold."""
+
+LOOK_ONCE_IN = 64
+"""One renewal in so many looks for leases that nobody has renewed for long: a listing."""
+
+NOT_RENEWED_S = 86_400.0 + LEASE_ALLOWANCE_S
+"""No lease holds for so long after it was written."""
 
 PURGE = "purge"
 POLICY = "policy"
@@ -101,6 +110,8 @@ class Lease:
             or {name: type(value) for name, value in values.items()} != kinds
         ):
             raise ValueError("other fields than a lease's")
+        if values["version"] < NO_VERSION:
+            raise ValueError("a version that there is not")
         return cls(**values)
 
     def holds(self, now_s: float, written_s: float) -> bool:
@@ -159,6 +170,7 @@ class ReadLease:
 
     def __init__(self, objects: ObjectStore, identity: UUID, version: int) -> None:
         self._objects = objects
+        self._identity = identity
         self._token = secrets.token_hex(16)
         self._name = lease_object(identity, self._token)
         self._version = version
@@ -210,9 +222,29 @@ class ReadLease:
         return True
 
     def _renew(self) -> None:
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._ended, RENEW_S):
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._ended, RENEW_S):
+                    return
                 self._write()
+            _remove_ended(self._objects, self._identity, self._name)
+
+
+def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
+    """Now and then, remove the leases of readers that were killed, where no purge does.
+
+    `own` has just been written: by its time, which is of the store's clock, others are old. The
+    clock of this host may be wrong.
+    """
+    if secrets.randbelow(LOOK_ONCE_IN):
+        return
+    prefix = lease_prefix(identity)
+    with suppress(DieselError):
+        written_ns = {info.name: info.modified_ns for info in objects.list(prefix)}
+        before_ns = written_ns.get(own, 0) - int(NOT_RENEWED_S * 1e9)
+        for name, at_ns in written_ns.items():
+            if at_ns < before_ns and name.removeprefix(prefix) not in (PURGE, POLICY):
+                objects.delete(name)
 
 
 def give_lease(
@@ -228,6 +260,7 @@ def give_lease(
         return
     lease = replace(Lease.own(token, version, min(seconds, LEASE_S)), host="", boot="", space="")
     objects.replace(name, [lease.to_json()])
+    _remove_ended(objects, identity, name)
 
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
@@ -262,7 +295,8 @@ def _look(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
     """The versions that somebody is reading; EVERY_VERSION where one cannot tell."""
-    return frozenset(lease.version for _, lease, holds in leases(objects, identity, now_s) if holds)
+    held = (lease.version for _, lease, holds in leases(objects, identity, now_s) if holds)
+    return frozenset(held) - {NO_VERSION}
 
 
 # Purge

@@ -22,7 +22,7 @@ OTHER = "other"
 
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
-    *("verify", "recover", "purge", "delete_dataset", "lease"),
+    *("reclaimable", "verify", "recover", "purge", "delete_dataset", "lease", "join", "leave"),
     *("users", "set_user", "remove_user", "import_users", "grant", OTHER),
 )
 

@@ -1,20 +1,25 @@
 """Rebuilding metadata from chunks, and telling where the two differ: `recover` and `verify`.
 
 Owned here: what counts as damage and how it is named. The chunks are the truth; `recover` folds
-them again, `verify` folds them beside the live metadata and compares. Blocking; one thread.
+them again, `verify` folds them beside the live metadata and compares. Blocking; of one thread,
+beside which others read headers ahead.
 """
 
 import tempfile
 import time
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Self
 from uuid import UUID
 
 from .catalogue import DatasetInfo
-from .chunk import Header, damaged, parse_header, parse_preamble
+from .chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
 from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
 from .entries import ChunkId, shown
 from .errors import (
@@ -79,8 +84,8 @@ def recover(
     """Fold the chunks of a dataset again: all into a fresh state, or those since a time.
 
     A chunk that cannot be read is a problem and is left out; all others are folded in. Readers see
-    the old state until the new one is whole. A metadata store that is damaged is moved aside, and
-    made again for all datasets. Raises NoSuchDataset, MetadataError.
+    the old state until the new one is whole, and writers go on meanwhile. A metadata store that is
+    damaged is moved aside, and made again for all datasets. Raises NoSuchDataset, MetadataError.
     """
     there = repository.elsewhere("recover", name, {"since_s": since_s}, tell)
     if there is not None:
@@ -94,18 +99,16 @@ def recover(
                 repository.begin(other.name)
     info = repository.dataset(name)
     meta = repository.meta
-    known: set[ChunkId] = set()
-    with suppress(MetadataBehind):  # it has lost some, and says no more
-        if info.marker:
-            known.update(record.id for record in meta.chunks(info.identity))
+    folding = _Folding(repository, info, findings, tell)
     if since_s is None:
-        meta.rebuild(name, info.identity, _batches(repository, info, LOWEST, known, findings, tell))
+        meta.rebuild(name, info.identity, folding.since(LOWEST), folding.late)
+        folding.forget_deleted()
     else:
         if info.marker is None:
             meta.create(name, info.identity)
         # A chunk may have been sealed so long before its commit, by a clock that was behind
         since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
-        for batch in _batches(repository, info, since, known, findings, tell):
+        for batch in folding.since(since):
             repository.commit_batches(info.identity, batch)
     repository.publish(name, full=True)
     marker = meta.marker(name)
@@ -113,32 +116,66 @@ def recover(
     return findings
 
 
-def _batches(
-    repository: Repository,
-    info: DatasetInfo,
-    since: ChunkId,
-    known: set[ChunkId],
-    findings: Findings,
-    tell: Tell,
-) -> Iterator[Batch]:
-    """What the chunks since an ID bring. They are listed when the first is asked for, which a
-    rebuild does inside its transaction: a put acknowledged before it is among them."""
-    listed = set(repository.chunk_names(info.identity, since))
-    for chunk in known - listed:
-        if chunk > since and _is_there(repository, info.identity, chunk):
-            findings.notes.append(f"the listing lacks chunk {chunk_id_text(chunk)}, which is there")
-            listed.add(chunk)
-    chunks = sorted(listed)
-    for done, (chunk, header) in enumerate(_headers(repository, info.identity, chunks, findings)):
-        tell(done, len(chunks))
-        try:
-            batch = batch_of(header, stored=True)
-        except FormatError as error:
-            findings.problems.append(error.message)
-            continue
-        findings.folded += chunk not in known
-        findings.entries += len(header)
-        yield batch
+class _Folding:
+    """Chunks on their way from the object store into the metadata store."""
+
+    def __init__(
+        self, repository: Repository, info: DatasetInfo, findings: Findings, tell: Tell
+    ) -> None:
+        self._repository = repository
+        self._info = info
+        self._findings = findings
+        self._tell = tell
+        self._known: set[ChunkId] = set()
+        self._folded: set[ChunkId] = set()
+        self._done = self._total = 0
+
+    def since(self, first: ChunkId) -> Iterator[Batch]:
+        """What the chunks after an ID bring. They are listed when the first batch is asked for: a
+        rebuild has looked at what stands by then, and what is committed later comes late."""
+        identity = self._info.identity
+        with suppress(MetadataBehind):  # it has lost some, and says no more
+            if self._info.marker:
+                records = self._repository.meta.chunks(identity)
+                self._known.update(record.id for record in records)
+        listed = set(self._repository.chunk_names(identity, first))
+        for chunk in self._known - listed:
+            if chunk > first and _is_there(self._repository, identity, chunk):
+                self._findings.notes.append(
+                    f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
+                )
+                listed.add(chunk)
+        yield from self._read(listed)
+
+    def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        """What chunks bring that writers have committed meanwhile."""
+        self._known.update(chunks)
+        yield from self._read(chunks)
+
+    def _read(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        self._total += len(chunks)
+        identity, findings = self._info.identity, self._findings
+        for chunk, header in _headers(self._repository, identity, sorted(chunks), findings):
+            self._tell(self._done, self._total)
+            self._done += 1
+            try:
+                batch = batch_of(header, stored=True)
+            except FormatError as error:
+                findings.problems.append(error.message)
+                continue
+            self._folded.add(chunk)
+            findings.folded += chunk not in self._known
+            findings.entries += len(header)
+            yield batch
+
+    def forget_deleted(self) -> None:
+        """Forget what a purge had forgotten, and has deleted since it was read here: else the
+        metadata would name chunks that nobody has. What it has not deleted yet it forgets again."""
+        identity = self._info.identity
+        gone = self._folded.difference(self._repository.chunk_names(identity))
+        deleted = [each for each in gone if not _is_there(self._repository, identity, each)]
+        if deleted:
+            self._repository.meta.forget(identity, deleted, tombstones=True)
 
 
 def verify(
@@ -301,34 +338,71 @@ def _headers(
     bodies: bool = False,
 ) -> Iterator[tuple[ChunkId, Header]]:
     """The readable headers of `chunks`; what is wrong with the others becomes a problem."""
-    for chunk in chunks:
-        findings.chunks += 1
-        try:
-            if bodies:
-                header = _check_bodies(repository, identity, chunk, findings)
-            else:
-                header = repository.read_header(identity, chunk)
-        except NewerVersionError as error:
-            findings.problems.append(
-                f"chunk {chunk_id_text(chunk)}: {error.message}; left as it is"
-            )
-            continue
-        except ObjectMissing:
-            continue  # removed since it was listed
-        except (FormatError, ObjectStoreError) as error:
-            repository.objects.stat(MARKER)  # where the whole store is gone, that is the error
-            findings.problems.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
-            continue
-        for place, fault in header.faults.items():
-            findings.notes.append(
-                f"chunk {chunk_id_text(chunk)}: entry {place} "
-                f"({shown(header.path(place))}) is skipped: its path has {fault}"
-            )
-        yield chunk, header
+    outcomes: Generator[tuple[ChunkId, _Outcome]]
+    if bodies:  # each is as large as a chunk
+        check = partial(_check_bodies, repository, identity, findings)
+        outcomes = ((chunk, partial(check, chunk)) for chunk in chunks)
+    else:
+        outcomes = _read_ahead(repository, identity, chunks)
+    with closing(outcomes):
+        for chunk, outcome in outcomes:
+            findings.chunks += 1
+            try:
+                header = outcome()
+            except NewerVersionError as error:
+                findings.problems.append(
+                    f"chunk {chunk_id_text(chunk)}: {error.message}; left as it is"
+                )
+                continue
+            except ObjectMissing:
+                continue  # removed since it was listed
+            except (FormatError, ObjectStoreError) as error:
+                repository.objects.stat(MARKER)  # where the whole store is gone, that is the error
+                findings.problems.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
+                continue
+            for place, fault in header.faults.items():
+                findings.notes.append(
+                    f"chunk {chunk_id_text(chunk)}: entry {place} "
+                    f"({shown(header.path(place))}) is skipped: its path has {fault}"
+                )
+            yield chunk, header
+
+
+HEADERS_AHEAD = 16
+"""So many are asked for at once: a store that answers after 20 ms gives some hundreds a second."""
+
+_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
+
+_Outcome = Callable[[], Header]
+"""Gives the header, or raises why there is none."""
+
+
+def _read_ahead(
+    repository: Repository, identity: UUID, chunks: Iterable[ChunkId]
+) -> Generator[tuple[ChunkId, _Outcome]]:
+    """Headers in the order of `chunks`, some of which are read while the caller is at work.
+
+    Fewer where they are large, which is only known of those before: at first few.
+    """
+    waiting, left, entries = deque[tuple[ChunkId, Future[Header]]](), iter(chunks), ENTRIES_MAX
+    threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
+    try:
+        while True:
+            most = min(HEADERS_AHEAD, _ENTRIES_AHEAD // max(entries, 1))
+            for chunk in islice(left, max(most - len(waiting), 0)):
+                waiting.append((chunk, threads.submit(repository.read_header, identity, chunk)))
+            if not waiting:
+                return
+            chunk, future = waiting.popleft()
+            yield chunk, future.result
+            if not future.exception():
+                entries = max(len(future.result()), entries // 2)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _check_bodies(
-    repository: Repository, identity: UUID, chunk: ChunkId, findings: Findings
+    repository: Repository, identity: UUID, findings: Findings, chunk: ChunkId
 ) -> Header:
     name = chunk_object(identity, chunk)
     data = memoryview(repository.objects.get(name))

@@ -207,6 +207,10 @@ class RemoteRepository(Repository):
             raise CorruptError("the server ended a job without its result")
         return result
 
+    def of_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
+        """The answer to a request about a task that reads a dataset (`task/registration.py`)."""
+        return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
+
     def refuse_recursion(self, source: object) -> None:
         """The store is not here."""
 

@@ -320,8 +320,8 @@ class Repository:
                 raise
             info = self._create(name)
         if info.marker is None:
-            chunks = self.chunk_names(info.identity)
-            meta.rebuild(name, info.identity, self._batches(info.identity, chunks))
+            late = partial(self._batches, info.identity)
+            meta.rebuild(name, info.identity, late(self.chunk_names(info.identity)), late)
         else:
             self.vouch(info.identity)
             for batch in self._batches(info.identity, self._missing(info.marker)):

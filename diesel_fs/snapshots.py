@@ -378,6 +378,18 @@ def private_file(identity: UUID, version: int) -> int:
         raise FileNotFoundError(error.message) from error
 
 
+def snapshot_descriptor(snapshot: Snapshot) -> int:
+    """A descriptor of a file that holds the snapshot, for another process on this machine.
+    Raises OSError."""
+    try:
+        return private_file(snapshot.identity, snapshot.version)
+    except OSError:  # there is no private folder, or it has newer versions
+        descriptor = os.memfd_create("diesel-snapshot", os.MFD_CLOEXEC)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(snapshot.buffer)
+        return descriptor
+
+
 def open_private(identity: UUID, version: int) -> Snapshot | None:
     """This user's private copy of a version, mapped; None where there is none."""
     try:

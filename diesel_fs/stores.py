@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import ConfigError, MetadataError
+from .errors import ConfigError, MetadataError, UsageError
 from .storage.accounts import FILE, AccountFile, AccountTable
 from .storage.folder import FolderStore
 from .storage.metadata import MetadataStore
 from .storage.objects import ObjectStore
 from .storage.sqlite import SqliteMetadata
+from .task.registration import Registrations
 from .urls import CLOUD_SCHEMES, RepositoryUrl
 
 METADATA_FILE = "meta.sqlite"
@@ -91,6 +92,22 @@ def check_accounts_place(url: RepositoryUrl) -> None:
             f"{url} names no metadata store: accounts are kept there",
             advice="add ?meta=redis://host:port",
         )
+
+
+def open_registrations(
+    url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
+) -> Registrations:
+    """Where the masters of tasks register, in a repository whose objects are open. `deadline_s` is
+    for each call. Raises UsageError where there is no such place; ConfigError, MetadataError.
+    """
+    if not url.meta:
+        raise UsageError(
+            f"the nodes of a task find each other through Redis, and {url} has none",
+            advice="name all nodes by --peers host:port,..., with a --task-key-file",
+        )
+    from .storage.redis_tasks import DEADLINE_S, RedisTasks  # noqa: PLC0415  # as above
+
+    return RedisTasks.open(url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S)
 
 
 def set_metadata_aside(url: RepositoryUrl) -> None:

@@ -131,6 +131,7 @@ class Vfs:
         readers: Readers | None = None,
         control: Callable[[], bytes] = bytes,
         residency: Callable[[], Mapping[str, object]] | None = None,
+        besides: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
         read_threads: int = READ_THREADS,
         clock: Callable[[], float] = time.monotonic,
@@ -144,6 +145,7 @@ class Vfs:
         self._reader = reader
         self._about = dict(about or {})
         self._residency = residency
+        self._besides = besides
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(read_threads)
         self._given_up: dict[int, float] = {}
@@ -402,6 +404,7 @@ class Vfs:
             "cache": self._reader.stats(),
             "lists": self._hidden.stats(),
             **({} if self._residency is None else {"residency": self._residency()}),
+            **self._besides(),
         }
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ L0  credentials: errors
 L0  urls: errors
 L0  settings: errors credentials urls
 L0  metrics: errors
+L0  available_memory
+L0  daemons: errors
 
 L1  cache
 L1  cache.policy
@@ -42,6 +44,13 @@ L1  messages: names
 L1  accounts: names
 L1  control_wire: entries messages plans shuffle snapshot
 L1  wire: messages names
+L1  task
+L1  task.membership: names
+L1  task.rent
+L1  task.breaker
+L1  task.wire: names
+L1  task.hello: messages names task.wire wire
+L1  task.registration: messages task.membership
 
 L2  storage/
 L2  storage.cloud_requests: storage/
@@ -49,6 +58,16 @@ L2  storage.cloud: storage/ storage.cloud_requests
 L2  keys
 L2  rpc_connection: storage/ keys
 L2  rpc: storage/ keys rpc_connection
+L2  task.request
+L2  task.mapped
+L2  task.link: task.mapped
+L2  task.addresses: storage/ rpc_connection
+L2  task.launch: task.addresses task.link task.request
+L2  task.tls
+L2  task.channel
+L2  task.handshake: task.channel task.tls
+L2  task.peer: task.channel task.handshake
+L2  task.acceptor: task.channel task.handshake task.tls
 
 L3  stores
 L3  clouds: stores
@@ -79,7 +98,18 @@ L3  cache.disk_shelf: cache.shelves
 L3  cache.tier: cache.budget cache.shelves
 L3  cache.merged_reads: cache.budget cache.shelves cache.tier wire_values
 L3  cache.peers
+L3  task.memory
+L3  task.lending: task.memory
+L3  task.spill: cache.disk_shelf cache.shelves task.memory
+L3  task.chunk_memory: task.lending task.memory
+L3  task.client: repository snapshots
+L3  task.registry: repository remote stores
 
+L4  task.holdings
+L4  task.master: task.holdings
+L4  task.local: task.master
+L4  task.daemon: task.holdings task.local task.master
+L4  task.__main__: task.daemon
 L4  writer/
 L4  client: writer/
 L4  extract
@@ -116,7 +146,10 @@ IMPURE_CALLS = frozenset(
 # Its runtime hangs in a forked child, and users' training processes fork. The first three are what
 # programs reach it through: whoever imports them is one.
 OBSTORE_UNITS = frozenset(
-    {"storage.cloud", "storage.cloud_requests", "clouds", "dlcmd/", "diesel_server/", "fuse/"}
+    {
+        *("storage.cloud", "storage.cloud_requests", "clouds"),
+        *("dlcmd/", "diesel_server/", "fuse/", "task.daemon"),
+    }
 )
 
 

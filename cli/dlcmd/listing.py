@@ -16,7 +16,6 @@ from diesel_fs import snapshot_layout as layout
 from diesel_fs.chunk_id import chunk_id_text, id_seconds
 from diesel_fs.entries import Codec, Kind, Stat, shown
 from diesel_fs.errors import DieselError, UsageError
-from diesel_fs.pins import usage
 from diesel_fs.repository import DatasetInfo, Repository, found
 from diesel_fs.snapshot import Indices, Snapshot
 from diesel_fs.snapshots import KeptVersion
@@ -294,8 +293,7 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
     if target.path or target.version:
         return None
     with suppress(DieselError):
-        records = repository.meta.chunks(view.identity)
-        return housekeeping.reclaimable_bytes(records, usage(view))
+        return housekeeping.reclaimable_bytes(repository, target.dataset, view)
     return None
 
 

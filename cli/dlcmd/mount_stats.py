@@ -15,6 +15,10 @@ _GROUPS = {
     "residency": "contents in the kernel's cache",
     "store": "read from the store to be pushed",
     "lists": ".diesel/filelist",
+    "task": "the task's cache",
+    "client": "what this mount has read through it",
+    "holdings": "what this node holds",
+    "peers": "other nodes",
     "follow": "following the dataset",
 }
 """Titles, by the name of a group."""

@@ -10,6 +10,7 @@ from diesel_fs.fuse import MountRequest, mount_in_foreground
 from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
+from diesel_fs.task.request import TaskOptions, key_in
 
 from .mount_stats import lines
 from .options import flags, size, verb, versioned
@@ -54,6 +55,36 @@ def octal(text: str) -> int:
 @click.option("--uid", type=click.IntRange(0), help="Owner that is shown.  [default: you]")
 @click.option("--gid", type=click.IntRange(0), help="Group that is shown.  [default: yours]")
 @click.option("--umask", type=octal, default="0", help="Bits taken from the modes that are shown.")
+@click.option("--task", metavar="NAME", default="", help="Read through this task's cache.")
+@click.option(
+    "--task-key-file", type=click.Path(path_type=Path),
+    help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
+)  # fmt: skip
+@click.option(
+    "--rank", type=click.IntRange(0), help="Of this node.  [default: as SLURM or torchrun say]"
+)
+@click.option("--world", type=click.IntRange(1), help="How many nodes.  [default: likewise, or 1]")
+@click.option("--peers", default="", help="host:port,... of all nodes, where there is no Redis.")
+@click.option(
+    "--listen", metavar="HOST:PORT", default="",
+    help="For other nodes.  [default: where this machine reaches the server or Redis]",
+)  # fmt: skip
+@click.option(
+    "--advertise", metavar="HOST[:PORT]", default="", help="What other nodes are told instead."
+)
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), help="Keep chunks here, too; of a node alone"
+    " where no task is named.",
+)  # fmt: skip
+@click.option("--cache-size", type=size, default="0", help="How much there.")
+@click.option(
+    "--evict",
+    type=click.Choice(["lru", "lfu", "none"]),
+    default="lru",
+    show_default=True,
+    help="What goes where the task's cache is full.",
+)
+@click.option("--peer-tls", is_flag=True, help="Encrypt what nodes of the task send each other.")
 @click.option("--log-file", type=click.Path(path_type=Path), help="Where the daemon logs.")
 @click.option("-f", "--foreground", is_flag=True, help="Stay, until it is unmounted.")
 def mount(
@@ -72,6 +103,17 @@ def mount(
     uid: int | None,
     gid: int | None,
     umask: int,
+    task: str,
+    task_key_file: Path | None,
+    rank: int | None,
+    world: int | None,
+    peers: str,
+    listen: str,
+    advertise: str,
+    cache_dir: Path | None,
+    cache_size: int,
+    evict: str,
+    peer_tls: bool,
     log_file: Path | None,
     foreground: bool,
 ) -> None:
@@ -83,13 +125,29 @@ def mount(
       dlcmd mount -f --memory 1G pets /mnt/pets
       dlcmd mount --follow pets /mnt/pets
       dlcmd mount pets@1790000000000000 /mnt/before
+      dlcmd mount --task night-run --rank 0 --world 4 pets /mnt/pets
     """
     settings = flags().settings()
     name, version = target
+    mountpoint = os.path.abspath(folder)
+    joins = TaskOptions(
+        task=task,
+        task_key=_task_key(task_key_file),
+        rank=rank,
+        world=world,
+        peers=tuple(filter(None, peers.split(","))),
+        listen=listen,
+        advertise=advertise,
+        cache_dir=os.path.abspath(cache_dir) if cache_dir else "",
+        cache_bytes=cache_size,
+        policy=policy,
+        evict=evict,
+        peer_tls=peer_tls,
+    ).or_alone(mountpoint)
     request = MountRequest(
         url=settings.repository_url,
         dataset=name,
-        mountpoint=os.path.abspath(folder),
+        mountpoint=mountpoint,
         snapshot_file=os.path.abspath(snapshot) if snapshot else "",
         stale=stale,
         offline=offline,
@@ -105,6 +163,7 @@ def mount(
         gid=-1 if gid is None else gid,
         umask=umask,
         log_file=os.path.abspath(log_file) if log_file else "",
+        joins=joins,
     ).made_by(settings.credentials)
     if foreground:
         mount_in_foreground(request)
@@ -113,6 +172,11 @@ def mount(
         say_json({"dataset": name, "mountpoint": request.mountpoint})
     else:
         say(f"{name} is mounted on {request.mountpoint}")
+
+
+def _task_key(file: Path | None) -> str:
+    """The secret of a task. Raises ConfigError, PermissionDenied."""
+    return os.environ.get("DIESEL_TASK_KEY", "") if file is None else key_in(file)
 
 
 @verb("umount")

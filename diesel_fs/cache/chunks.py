@@ -24,6 +24,10 @@ from .followed import Followed
 FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
 
+LENT_FRACTION = 32
+"""Of a chunk in somebody else's memory one part in this many is counted: what is noted here of each
+entry takes some 100 bytes."""
+
 
 @dataclass(slots=True)
 class LoadedChunk:
@@ -33,6 +37,7 @@ class LoadedChunk:
     """
 
     buffer: memoryview
+    lent: bool = False  # somebody else's memory, who counts it
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
@@ -41,7 +46,7 @@ class LoadedChunk:
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
-        self.charged = len(self.buffer)
+        self.charged = len(self.buffer) // (LENT_FRACTION if self.lent else 1)
 
     def patch(self, offset: int, stored: memoryview) -> None:
         """Put right what was damaged on its way here."""
@@ -134,6 +139,14 @@ class ChunkCache:
         with self._lock:
             if followed is self._followed:
                 self._turn(*followed.done(use, entries, self.budget_bytes))
+
+    def let_go(self, number: int) -> None:
+        """Whose memory a chunk is wants it back. A chunk of our own stays."""
+        with self._lock:
+            chunk = self._chunks.get(number)
+            if chunk is not None and chunk.lent:
+                del self._chunks[number]
+                self._uncount(chunk)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
         """Count what has been decoded out of a chunk with it."""

@@ -26,13 +26,14 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 import numpy as np
 
+from ..entries import ChunkId
 from ..errors import BusyError, ConflictError, FormatError, NoSpaceError, PermissionDenied
 from ..layout import IDENTITY_TEXT
 from ..settings import private_folder
@@ -235,6 +236,50 @@ class DiskShelf(Shelf):
         if (held := self.find(key)) is not None:
             held.close()
 
+    # For who decides itself which chunks of a dataset stand here
+
+    def standing(self, identity: UUID) -> list[ChunkId]:
+        """The chunks of a dataset that seem to stand here. Raises OSError."""
+        path = f"{self._folder}/{identity.hex}"
+        with contextlib.suppress(FileNotFoundError):
+            return [
+                ChunkId(bytes.fromhex(name))
+                for name in os.listdir(path)
+                if _CHUNK_NAME.fullmatch(name) and name[0] != "."
+            ]
+        return []
+
+    def room_bytes(self) -> int:
+        """About how much can be put here without that anything goes; 0 where that fails."""
+        try:
+            marker = os.open(f"{self._place}/{_MARKER}", os.O_RDONLY | _FILE_FLAGS)
+        except OSError:
+            return 0
+        try:
+            return max(min(self._left(marker)), 0)
+        except (OSError, struct.error):
+            return 0
+        finally:
+            os.close(marker)
+
+    def make_room(self, size: int) -> int:
+        """Let what nobody uses any more go for `size` bytes; the room there is then."""
+        with contextlib.suppress(OSError, BusyError), self._locked() as marker:
+            if not self._has_room(marker, size):
+                self._tidy(marker, size)
+        return self.room_bytes()
+
+    def evict(self, keys: Iterable[ChunkKey]) -> None:
+        """Let go of chunks, and have their room at once. What fails is left for a later look."""
+        with contextlib.suppress(OSError, BusyError), self._locked() as marker:
+            for key in keys:
+                self._known.pop(key, None)
+                with contextlib.suppress(OSError):
+                    size = os.stat(self._path(key)).st_size
+                    os.unlink(self._path(key))
+                    _add(marker, -size)
+                    self.evictions += 1
+
     # Writing
 
     def reserve(self, key: ChunkKey, size: int) -> Place | None:
@@ -285,10 +330,13 @@ class DiskShelf(Shelf):
         os.close(os.open(used, os.O_WRONLY | os.O_CREAT | _FILE_FLAGS, 0o600))
 
     def _has_room(self, marker: int, size: int) -> bool:
+        return size <= min(self._left(marker))
+
+    def _left(self, marker: int) -> tuple[int, int]:
+        """What the limit leaves, and what the file system does."""
         disk = os.fstatvfs(marker)
-        left_bytes = disk.f_bavail * disk.f_frsize - size
-        floor_bytes = FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize
-        return _counted(marker) + size <= self._limit_bytes and left_bytes >= floor_bytes
+        floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
+        return self._limit_bytes - _counted(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
     def _tidy(self, marker: int, size: int) -> None:
         """Count anew, remove what the dead have left, and evict until `size` bytes and some more

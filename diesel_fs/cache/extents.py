@@ -9,8 +9,9 @@ checked against its checksum (a mismatch is read again once). Not owned: a memor
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -48,6 +49,14 @@ READS_AVERAGED = 8
 FETCH_THREADS = 8
 AHEAD_BYTES_MAX = 32 << 20
 
+JOINED_GAP_BYTES = 4 << 10
+"""As `GAP_BYTES_MAX`, where many pieces are asked for in one request: one more costs 3 us there."""
+
+JOINED_BYTES = 8 << 20
+JOINED_PIECES = 512
+"""What is asked for in one request, where the store takes many: that costs what some hundred
+kilobytes do, and the first piece is not to wait for more than a few milliseconds."""
+
 _Span: TypeAlias = tuple[int, int, int]
 
 _SomeEntries = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
@@ -60,6 +69,14 @@ class Batch(NamedTuple):
     starts: npt.NDArray[np.int64]
     """Where in its file each part begins, in bytes."""
     contents: Sequence[memoryview]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Pieces that are being read in one request, and how many of them are still wanted."""
+
+    contents: Future[dict[_Span, memoryview]]
+    wanted: int
 
 
 _FIELDS = ("chunk", "offset", "stored", "codec", "checksum", "start", "size")
@@ -79,7 +96,7 @@ class ExtentReader:
         )
         self._room = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
         self._read_s = 0.0  # a moving average
-        self._flights: dict[_Span, Future[memoryview]] = {}
+        self._flights: dict[_Span, _Flight] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
@@ -89,6 +106,9 @@ class ExtentReader:
         ObjectStoreError: the store fails.
         """
         parts = self._parts(entries)
+        if self._objects.joins_reads:
+            yield from self._joined(parts)
+            return
         if self._is_slow and len(parts) > 1:
             self._begin([_span_of(rows) for rows in parts])
         for chunk, group in groupby(parts, lambda rows: int(rows["chunk"][0])):
@@ -101,15 +121,18 @@ class ExtentReader:
                 log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
 
     def ahead(self, units: Sequence[_SomeEntries]) -> None:
-        """Begin to read what `batches` will be asked for, unit by unit, where the store is slow.
+        """Begin to read what `batches` will be asked for, unit by unit, where the store is slow,
+        or takes many pieces at once.
 
         What was begun before and is not among it is given up.
         """
-        if not self._is_slow and not self._flights:
+        if not (self._is_slow or self._flights or self._objects.joins_reads):
             return
         spans = [_span_of(rows) for unit in units for rows in self._parts(unit)]
         for span in self._flights.keys() - set(spans):
-            self._flights.pop(span).cancel()
+            flight = self._taken(span)
+            if flight is not None and not flight.wanted:
+                flight.contents.cancel()
         self._begin(spans)
 
     @property
@@ -118,14 +141,86 @@ class ExtentReader:
 
     def _begin(self, spans: Sequence[_Span]) -> None:
         held_bytes = sum(size for _, _, size in self._flights)
+        wanted = []
         for span in spans:
             held_bytes += span[2] * (span not in self._flights)
             if held_bytes > AHEAD_BYTES_MAX:
-                return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+                break
             if span not in self._flights:
-                self._flights[span] = self._threads.submit(self._fetch, *span)
+                wanted.append(span)
+        if self._threads is None and wanted:
+            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        for group in self._groups(wanted):
+            assert self._threads is not None
+            flight = _Flight(self._threads.submit(self._fetch_all, group), len(group))
+            self._flights.update(dict.fromkeys(group, flight))
+
+    def _groups(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
+        """The requests for these, in order."""
+        if not self._objects.joins_reads:
+            yield from ([span] for span in spans)
+            return
+        first, size = 0, 0
+        for at, span in enumerate(spans):
+            size += span[2]
+            if at > first and (size > JOINED_BYTES or at - first == JOINED_PIECES):
+                yield spans[first:at]
+                first, size = at, span[2]
+        if first < len(spans):
+            yield spans[first:]
+
+    def _joined(self, parts: Sequence[_Rows]) -> Iterator[Batch]:
+        """As `batches`, where the store takes many pieces in one request: parts of several chunks
+        in a batch."""
+        rows_of = {_span_of(rows): rows for rows in parts}
+        groups = list(self._groups(list(rows_of)))
+        if len(groups) > 1:
+            self._begin(list(rows_of))
+        for group in groups:
+            try:
+                held = self._held_together(group)
+            except ObjectMissing:
+                yield from self._one_by_one(rows_of, group)
+                continue
+            first, size = 0, 0
+            for at, span in enumerate(group):
+                size += span[2]
+                if size >= SPAN_BYTES or at + 1 == len(group):
+                    some = group[first : at + 1]
+                    pairs = zip(some, held[first : at + 1], strict=True)
+                    contents = [each for span, view in pairs for each in _cut(rows_of[span], view)]
+                    rows = np.concatenate([rows_of[span] for span in some])
+                    yield self._checked_contents(rows, contents)
+                    first, size = at + 1, 0
+
+    def _one_by_one(
+        self, rows_of: Mapping[_Span, _Rows], spans: Sequence[_Span]
+    ) -> Iterator[Batch]:
+        """Batches of what is there, where a chunk of these is lost."""
+        for span in spans:
+            try:
+                yield self._checked(rows_of[span], self._fetch(*span))
+            except ObjectMissing as error:
+                self._counts["lost"] += 1
+                log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
+
+    def _held_together(self, spans: Sequence[_Span]) -> list[memoryview]:
+        """The stored bytes of these, of which some may be on their way."""
+        found: dict[_Span, memoryview] = {}
+        for span in spans:
+            flight = self._taken(span)
+            if flight is not None:
+                found[span] = flight.contents.result()[span]
+        for group in self._groups([span for span in dict.fromkeys(spans) if span not in found]):
+            found |= self._fetch_all(group)
+        return [found[span] for span in spans]
+
+    def _taken(self, span: _Span) -> _Flight | None:
+        """What a piece comes with, which nobody else takes it from."""
+        flight = self._flights.pop(span, None)
+        if flight is not None:
+            flight.wanted -= 1
+        return flight
 
     def _parts(self, entries: _SomeEntries) -> list[_Rows]:
         """The extents of these files, each part to be read in one piece."""
@@ -133,8 +228,9 @@ class ExtentReader:
         rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
         ends = rows["offset"] + rows["stored"]
         new = np.diff(rows["chunk"]) != 0
-        new |= rows["offset"][1:] - ends[:-1] > GAP_BYTES_MAX
-        span_bytes = SLOW_SPAN_BYTES if self._is_slow else SPAN_BYTES
+        joins = self._objects.joins_reads
+        new |= rows["offset"][1:] - ends[:-1] > (JOINED_GAP_BYTES if joins else GAP_BYTES_MAX)
+        span_bytes = SLOW_SPAN_BYTES if self._is_slow and not joins else SPAN_BYTES
         parts = []
         first = 0
         for cut in [*(np.flatnonzero(new) + 1).tolist(), len(rows)]:
@@ -162,8 +258,11 @@ class ExtentReader:
                 yield held
             return
         for span in spans:
-            flight = self._flights.pop(span, None)
-            yield self._fetch(*span) if flight is None or flight.cancel() else flight.result()
+            flight = self._taken(span)
+            if flight is None or flight.contents.cancel():
+                yield self._fetch(*span)
+            else:
+                yield flight.contents.result()[span]
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made."""
@@ -191,9 +290,10 @@ class ExtentReader:
 
     def _checked(self, rows: _Rows, held: memoryview) -> Batch:
         """The contents of one part."""
-        first = rows["offset"] - rows["offset"][0]
-        places = zip(first.tolist(), (first + rows["stored"]).tolist(), strict=True)
-        contents = [held[begin:end] for begin, end in places]
+        return self._checked_contents(rows, _cut(rows, held))
+
+    def _checked_contents(self, rows: _Rows, contents: list[memoryview]) -> Batch:
+        """The contents that these stored bytes are."""
         right = list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
         if right and not rows["codec"].any():
             return Batch(rows["entry"], rows["start"], contents)
@@ -220,18 +320,29 @@ class ExtentReader:
         try:
             return decode(raw, *form)
         except CorruptError:
-            again = self._fetch(int(row["chunk"]), int(row["offset"]), len(raw))
+            again = self._fetch(int(row["chunk"]), int(row["offset"]), len(raw), again=True)
             content = decode(again, *form)
             self._counts["healed"] += 1
             return content
 
-    def _fetch(self, chunk: int, offset: int, size: int) -> memoryview:
+    def _fetch(self, chunk: int, offset: int, size: int, *, again: bool = False) -> memoryview:
         """Stored bytes in memory of their own. May be called from any thread."""
         room = np.empty(size, np.uint8).data
         start_s = time.monotonic()
-        self._objects.read_into(self._name(chunk), offset, room)
+        read = self._objects.read_again if again else self._objects.read_into
+        read(self._name(chunk), offset, room)
         self._note((chunk, offset, size), start_s)
         return room.toreadonly()
+
+    def _fetch_all(self, spans: Sequence[_Span]) -> dict[_Span, memoryview]:
+        """The stored bytes of these, in one request where the store takes many. Any thread."""
+        if not self._objects.joins_reads:
+            return {span: self._fetch(*span) for span in spans}
+        wanted = [(self._name(chunk), begin, size) for chunk, begin, size in spans]
+        found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += sum(size for _, _, size in spans)
+        return found
 
     def _note(self, span: _Span, start_s: float) -> None:
         """A read has ended."""
@@ -241,6 +352,13 @@ class ExtentReader:
 
     def _name(self, chunk: int) -> str:
         return chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
+
+
+def _cut(rows: _Rows, held: memoryview) -> list[memoryview]:
+    """The stored bytes of each of these extents, which lie together."""
+    first = rows["offset"] - rows["offset"][0]
+    places = zip(first.tolist(), (first + rows["stored"]).tolist(), strict=True)
+    return [held[begin:end] for begin, end in places]
 
 
 def _span_of(rows: _Rows) -> _Span:

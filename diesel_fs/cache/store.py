@@ -7,9 +7,11 @@ owned: the memory (`chunks.py`), the meaning of entries (`snapshot.py`). Thread-
 
 import io
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,14 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from .. import snapshot_layout as layout
-from ..chunk import decode, parse_preamble
+from ..chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import Codec, Kind, shown
 from ..errors import CorruptError, DieselError, ForeignError, UsageError
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore
-from .chunks import ChunkCache, LoadedChunk
+from .chunks import LENT_FRACTION, ChunkCache, LoadedChunk
 from .followed import WHOLE_CHUNK_FRACTION, Followed
 
 if TYPE_CHECKING:
@@ -226,7 +228,7 @@ class ContentReader:
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
             whole = self._whole_chunks(chunks[:entries], stored[:entries])
-            held_bytes = sum(int(self.snapshot.chunk_sizes[number]) for number in whole)
+            held_bytes = sum(self._held_bytes(number) for number in whole)
             if held_bytes <= budget_bytes or entries == 1:
                 return _Window(wanted[:entries], chunks[:entries], whole)
             entries //= 2
@@ -236,11 +238,17 @@ class ContentReader:
 
         a second, so it repeats, for an uncompressed entry that is right, what `_check` does.
         """
-        if not window.whole and self._objects.joins_reads:
-            yield from self._read_together(window.wanted.tolist())
-            return
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
-        ahead = iter(whole if followed is None else ())  # else the order tells what is ahead
+        single = (
+            index
+            for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
+            if number not in whole
+        )
+        # Compressed files of chunks that are to be in memory are read from there
+        joins = self._objects.joins_reads and followed is None and not self._everything_fits
+        singles = self._read_together(list(single)) if joins else map(self.read, single)
+        # Else the order tells what is ahead, and what is lent is at hand
+        ahead = (each for each in (whole if followed is None else ()) if not self._is_lent(each))
         for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
@@ -258,7 +266,7 @@ class ContentReader:
             chunk = held.get(number)
             if chunk is None:
                 if number not in whole:
-                    yield self.read(index)
+                    yield next(singles)
                     continue
                 if followed is not None:
                     self._cache.reach(followed, whole[number], index)
@@ -280,7 +288,7 @@ class ContentReader:
             yield content
 
     def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
-        """The contents of files none of whose chunks is worth reading whole, in few requests."""
+        """The contents of files whose chunks are not worth reading whole, in few requests."""
         bytes_max = min(TOGETHER_BYTES, self._cache.budget_bytes // 4)
         start = 0
         while start < len(wanted):
@@ -331,9 +339,20 @@ class ContentReader:
                 bytes_wanted[position] * WHOLE_CHUNK_FRACTION
                 >= int(self.snapshot.chunk_sizes[number])
                 or self._cache.peek(number) is not None
+                or self._is_lent(number)
             ):
                 whole[number] = -1
         return whole
+
+    def _is_lent(self, number: int) -> bool:
+        """Whether a whole chunk is to be had for nothing."""
+        return self._objects.lends and self._objects.lends_now(self._object(number))
+
+    def _held_bytes(self, number: int) -> int:
+        """What a whole chunk takes of the budget."""
+        return int(self.snapshot.chunk_sizes[number]) // (
+            LENT_FRACTION if self._is_lent(number) else 1
+        )
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
         """The content of one extent, from memory or from the store."""
@@ -407,6 +426,7 @@ class ContentReader:
         return (
             self._everything_fits
             or self._cache.peek(extent.chunk) is not None
+            or self._is_lent(extent.chunk)
             or extent.stored * WHOLE_CHUNK_FRACTION >= int(self.snapshot.chunk_sizes[extent.chunk])
             or (not self._alone and (chunk, end) == (extent.chunk, extent.offset))
         )
@@ -461,25 +481,45 @@ class ContentReader:
         return buffer.toreadonly()
 
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """A whole chunk from the store; its entries are still to be checked."""
+        """A whole chunk, lent or from the store; its entries are still to be checked."""
         size = int(self.snapshot.chunk_sizes[number])
-        view = _room(size)
-        self._objects.read_into(self._object(number), 0, view)
-        self._counts["chunk_fetches"] += 1
-        self._counts["fetched_bytes"] += size
+        let_go = partial(_let_go, weakref.ref(self._cache), number)
+        lent = self._objects.lend(self._object(number), let_go)
+        if lent is not None:
+            self._counts["lent_chunks"] += 1
+            view = lent[:size]
+        else:
+            view = _room(size)
+            self._objects.read_into(self._object(number), 0, view)
+            self._counts["chunk_fetches"] += 1
+            self._counts["fetched_bytes"] += size
+        try:
+            self._check_preamble(number, view)
+        except ForeignError:  # or damaged on its way
+            self._objects.read_again(self._object(number), 0, view[:PREAMBLE_BYTES])
+            self._check_preamble(number, view)
+        return LoadedChunk(view, lent is not None)
+
+    def _check_preamble(self, number: int, chunk: memoryview) -> None:
+        """Raises ForeignError for what is another chunk, or none."""
         try:
             parse_preamble(
-                view, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],
-                object_bytes=size,
+                chunk, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],
+                object_bytes=len(chunk),
             )  # fmt: skip
         except ForeignError:
             raise
         except CorruptError:
             self._counts["damaged_preambles"] += 1  # the entries have their own checksums
-        return LoadedChunk(view)
 
     def _object(self, number: int) -> str:
         return chunk_object(self.snapshot.identity, self.snapshot.chunk_ids[number])
+
+
+def _let_go(cache: "weakref.ref[ChunkCache]", number: int) -> None:
+    found = cache()
+    if found is not None:
+        found.let_go(number)
 
 
 def _room(size: int) -> memoryview:
@@ -511,6 +551,7 @@ _COUNTS = (
     "hits",
     "misses",
     "chunk_fetches",
+    "lent_chunks",
     "range_fetches",
     "reads_on_the_spot",
     "fetched_bytes",

@@ -28,6 +28,7 @@ from ..errors import DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..following import FollowingVfs, Prepared
 from ..snapshot import Snapshot
 from ..snapshot_match import match
+from ..snapshots import snapshot_descriptor
 from ..vfs import ContentReader
 from .helper_link import HelperLink, Message, Value
 from .kernel_news import KernelNews, tell_folders
@@ -35,7 +36,7 @@ from .kernel_session import KernelSession
 from .push_board import NumberedBoard, board_file
 from .request import MountRequest
 from .session import Session
-from .source import SourceOpener, numbers_file, snapshot_descriptor
+from .source import SourceOpener, numbers_file
 from .version_leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
@@ -231,6 +232,7 @@ class Follower:
             lambda: self._opener.reader(self._request, old, RETIRED_BYTES, pushes=True),
         )
         self._shown(new)
+        await self._in_thread(lambda: self._opener.shown(new))  # before the helper reads of it
         answer: Message | None = None
         if ready.files and isinstance(self._session, KernelSession) and self._link.alive:
             self.observe(self._session, ready.files[-1])

@@ -7,26 +7,24 @@ Owned here: starting the daemon and hearing whether it came up, ending it. Not o
 import json
 import logging
 import os
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
+from .. import daemons
+from ..daemons import last_lines, log_file
 from ..errors import (
     BusyError,
     DeadlineError,
     DieselError,
     PermissionDenied,
     UsageError,
-    revived,
 )
 from ..settings import state_folder
 from . import kernel
@@ -48,16 +46,9 @@ UNHELD_S = 1.0
 OWN_DEADLINE_S = 2.0
 """So long a mount may be busy by its own helper, which lets go after each piece of work."""
 
-LOG_LINES_SHOWN = 15
-
 DAEMON = (sys.executable, "-m", "diesel_fs.fuse.daemon")
 
-_SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _PIDS_SHOWN = 20
-
-# The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
-# interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
-_DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
@@ -67,10 +58,13 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
     What it warns of is a warning of the logger `diesel.mount` here too.
     """
     request = _checked(request)
-    with _log_file(request) as log:
+    with log_file(_log_path(request)) as log:
         start = log.tell()
         try:
-            _start(request, program, log)
+            daemons.start(
+                [*program, request.mountpoint], request.to_json(), log, told,
+                what=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
+            )  # fmt: skip
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} died at once")
         except DeadlineError:
@@ -78,7 +72,7 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
                 umount(request.mountpoint, force=True)
             raise
         except DieselError as error:
-            error.message += _last_lines(log, start)
+            error.message += last_lines(log, start)
             raise
 
 
@@ -87,14 +81,14 @@ def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMO
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
-        with _log_file(request) as log:
+        with log_file(_log_path(request)) as log:
             os.dup2(log.fileno(), 2)
     receiver, sender = os.pipe()
     os.write(sender, text)  # fits the pipe
     os.close(sender)
     os.dup2(receiver, 0)
     command = [*program, "--foreground", request.mountpoint]
-    os.execve(command[0], command, _environment())  # noqa: S606  # without a shell, on purpose
+    os.execve(command[0], command, daemons.environment())  # noqa: S606  # without a shell, on purpose
 
 
 def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool = False) -> None:
@@ -176,78 +170,14 @@ def _users_may_allow_other() -> bool:
     return False
 
 
-def _start(request: MountRequest, program: Sequence[str], log: BinaryIO) -> None:
-    """Starts the daemon and hears its report."""
-    detach = [sys.executable, "-I", "-S", "-c", _DETACH]
-    receiver, sender = os.pipe()
-    with open(receiver, "rb", buffering=0) as report:
-        try:
-            text = request.to_json()
-            starter = subprocess.Popen(
-                [*detach, *program, request.mountpoint],
-                stdin=subprocess.PIPE,
-                stdout=sender,
-                stderr=log,
-                cwd="/",
-                env=_environment(),
-                start_new_session=True,
-            )
-        finally:
-            os.close(sender)
-        with suppress(BrokenPipeError):
-            starter.communicate(text)
-        _hear(report, request)
-
-
-def _environment() -> dict[str, str]:
-    """Ours without secrets; the daemon finds the modules that we run."""
-    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _hear(report: FileIO, request: MountRequest) -> None:
-    pid, deadline_s, text = 0, time.monotonic() + START_DEADLINE_S, b""
-    while select.select([report], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-        read = report.read(4096)
-        if not read:
-            raise DieselError(f"the mount on {request.mountpoint} did not come up")
-        *lines, text = (text + read).split(b"\n")
-        for line in map(json.loads, lines):
-            pid = line.get("pid", pid)
-            if "error" in line:
-                raise revived(line["error"], line["message"], line["advice"])
-            if "warning" in line:
-                told.warning("%s", line["warning"])
-            if "ready" in line:
-                return
-    if pid:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    raise DeadlineError(f"the mount did not come up within {START_DEADLINE_S:g} s")
-
-
-@contextmanager
-def _log_file(request: MountRequest) -> Iterator[BinaryIO]:
-    """The log, open at its end; readable by its owner alone."""
-    path = Path(request.log_file) if request.log_file else default_log(request)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise PermissionDenied(f"cannot write the log {path}: {error.strerror}") from error
-    with open(descriptor, "a+b") as log:
-        yield log
+def _log_path(request: MountRequest) -> Path:
+    return Path(request.log_file) if request.log_file else default_log(request)
 
 
 def default_log(request: MountRequest) -> Path:
     """Where the background log of a mount goes: one file for a mount point."""
     flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
     return state_folder() / f"mount-{request.dataset}-{flat[-100:]}.log"
-
-
-def _last_lines(log: BinaryIO, start: int) -> str:
-    log.seek(start)
-    lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    return "".join(f"\n  | {line}" for line in lines)
 
 
 def _busy(path: str, pids: Sequence[int]) -> BusyError:

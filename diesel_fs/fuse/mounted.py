@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from ..client import Dataset
 from ..settings import load_settings
+from ..task.request import TaskOptions, TaskWords
 from . import launcher
 from .request import MountRequest
 
@@ -39,10 +40,12 @@ def mount(
     url: str | None = None,
     memory_bytes: int = 0,
     allow_other: bool = False,
+    **task: Unpack[TaskWords],
 ) -> Mounted:
     """Mount a dataset (an open one, or by name and `url`) on an empty folder; reads work on return.
 
-    What an open dataset has not flushed does not show. Raises DieselError with the reason.
+    What an open dataset has not flushed does not show. The words about a task are those of
+    `connect`; an open dataset's own, where none is said. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, address, who = dataset.name, dataset.url, dataset.credentials
@@ -50,8 +53,17 @@ def mount(
         settings = load_settings({"url": url})
         name, address, who = dataset, settings.repository_url, settings.credentials
     path = Path(os.path.realpath(folder))
+    joins = TaskOptions.of(task, str(path))
+    if not task and isinstance(dataset, Dataset):
+        joins = dataset.joins
     request = MountRequest(
-        address, name, str(path), memory_bytes=memory_bytes, allow_other=allow_other
+        address,
+        name,
+        str(path),
+        memory_bytes=memory_bytes,
+        policy=joins.policy,
+        allow_other=allow_other,
+        joins=joins,
     )
     launcher.mount(request.made_by(who))
     return Mounted(path)

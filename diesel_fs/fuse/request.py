@@ -10,6 +10,7 @@ from typing import Literal
 from ..credentials import Credentials, parse_key
 from ..errors import UsageError
 from ..settings import READ_DEADLINE_S
+from ..task.request import NO_TASK, TaskOptions
 from ..urls import parse_url
 
 Policy = Literal["on-demand", "oneshot"]
@@ -44,6 +45,7 @@ class MountRequest:
     read_deadline_s: float = READ_DEADLINE_S
     user: str = ""  # to a server
     key: str = field(default="", repr=False)
+    joins: TaskOptions = NO_TASK
 
     def made_by(self, credentials: Credentials | None) -> "MountRequest":
         """The same request, of somebody whom a server knows."""
@@ -72,10 +74,11 @@ class MountRequest:
             raise UsageError(f"not a mount request: {error}") from error
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError("not a mount request: other fields than this version's")
-        return cls(**values)
+        return cls(**{**values, "joins": TaskOptions.from_values(values["joins"])})
 
     def check(self) -> None:
         """Raises UsageError for what cannot be had together."""
+        self.joins.check()
         if self.version and (self.follow or self.snapshot_file):
             option = "--follow" if self.follow else "--snapshot"
             raise UsageError(

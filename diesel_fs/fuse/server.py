@@ -26,6 +26,7 @@ from ..nodes import Owner
 from ..settings import runtime_folder
 from ..shuffle import GROUP_SIZE_DEFAULT
 from ..snapshot import Snapshot
+from ..snapshots import snapshot_descriptor
 from ..vfs import Vfs
 from . import kernel
 from .control_socket import ControlSocket
@@ -38,7 +39,7 @@ from .push_board import PushBoard, board_file
 from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
 from .session import MountOptions, Session, SessionUnsupported
-from .source import Memory, SourceOpener, snapshot_descriptor
+from .source import Memory, SourceOpener
 from .version_leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
@@ -59,6 +60,9 @@ from others unmounts as well, but does not count: they may have signalled the su
 ORPHANED = signal.SIGUSR2
 """The supervisor has been killed: the connection is aborted here, since the helper may wait for a
 page lock. Before there is a mount this signal ends the process, as the kernel does by default."""
+
+TASK_STATS_S = 1.0
+"""How old what `.diesel/stats` says of the task may be."""
 
 READY = b"ready"
 
@@ -130,7 +134,7 @@ class _Server:
             log.warning("%s", source.warning)
             report({"warning": source.warning})
         self._snapshot = source.snapshot
-        self._memory = Memory.of(request.memory_bytes)
+        self._memory = Memory.of(request)
         self._lists = ListPlans(
             request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
         )
@@ -138,6 +142,7 @@ class _Server:
         self._follower: Follower | None = None
         self._leases = VersionLeases(request, opener)
         self._leased = trio.Event()
+        self._task_stats: dict[str, object] = {}
 
     def run(self) -> None:
         """Mounts, serves, and returns when the mount is gone. Raises DieselError."""
@@ -158,6 +163,8 @@ class _Server:
                     nursery.start_soon(self._announce)
                     nursery.start_soon(self._pulse)
                     nursery.start_soon(self._hold)
+                    if self._request.joins:
+                        nursery.start_soon(self._hear_task)
                     if self._control is not None:
                         nursery.start_soon(self._control.run)
                     await self._session.serve(self._started.set)
@@ -211,7 +218,7 @@ class _Server:
         if not request.follow:
             return Vfs(
                 snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
-                control=self._control_path, residency=self._residency,
+                control=self._control_path, residency=self._residency, besides=self._besides,
                 read_deadline_s=request.read_deadline_s,
             )  # fmt: skip
         self._follower = Follower(
@@ -219,8 +226,8 @@ class _Server:
         )
         made = FollowingVfs(
             snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
-            control=self._control_path, residency=self._residency, follow=self._follower.stats,
-            read_deadline_s=request.read_deadline_s,
+            control=self._control_path, residency=self._residency, besides=self._besides,
+            follow=self._follower.stats, read_deadline_s=request.read_deadline_s,
         )  # fmt: skip
         self._follower.follow(made)
         return made
@@ -230,6 +237,17 @@ class _Server:
 
     def _residency(self) -> Message:
         return dict(self._link.state)
+
+    def _besides(self) -> dict[str, object]:
+        return {"task": self._task_stats} if self._request.joins else {}
+
+    async def _hear_task(self) -> None:
+        """What the task says of itself, for `.diesel/stats`: asking may wait for the master."""
+        while True:
+            self._task_stats = await trio.to_thread.run_sync(
+                self._opener.task_stats, abandon_on_cancel=True
+            )
+            await trio.sleep(TASK_STATS_S)
 
     def _show(self, snapshot: Snapshot) -> None:
         """Names lead to another version: so does all that speaks of it."""

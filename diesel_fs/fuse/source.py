@@ -4,11 +4,10 @@ Owned here: which snapshot a request means, whether it may be used although it i
 one, and how much memory the reader gets.
 """
 
+import logging
 import mmap
 import os
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
+from ..available_memory import fair_bytes
 from ..cache.extents import Batch, ExtentReader
 from ..cache.store import ContentReader as RepositoryReader
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
@@ -25,14 +25,13 @@ from ..repositories import open_repository
 from ..repository import DatasetInfo, Repository
 from ..snapshot import Snapshot
 from ..snapshot_match import Match, Places
-from ..snapshots import adopt, private_file
+from ..snapshots import adopt
+from ..storage.objects import ObjectStore
+from ..task.client import TaskStore, requested
 from ..vfs import ContentReader
 from .request import MountRequest
 
-MEMORY_FRACTION = 2
-"""By default a mount may take one part in this many of what is available."""
-
-MEMORY_BYTES_MIN = 64 << 20
+log = logging.getLogger("diesel.mount")
 
 OWN_FRACTION = 8
 """Where contents are pushed, the server keeps one part in this many of that for chunks; the rest is
@@ -40,7 +39,10 @@ the kernel's pages."""
 
 OWN_BYTES_MAX = 256 << 20
 
-CGROUPS = Path("/sys/fs/cgroup")
+TASK_SHARE = 3, 4
+"""Of what is left, the master's part where a mount joins a task: what it holds is fetched by no
+node again, and what the kernel has dropped comes back from there; the kernel's part has to hold
+what is read next."""
 
 
 class Pieces(Protocol):
@@ -72,24 +74,42 @@ class Memory:
     """How the memory of a mount is shared out, in bytes."""
 
     total_bytes: int
+    joins_task: bool = False
 
     @classmethod
-    def of(cls, asked_bytes: int) -> "Memory":
+    def of(cls, request: MountRequest) -> "Memory":
         """What was asked for; 0: a part of what is available."""
-        return cls(asked_bytes or max(_available_bytes() // MEMORY_FRACTION, MEMORY_BYTES_MIN))
+        return cls(request.memory_bytes or fair_bytes(), bool(request.joins))
 
     def server_bytes(self, *, pushes: bool) -> int:
-        """For chunks in the server: everything where nothing is pushed."""
-        return min(self.total_bytes // OWN_FRACTION, OWN_BYTES_MAX) if pushes else self.total_bytes
+        """For chunks in the server: everything that is left where nothing is pushed."""
+        return self._own_bytes if pushes else self.total_bytes - self.task_bytes
+
+    @property
+    def _own_bytes(self) -> int:
+        return min(self.total_bytes // OWN_FRACTION, OWN_BYTES_MAX)
+
+    @property
+    def task_bytes(self) -> int:
+        """For chunks in the master of this node, where this mount starts it."""
+        left = self.total_bytes - self._own_bytes
+        return left * TASK_SHARE[0] // TASK_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
         """For contents in the kernel's page cache."""
-        return self.total_bytes - self.server_bytes(pushes=True)
+        return self.total_bytes - self.server_bytes(pushes=True) - self.task_bytes
 
 
 class SourceOpener:
-    """Opens what a request names; the server and the helper of a mount each do."""
+    """Opens what a request names; the server and the helper of a mount each do.
+
+    What was opened for a task is kept, by version: it is joined once. One thread at a time opens.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[int, TaskStore] = {}
+        self._shown_version = 0
 
     def open(self, request: MountRequest) -> Source:
         """The dataset that was asked for. Raises DieselError."""
@@ -126,24 +146,49 @@ class SourceOpener:
         Raises DieselError.
         """
         with _opened(request) as repository:
-            objects = repository.objects
+            objects = self._objects(request, repository, snapshot)
             return RepositoryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
 
     def pieces(self, request: MountRequest, snapshot: Snapshot) -> Pieces:
         """What the helper pushes. Raises DieselError."""
         with _opened(request) as repository:
-            return ExtentReader(snapshot, repository.objects)
+            try:
+                objects = self._objects(request, repository, snapshot)
+            except DieselError as error:  # the mount goes on without a master, too
+                log.warning("what is pushed does not come through the task: %s", error)
+                objects = repository.objects
+            return ExtentReader(snapshot, objects)
 
+    def shown(self, snapshot: Snapshot) -> None:
+        """The mount has gone over to a version: so does the task. Blocks for a moment."""
+        for version in sorted(dict(self._stores)):
+            if version != snapshot.version:
+                self._stores[version].show(snapshot)
+        self._shown_version = snapshot.version
+        if snapshot.version in self._stores:
+            self._stores[snapshot.version].retry()
+        for version in sorted(self._stores)[:-2]:  # what is open is read from the one before
+            del self._stores[version]
 
-def snapshot_descriptor(snapshot: Snapshot) -> int:
-    """A descriptor of a file that holds the snapshot, for another process of the same mount."""
-    try:
-        return private_file(snapshot.identity, snapshot.version)
-    except OSError:  # there is no private folder, or it has newer versions
-        descriptor = os.memfd_create("diesel-snapshot", os.MFD_CLOEXEC)
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(snapshot.buffer)
-        return descriptor
+    def task_stats(self) -> dict[str, object]:
+        """What the task's cache is and did; nothing without a task. May block for a moment."""
+        store = self._stores.get(self._shown_version)
+        return {} if store is None else store.stats()
+
+    def _objects(
+        self, request: MountRequest, repository: Repository, snapshot: Snapshot
+    ) -> ObjectStore:
+        """Where contents are read from: the repository, or the task's cache before that."""
+        if not request.joins:
+            return repository.objects
+        store = self._stores.get(snapshot.version)
+        if store is None:
+            memory_bytes = Memory.of(request).task_bytes
+            asked = requested(request.joins, repository, snapshot, memory_bytes=memory_bytes)
+            store = TaskStore.joined(repository.objects, asked, snapshot)
+            self._stores[snapshot.version] = store
+            self._shown_version = self._shown_version or snapshot.version
+        return store
 
 
 def numbers_file(found: Match, nodes: npt.NDArray[np.uint64]) -> int:
@@ -224,40 +269,3 @@ def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:
             f"nobody can tell whether {request.snapshot_file} is current: {error.message}",
             advice="--offline mounts it without asking",
         ) from error
-
-
-def _available_bytes() -> int:
-    """Memory that this process may still have without swapping or being killed."""
-    listed = ""
-    with suppress(OSError):
-        listed = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-    return min(_free_bytes(), _cgroup_bytes(CGROUPS, listed))
-
-
-def _free_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_bytes(mounted: Path, listed: str) -> int:
-    """The least limit of the control groups that /proc/self/cgroup lists, v2 or v1, and theirs.
-
-    In a container the listed path may be the host's: what it does not have here says nothing, and
-    the container's own limit stands at the top.
-    """
-    limits = [1 << 62]
-    for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):
-        limits += _limits(mounted, group, "memory.max")
-    for group in re.findall(r"^\d+:(?:\S+,)?memory(?:,\S+)?:/(.*)$", listed, re.MULTILINE):
-        limits += _limits(mounted / "memory", group, "memory.limit_in_bytes")
-    return min(limits)
-
-
-def _limits(top: Path, group: str, name: str) -> Iterator[int]:
-    for folder in (top / group, *(top / group).parents):
-        if folder.is_relative_to(top):
-            with suppress(OSError, ValueError):  # "max", or none here
-                yield int((folder / name).read_text())

@@ -10,7 +10,7 @@ synchronous, block no longer than the store's deadline, and work in a forked chi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -103,6 +103,10 @@ class Batch:
             or extent["place"] != record["place"]
         ):
             raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
+
+
+Late = Callable[[Collection[ChunkId]], Iterable[Batch]]
+"""What chunks bring that were committed while the state was rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +278,21 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def rebuild(self, name: str, identity: UUID, batches: Iterable[Batch]) -> int:
+    def rebuild(
+        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+    ) -> int:
         """Replace all that is known of a dataset by the fold over `batches`; the new version.
 
+        Commits go on meanwhile, however long it takes: what is committed after `batches` has been
+        asked for its first comes `late`, several times where it is much, and is in the new state,
+        too. Commits wait while the last few of it come; nothing may take long then. So `batches`
+        has to look for chunks when it is asked for its first, and not before. What is forgotten
+        meanwhile may be back: who forgets looks again, as does who rebuilds.
+
         Atomic: others see the state before until the whole new one is there; an error of the
-        iterable leaves the state before. The version is greater than any that was given out, if
-        anything was folded. Raises ConflictError as `create`.
+        iterables leaves the state before. The version is greater than any that was given out, if
+        anything was folded. Raises ConflictError as `create`, NoSuchDataset where the dataset is
+        dropped meanwhile, BusyError where something was committed meanwhile and there is no `late`.
         """
 
     @abstractmethod

@@ -12,7 +12,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from diesel_fs.errors import CorruptError, ForeignError, NewerVersionError, UsageError
@@ -120,6 +120,9 @@ class ObjectStore(ABC):
     joins_reads: bool = False
     """Whether many parts cost little more than one: then they should be asked for together."""
 
+    lends: bool = False
+    """Whether `lend` ever gives anything."""
+
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """Create an object from `parts`, one after the other (they are not joined).
@@ -177,6 +180,18 @@ class ObjectStore(ABC):
         After False the buffer's content is undefined. An error is no more than a False here: who
         comes back with `read_into` is told.
         """
+        return False
+
+    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
+        """All of an object in memory that is shared with others; None where there is no such.
+
+        It can be written to, and then is a copy of the caller's. `let_go` is called, in any thread,
+        when whose memory it is would like to have it back: who holds it, lets go of it soon.
+        """
+        return None
+
+    def lends_now(self, name: str) -> bool:
+        """Whether `lend` would give it at once: nothing has to be waited for to answer."""
         return False
 
     @abstractmethod
@@ -237,6 +252,9 @@ class StoreWrapper(ObjectStore):
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         return self.inner.read_now(name, start, buffer)
+
+    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
+        return self.inner.lend(name, let_go)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after)

@@ -11,9 +11,8 @@ A rebuild takes what it replaces for nothing: what of that cannot be read is rep
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 from uuid import UUID
 
 from diesel_fs.chunk_id import LOWEST
@@ -26,7 +25,8 @@ from diesel_fs.errors import (
     MetadataError,
     NoSuchDataset,
 )
-from diesel_fs.storage.metadata import HOLD_S_MAX, Batch, Hold, chunks_digest
+from diesel_fs.storage.metadata import Batch, chunks_digest
+from diesel_fs.storage.rebuilding import NOTHING, Aside, Standing
 from diesel_fs.storage.redis_bucket_scripts import APPLY
 from diesel_fs.storage.redis_commits import Commits, Tally, chunk_record, piece_keys, tally_of
 from diesel_fs.storage.redis_head import Refused, Unknown
@@ -54,7 +54,7 @@ _CLEAN_S = 3.0
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
-TakeHold = Callable[[UUID, float], Hold]
+_NO_STATE = (b"", b"0")
 
 
 def new_generation(buckets: int) -> Generation:
@@ -62,74 +62,59 @@ def new_generation(buckets: int) -> Generation:
     return Generation(secrets.token_hex(8).encode(), buckets)
 
 
-class _Old(NamedTuple):
-    """What stands where a rebuild goes, as it stands."""
-
-    generation: bytes
-    version: bytes
-
-
-_NOTHING = _Old(b"", b"0")
-
-
-class Building:
+class Building(Aside):
     """One rebuild of a dataset."""
 
     def __init__(
         self,
         link: RedisLink,
         commits: Commits,
-        take_hold: TakeHold,
         generation: Generation,
+        name: str,
         identity: UUID,
+        clock_ns: Callable[[], int],
     ) -> None:
         self._link = link
         self._commits = commits
-        self._take_hold = take_hold
         self._generation = generation
+        self._name = name
         self._identity = identity
+        self._clock_ns = clock_ns
         self._known: dict[ChunkId, None] = {}
         self._tallies: dict[int, Tally] = {}
         self._pieces = Counter[int]()
-        self._hold: Hold | None = None
-        self._said_s = 0.0
+        self._waiting: list[tuple[Cut, Batch]] = []
+        self._rows = 0
+        self._bytes = 0
+        self._said_s = -_SAY_S
         self._run = b""
+        self._runs: Sequence[str] = ()
 
-    def run(self, name: str, batches: Iterable[Batch], clock_us: Callable[[], int]) -> int:
-        """The version of the new state."""
-        link, identity = self._link, self._identity
-        old = link.patiently(lambda: self._old(name))
-        runs = link.patiently(link.run_ids)
+    def begin(self) -> None:
+        self._link.patiently(self._mark)
+        self._runs = self._link.patiently(self._link.run_ids)
+        self._say()
+
+    def standing(self) -> Standing:
+        return self._link.patiently(self._standing)
+
+    def _standing(self) -> Standing:
+        mark = self._mark()
+        if not mark:
+            return NOTHING
+        key = DatasetKeys(self._identity).chunks
         try:
-            self._say(old)
-            waiting: list[tuple[Cut, Batch]] = []
-            rows = size = 0
-            for batch in batches:
-                self._say(old)
-                if batch.check().chunk.id in self._known:
-                    continue
-                self._known[batch.chunk.id] = None
-                waiting.append((cut(batch, self._generation), batch))
-                rows += len(batch.rows)
-                size += sum(len(piece.packed) for piece in waiting[-1][0].pieces)
-                if rows >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
-                    self._add(waiting)
-                    waiting, rows, size = [], 0, 0
-            self._add(waiting)
-            told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
-            if link.patiently(link.run_ids) != runs or told != self._pieces:
-                raise _restarted()
-            return link.patiently(lambda: self._switch(name, old, clock_us()))
-        except BaseException:
-            self._give_up()
-            raise
-        finally:
-            if self._hold is not None:
-                self._hold.release()
-            self._commits.forget_generation(identity)
+            (reply,) = self._link.run([Command(key, ("HKEYS", key))])
+            found = frozenset(ChunkId(octets(chunk, 16)) for chunk in listed(reply))
+        except CorruptError as error:  # of which nobody can make anything
+            log.warning("the chunks of %s are replaced: %s", self._name, error.message)
+            found = frozenset()
+        return Standing(mark, found)
 
-    def _old(self, name: str) -> _Old:
-        identity, key = self._identity, DatasetKeys(self._identity).marker
+    def _mark(self) -> tuple[bytes, ...]:
+        """Generation and version of what stands; nothing where that is no dataset."""
+        name, identity = self._name, self._identity
+        key = DatasetKeys(identity).marker
         (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
             raise ConflictError(f"dataset {name!r} has the identity {UUID(bytes=owner)}")
@@ -138,16 +123,16 @@ class Building:
             ((known, generation, version),) = map(listed, self._link.run([Command(key, words)]))
         except CorruptError as error:
             log.warning("%s is replaced: %s", name, error.message)
-            return _NOTHING
+            return NOTHING.mark
         if isinstance(known, bytes) and known != name.encode():
             shown = known.decode(errors="replace")
             raise ConflictError(f"dataset {shown!r} has the identity {identity}")
         if generation is None and version is None:
-            return _NOTHING
-        return _Old(octets(generation or b""), b"0" if version is None else octets(version))
+            return NOTHING.mark
+        return octets(generation or b""), b"0" if version is None else octets(version)
 
-    def _say(self, old: _Old) -> None:
-        """Say that this is being built, and hold commits back, which would be lost."""
+    def _say(self) -> None:
+        """Say that this is being built."""
         if time.monotonic() < self._said_s + _SAY_S:
             return
         generation = self._generation
@@ -156,11 +141,21 @@ class Building:
         if self._run and run != self._run:
             raise _restarted()
         self._run = octets(run)
-        if old != _NOTHING:
-            before, self._hold = self._hold, self._take_hold(self._identity, HOLD_S_MAX)
-            if before is not None:
-                before.release()
         self._said_s = time.monotonic()
+
+    def add(self, batch: Batch) -> None:
+        self._say()
+        self._known[batch.chunk.id] = None
+        self._waiting.append((cut(batch, self._generation), batch))
+        self._rows += len(batch.rows)
+        self._bytes += sum(len(piece.packed) for piece in self._waiting[-1][0].pieces)
+        if self._rows >= _ROWS_AT_ONCE or self._bytes >= _BYTES_AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        self._say()
+        waiting, self._waiting, self._rows, self._bytes = self._waiting, [], 0, 0
+        self._add(waiting)
 
     def _add(self, cuts: Sequence[tuple[Cut, Batch]]) -> None:
         generation = self._generation
@@ -180,7 +175,17 @@ class Building:
             self._tallies[bucket] = tally_of(reply)
             self._pieces[bucket] += 1
 
-    def _switch(self, name: str, old: _Old, now_us: int) -> int:
+    def replace(self, standing: Standing) -> int | None:
+        link = self._link
+        told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
+        if link.patiently(link.run_ids) != self._runs or told != self._pieces:
+            raise _restarted()
+        version = link.patiently(lambda: self._switch(standing, self._clock_ns() // 1000))
+        if version is not None:
+            self._commits.forget_generation(self._identity)
+        return version
+
+    def _switch(self, standing: Standing, now_us: int) -> int | None:
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, tally in self._tallies.items():
@@ -199,12 +204,11 @@ class Building:
                     keys.holds,
                     generation.chunks,
                 ],
-                name,
+                self._name,
                 self._identity.bytes,
                 generation.name,
                 generation.buckets,
-                old.generation,
-                old.version,
+                *(standing.mark or _NO_STATE),
                 now_us,
                 sum(files for _, files, _ in self._tallies.values()),
                 sum(total for _, _, total in self._tallies.values()),
@@ -215,10 +219,10 @@ class Building:
                 *words,
             )
         except Refused as refused:
-            return self._refused(refused.word, name)
+            return self._refused(refused.word)
         return whole(version)
 
-    def _refused(self, word: str, name: str) -> int:
+    def _refused(self, word: str) -> int | None:
         try:
             head = self._commits.look(self._identity)
         except (NoSuchDataset, CorruptError):
@@ -226,11 +230,10 @@ class Building:
         if head is not None and head.generation.name == self._generation.name:
             return head.marker.version  # the answer to an earlier try was lost
         if word == "lost":
-            raise MetadataError(f"Redis has lost the rebuild of {name!r} that was under way")
-        raise BusyError(f"dataset {name!r} was changed while it was rebuilt")
+            raise MetadataError(f"Redis has lost the rebuild of {self._name!r} that was under way")
+        return None
 
-    def _give_up(self) -> None:
-        """Remove what has been built, as far as that is possible now."""
+    def give_up(self) -> None:
         try:
             self._link.patiently(lambda: condemn(self._link, self._commits, self._generation, 0))
         except DieselError as error:

@@ -107,12 +107,11 @@ class Heads:
         for start in range(0, len(identities), _HEADS_AT_ONCE):
             some, runs = identities[start : start + _HEADS_AT_ONCE], []
             for identity in some:
-                keys = DatasetKeys(identity)
-                runs.append(_run_of(LOOK, [keys.marker, keys.unapplied, keys.tallies]))
+                runs.append(look_run(identity))
             self._link.renew()
             for identity, reply in zip(some, self._link.scripts(runs), strict=True):
                 try:
-                    found.append(_head(identity, *_meant(reply)))
+                    found.append(head_in(identity, reply))
                 except Unknown:
                     found.append(no_such(identity))
                 except CorruptError as error:
@@ -168,6 +167,17 @@ class Heads:
             return self.ask(script, [DatasetKeys(identity).marker], *arguments)
         except Unknown:
             raise no_such(identity) from None
+
+
+def look_run(identity: UUID) -> ScriptCommand:
+    """What asks for a dataset's head."""
+    keys = DatasetKeys(identity)
+    return _run_of(LOOK, [keys.marker, keys.unapplied, keys.tallies])
+
+
+def head_in(identity: UUID, reply: object) -> Head:
+    """The head in the reply to `look_run`. Raises Unknown, CorruptError, and what the store is."""
+    return _head(identity, *_meant(reply))
 
 
 def _run_of(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:

@@ -38,15 +38,21 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
     dfs:{GEN.B}:e:F     HASH    name -> entry: the state, tombstones too
     dfs:{GEN.B}:s:F     SET     names of the folders below; says nothing about which exist
 
+    dfs:{task.T}:m      HASH    rank -> instance (16 bytes), since (u64, us), what is kept of that
+                                master; `secret` of the task; `state`: when any of it last changed
+    dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; both end with the last
+
     dfs:{sync.N}:       HASH    written to a node whose log is waited for; N chooses the node
 
-ID is an identity (32 digits), GEN 16 digits, F a folder: 16 bytes, the hash of its parent and name.
+ID is an identity (32 digits), GEN 16 digits, F a folder: 16 bytes, the hash of its parent and name;
+T a task: 32 digits, from the hash of its dataset, user and name.
 An **entry** is `RECORD` (48 bytes) and the ID of the chunk that holds it (16), and, unless its
 stamp is its own place and it has no tail, stamp (20) and tail; nearly all have 64 bytes.
 
 A file takes some 150 bytes besides its name; that is there as it is (`e:`) and, packed by LZ4, in
 `n`. All but `users` is made again from the chunks by `rebuild`: from `x` to `s`, and `c`,
-`t`, `m`; `u`, `b` and `h` start empty.
+`t`, `m`; `u`, `b` and `h` start empty. Tasks are no metadata: whoever is in one says so every few
+seconds.
 """
 
 import struct
@@ -298,6 +304,12 @@ def check_entry(entry: bytes) -> bytes:
     if len(entry) != PLAIN_BYTES and len(entry) < EXTENDED_BYTES:
         raise damaged("an entry of another length")
     return entry
+
+
+def task_keys(digest: bytes) -> tuple[bytes, bytes]:
+    """The keys of a task, by what stands for its name: `m` and `u`."""
+    prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
+    return prefix + b"m", prefix + b"u"
 
 
 def sync_key(number: int) -> bytes:

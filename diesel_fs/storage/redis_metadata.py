@@ -42,22 +42,24 @@ from diesel_fs.errors import (
     NotFoundError,
     UsageError,
 )
+from diesel_fs.storage.holding import Holding
 from diesel_fs.storage.metadata import (
     HOLD_S_MAX,
     Batch,
     Changes,
     ChunkRecord,
     Hold,
+    Late,
     Marker,
     MetadataStore,
     StampedRows,
 )
+from diesel_fs.storage.rebuilding import rebuild
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_commits import Begun, Commits, Leaving, Unsettled
 from diesel_fs.storage.redis_forgetting import Candidate, Lost, in_portions, leaving
 from diesel_fs.storage.redis_generations import Building, clean, new_generation
 from diesel_fs.storage.redis_head import Head, Refused, Unknown, has_lost, no_such
-from diesel_fs.storage.redis_holding import Holding
 from diesel_fs.storage.redis_keys import (
     DEAD_KEY,
     HOLES_PER_FIELD,
@@ -238,10 +240,13 @@ class RedisMetadata(MetadataStore):
         self._link.patiently(lambda: self._commits.ask(DROP, [NAMES_KEY, DEAD_KEY, *own]))
         self._clean()
 
-    def rebuild(self, name: str, identity: UUID, batches: Iterable[Batch]) -> int:
-        generation = new_generation(self._buckets)
-        building = Building(self._link, self._commits, self.hold, generation, identity)
-        version = building.run(name, batches, lambda: self._clock_ns() // 1000)
+    def rebuild(
+        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+    ) -> int:
+        building = Building(
+            self._link, self._commits, new_generation(self._buckets), name, identity, self._clock_ns
+        )
+        version = rebuild(self, identity, building, batches, late)
         self._clean()
         return version
 

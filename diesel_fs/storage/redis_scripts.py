@@ -15,6 +15,7 @@ from diesel_fs.storage.redis_bucket_scripts import (
     UNAPPLY,
     script,
 )
+from diesel_fs.storage.redis_task_scripts import JOIN, LEAVE
 
 _HEAD = """
 local schema = redis.call('GET', KEYS[1])
@@ -400,4 +401,5 @@ return {'ok', version}
 ALL = (
     LOOK, CREATE, DROP, BEGIN, COMMIT, DOUBT, VOUCH, APPLIED, HOLD, ABANDON,
     BUILD, CONDEMN, SWITCH, APPLY, FOLDERS, SET_USERS, FORGET, UNAPPLY,
+    JOIN, LEAVE,
 )  # fmt: skip

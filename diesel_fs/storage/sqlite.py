@@ -1,21 +1,24 @@
 """The embedded metadata store: one SQLite file beside the chunks.
 
-Owned here: datasets and holds, and what is one transaction. Not owned: tables (`sqlite_schema.py`),
-folding a chunk in (`sqlite_fold.py`), reading entries (`sqlite_rows.py`), connections, locks and
-errors (`sqlite_file.py`). Safe from threads, processes and forked children; writers of all datasets
+Owned here: commits and holds, and what is one transaction. Not owned: tables (`sqlite_schema.py`),
+markers (`sqlite_datasets.py`), folding a chunk in (`sqlite_fold.py`), rebuilding
+(`sqlite_aside.py`), reading entries (`sqlite_rows.py`), connections, locks and errors
+(`sqlite_file.py`). Safe from threads, processes and forked children; writers of all datasets
 of a repository take turns, readers (in WAL mode) wait for nobody.
 """
 
 # Statements are put together from constants only; values always travel as parameters.
 # ruff: noqa: S608
 
+import logging
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -23,7 +26,13 @@ import numpy.typing as npt
 
 from diesel_fs.chunk_id import LOWEST, chunk_id_text, stamp
 from diesel_fs.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
-from diesel_fs.errors import BusyError, ConflictError, NoSuchDataset, NotFoundError, UsageError
+from diesel_fs.errors import (
+    BusyError,
+    DieselError,
+    NoSuchDataset,
+    NotFoundError,
+    UsageError,
+)
 from diesel_fs.storage.metadata import (
     DIGEST_MODULUS,
     HOLD_S_MAX,
@@ -31,14 +40,25 @@ from diesel_fs.storage.metadata import (
     Changes,
     ChunkRecord,
     Hold,
+    Late,
     Marker,
     MetadataStore,
     StampedRows,
     chunks_digest,
     next_version,
 )
+from diesel_fs.storage.rebuilding import rebuild
+from diesel_fs.storage.sqlite_aside import BuiltAside, clean, put_aside
+from diesel_fs.storage.sqlite_datasets import (
+    all_datasets,
+    insert,
+    named,
+    of_identity,
+    of_name,
+    write,
+)
 from diesel_fs.storage.sqlite_file import DEADLINE_S, SqliteFile
-from diesel_fs.storage.sqlite_fold import Fold
+from diesel_fs.storage.sqlite_fold import fold_chunks
 from diesel_fs.storage.sqlite_rows import (
     COLUMNS,
     Folders,
@@ -56,15 +76,11 @@ from diesel_fs.storage.sqlite_rows import (
 from diesel_fs.storage.sqlite_runs import find, runs_in
 from diesel_fs.storage.sqlite_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 
-_MARKER = "number, identity, name, version, files, bytes, chunks, digest, newest"
+log = logging.getLogger("diesel.metadata")
+
 _HOLD_POLL_S = 0.02
 
 T = TypeVar("T")
-
-
-class _Dataset(NamedTuple):
-    number: int
-    marker: Marker
 
 
 class SqliteMetadata(MetadataStore):
@@ -110,75 +126,39 @@ class SqliteMetadata(MetadataStore):
 
     def markers(self) -> list[Marker]:
         with self._file.reading() as db:
-            return [
-                _dataset(row).marker
-                for row in db.execute(f"SELECT {_MARKER} FROM dataset ORDER BY name")
-            ]
+            return [found.marker for found in all_datasets(db)]
 
     def marker(self, name: str) -> Marker:
         with self._file.reading() as db:
-            row = db.execute(f"SELECT {_MARKER} FROM dataset WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
-        return _dataset(row).marker
+            return of_name(db, name).marker
 
     def create(self, name: str, identity: UUID) -> Marker:
         with self._file.writing() as db:
-            return self._create(db, name, identity)
+            found = named(db, name, identity)
+            if found is None:
+                insert(db, Marker(identity, name, 0, 0, 0, 0, 0, LOWEST))
+            return found.marker if found else of_identity(db, identity).marker
 
     def drop(self, identity: UUID) -> None:
-        with self._file.writing() as db:
-            self._drop(db, identity)
+        with self._file.writing() as db, suppress(NoSuchDataset):
+            number = of_identity(db, identity).number
+            put_aside(db, number)
+            db.execute("DELETE FROM hold WHERE dataset = ?", (number,))
+        self._clean()
 
-    def rebuild(self, name: str, identity: UUID, batches: Iterable[Batch]) -> int:
-        with self._file.writing() as db:
-            row = db.execute("SELECT version FROM dataset WHERE identity = ?", (identity.bytes,))
-            (version,) = row.fetchone() or (0,)
-            self._drop(db, identity)
-            self._create(db, name, identity)
-            number, marker = self._find(db, identity)
-            marker = replace(marker, version=version)
-            known: set[ChunkId] = set()
-            for batch in batches:
-                if batch.check().chunk.id not in known:
-                    known.add(batch.chunk.id)
-                    marker = self._fold(db, number, marker, [batch])
-            self._write(db, number, marker)
-        return marker.version
+    def rebuild(
+        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+    ) -> int:
+        aside = BuiltAside(self._file, self._clock_ns, name, identity)
+        version = rebuild(self, identity, aside, batches, late)
+        self._clean()
+        return version
 
-    def _create(self, db: sqlite3.Connection, name: str, identity: UUID) -> Marker:
-        same = db.execute(
-            f"SELECT {_MARKER} FROM dataset WHERE name = ? OR identity = ?",
-            (name, identity.bytes),
-        ).fetchall()
-        if not same:
-            db.execute(
-                "INSERT INTO dataset (identity, name, version, files, bytes, chunks, digest,"
-                " newest) VALUES (?, ?, 0, 0, 0, 0, ?, ?)",
-                (identity.bytes, name, bytes(16), LOWEST),
-            )
-            return Marker(identity, name, 0, 0, 0, 0, 0, LOWEST)
-        found = _dataset(same[0]).marker
-        if len(same) > 1 or (found.name, found.identity) != (name, identity):
-            raise ConflictError(
-                f"dataset {found.name!r} has the identity {found.identity}, so none can be"
-                f" {name!r} with {identity}"
-            )
-        return found
-
-    def _drop(self, db: sqlite3.Connection, identity: UUID) -> None:
-        folders = "(SELECT number FROM folder WHERE dataset = ?)"
-        chunks = "(SELECT number FROM chunk WHERE dataset = ?)"
-        row = db.execute("SELECT number FROM dataset WHERE identity = ?", (identity.bytes,))
-        for number in row.fetchall():
-            db.execute(f"DELETE FROM entry WHERE folder IN {folders}", number)
-            db.execute(f"DELETE FROM part WHERE folder IN {folders}", number)
-            db.execute(f"DELETE FROM run WHERE folder IN {folders}", number)
-            db.execute(f"DELETE FROM span WHERE chunk IN {chunks}", number)
-            db.execute(f"DELETE FROM hole WHERE chunk IN {chunks}", number)
-            for table in ("folder", "chunk", "hold"):
-                db.execute(f"DELETE FROM {table} WHERE dataset = ?", number)
-            db.execute("DELETE FROM dataset WHERE number = ?", number)
+    def _clean(self) -> None:
+        try:
+            clean(self._file, self._clock_ns)
+        except DieselError as error:
+            log.info("what was replaced or deleted takes room for now: %s", error.message)
 
     # Commits
 
@@ -198,7 +178,7 @@ class SqliteMetadata(MetadataStore):
     def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
         """The version after the commit; None while somebody holds commits back."""
         with self._file.writing() as db:
-            number, marker = self._find(db, identity)
+            number, marker = of_identity(db, identity)
             known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
             new = [
                 batch
@@ -209,8 +189,9 @@ class SqliteMetadata(MetadataStore):
                 return marker.version
             if self._is_held(db, number):
                 return None
-            folded = self._fold(db, number, marker, new)
-            self._write(db, number, folded)
+            version = next_version(marker.version, self._clock_ns())
+            folded = fold_chunks(db, number, marker, new, version)
+            write(db, number, folded)
         return folded.version
 
     def forget(
@@ -227,7 +208,7 @@ class SqliteMetadata(MetadataStore):
     ) -> int | None:
         """How many chunks are forgotten now; None while somebody holds commits back."""
         with self._file.writing() as db:
-            number, marker = self._find(db, identity)
+            number, marker = of_identity(db, identity)
             others = (chunk for chunk in chunks if chunk != marker.newest)
             empty = empty_chunks(db, number, others, tombstones=tombstones)
             if not empty:
@@ -243,45 +224,8 @@ class SqliteMetadata(MetadataStore):
                 chunks=marker.chunks - len(empty),
                 digest=digest % DIGEST_MODULUS,
             )
-            self._write(db, number, left)
+            write(db, number, left)
         return len(empty)
-
-    def _fold(
-        self, db: sqlite3.Connection, number: int, marker: Marker, batches: Sequence[Batch]
-    ) -> Marker:
-        """The marker after chunks have been folded in, all at its one new version."""
-        version = next_version(marker.version, self._clock_ns())
-        folders = Folders(db, number)
-        files, total = marker.files, marker.bytes
-        for batch in batches:
-            fold = Fold(db, number, folders, batch, version)
-            fold.run()
-            files, total = files + fold.files, total + fold.bytes
-        chunks = [batch.chunk.id for batch in batches]
-        return replace(
-            marker,
-            version=version,
-            files=files,
-            bytes=total,
-            chunks=marker.chunks + len(chunks),
-            digest=chunks_digest(chunks, marker.digest),
-            newest=max(marker.newest, *chunks),
-        )
-
-    def _write(self, db: sqlite3.Connection, number: int, marker: Marker) -> None:
-        db.execute(
-            "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
-            " newest = ? WHERE number = ?",
-            (
-                marker.version,
-                marker.files,
-                marker.bytes,
-                marker.chunks,
-                marker.digest.to_bytes(16, "big"),
-                marker.newest,
-                number,
-            ),
-        )
 
     def durable(self) -> None:
         if not self._file.durable_commits:
@@ -294,7 +238,7 @@ class SqliteMetadata(MetadataStore):
         token = secrets.token_bytes(16)
         now = self._now()
         with self._file.writing() as db:
-            number, _ = self._find(db, identity)
+            number, _ = of_identity(db, identity)
             over = "DELETE FROM hold WHERE until < ? OR until > ?"
             db.execute(over, (now, now + HOLD_S_MAX))
             db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
@@ -321,7 +265,7 @@ class SqliteMetadata(MetadataStore):
         select = f"SELECT {COLUMNS}, entry.stamp FROM entry WHERE folder = ? AND name = ?"
         found, stamps = Gathered(), []
         with self._file.reading() as db:
-            folders = Folders(db, self._find(db, identity).number)
+            folders = Folders(db, of_identity(db, identity).number)
             for path in dict.fromkeys(paths):
                 folder, name = split(path)
                 number = folders.number(folder)
@@ -350,7 +294,7 @@ class SqliteMetadata(MetadataStore):
         select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
         found = Gathered()
         with self._file.reading() as db:
-            folders = Folders(db, self._find(db, identity).number)
+            folders = Folders(db, of_identity(db, identity).number)
             number = folders.number(folder)
             if number is not None:
                 rows: dict[bytes, Row] = {row[0]: row for row in db.execute(select, (number,))}
@@ -367,14 +311,14 @@ class SqliteMetadata(MetadataStore):
 
     def changes(self, identity: UUID, since: int) -> Changes:
         with self._file.reading() as db:
-            number, marker = self._find(db, identity)
+            number, marker = of_identity(db, identity)
             table = all_chunks(db, number)
             found = newer(db, number, since) if since > 0 else everything(db, number)
         return Changes(marker, found.rows(table), table.infos)
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
         with self._file.reading() as db:
-            number = self._find(db, identity).number
+            number = of_identity(db, identity).number
             return [
                 ChunkRecord(ChunkId(row[0]), *row[1:])
                 for row in db.execute(
@@ -387,32 +331,10 @@ class SqliteMetadata(MetadataStore):
 
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
         with self._file.reading() as db:
-            number = self._find(db, identity).number
+            number = of_identity(db, identity).number
             select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
             found = db.execute(select, (number, chunk)).fetchone()
             if found is None:
                 raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
             places = db.execute("SELECT place FROM hole WHERE chunk = ? ORDER BY place", found)
             return np.fromiter((place for (place,) in places), np.uint32)
-
-    def _find(self, db: sqlite3.Connection, identity: UUID) -> _Dataset:
-        select = f"SELECT {_MARKER} FROM dataset WHERE identity = ?"
-        row = db.execute(select, (identity.bytes,)).fetchone()
-        if row is None:
-            raise NoSuchDataset(f"the metadata store knows no dataset with identity {identity}")
-        return _dataset(row)
-
-
-def _dataset(row: tuple[int, bytes, str, int, int, int, int, bytes, bytes]) -> _Dataset:
-    number, identity, name, version, files, total, chunks, digest, newest = row
-    marker = Marker(
-        UUID(bytes=identity),
-        name,
-        version,
-        files,
-        total,
-        chunks,
-        int.from_bytes(digest, "big"),
-        ChunkId(newest),
-    )
-    return _Dataset(number, marker)

@@ -8,6 +8,8 @@ is complete. Everything happens inside the caller's transaction, in one thread.
 # ruff: noqa: S608
 
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
 from diesel_fs.errors import CorruptError
-from diesel_fs.storage.metadata import Batch
+from diesel_fs.storage.metadata import Batch, Marker, chunks_digest
 from diesel_fs.storage.sqlite_rows import Folders
 from diesel_fs.storage.sqlite_runs import insert, make_way, segments
 
@@ -58,6 +60,28 @@ class _Row(NamedTuple):
     def extents(self) -> int:
         """How many extents the file has, where it has several; otherwise 0 or 1."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
+
+
+def fold_chunks(
+    db: sqlite3.Connection, number: int, marker: Marker, batches: Sequence[Batch], version: int
+) -> Marker:
+    """The marker after chunks have been folded in that are not known yet, all at one version."""
+    folders = Folders(db, number)
+    files, total = marker.files, marker.bytes
+    for batch in batches:
+        fold = Fold(db, number, folders, batch, version)
+        fold.run()
+        files, total = files + fold.files, total + fold.bytes
+    chunks = [batch.chunk.id for batch in batches]
+    return replace(
+        marker,
+        version=version,
+        files=files,
+        bytes=total,
+        chunks=marker.chunks + len(chunks),
+        digest=chunks_digest(chunks, marker.digest),
+        newest=max(marker.newest, *chunks) if chunks else marker.newest,
+    )
 
 
 class Fold:

@@ -18,6 +18,8 @@ part     extents of versions that are neither complete nor beaten by the entry t
 hole     places whose entry has been replaced or deleted.
 hold     who holds commits back, and until when (seconds since 1970).
 sync     a row to change where nothing but a sync is wanted.
+aside    numbers whose rows are nobody's: being built (`beat`: when that was last said, in seconds
+         since 1970), or to be removed (0). Made with its first row.
 """
 
 APPLICATION_ID = 0x4453454C  # "DSEL"
@@ -67,3 +69,5 @@ CREATE TABLE hold (token BLOB PRIMARY KEY, dataset INTEGER NOT NULL, until REAL 
 CREATE TABLE sync (count INTEGER NOT NULL);
 INSERT INTO sync VALUES (0);
 """
+
+ASIDE = "CREATE TABLE IF NOT EXISTS aside (dataset INTEGER PRIMARY KEY, beat REAL NOT NULL)"

@@ -33,6 +33,7 @@ from diesel_fs.errors import (
     NoSuchDataset,
     NoSuchPath,
 )
+from diesel_fs.housekeeping import reclaimable_bytes
 from diesel_fs.messages import Fields, Message
 from diesel_fs.names import shown
 from diesel_fs.repository import Repository
@@ -102,6 +103,7 @@ class Asking:
         self._sending = trio.CapacityLimiter(_SNAPSHOT_THREADS)
         self._computing = trio.CapacityLimiter(_COMPUTE_THREADS)
         self._finding = trio.CapacityLimiter(_FIND_THREADS)
+        self._counting = Rounds(self._reclaimable, trio.CapacityLimiter(1))
 
     # Datasets
 
@@ -334,6 +336,14 @@ class Asking:
             return Reply({"newest": await self._in_thread(lambda: shelf.newest(known.identity))})
         found = await self._in_thread(lambda: shelf.kept(known.identity))
         return Reply({"kept": [[*each] for each in found]})
+
+    async def reclaimable(self, request: Request, name: str) -> Reply:
+        """About how much a purge can give back. Who asks meanwhile waits for the next count."""
+        with plainly(name):
+            return Reply({"result": {"bytes": await self._counting.ask(name)}})
+
+    def _reclaimable(self, name: str) -> int:
+        return reclaimable_bytes(self._repository, name, self._repository.view(name))
 
     # Bytes
 

@@ -89,8 +89,19 @@ class Channel(ABC):
 
     async def send(self, parts: Sequence[Bytes]) -> None:
         """Send parts, one after the other. Cancelled, the connection is of no more use."""
+        await self.send_left(self.send_now(parts))
+
+    def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
+        """Send of parts what can be sent without waiting; what is left of them, for `send_left`."""
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         self.sent_bytes += sum(view.nbytes for view in views)
+        try:
+            return self._send_now(views)
+        except OSError as error:
+            raise Gone from error
+
+    async def send_left(self, views: list[memoryview]) -> None:
+        """Send what is left. Cancelled, the connection is of no more use."""
         try:
             await self._send(views)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -107,6 +118,10 @@ class Channel(ABC):
     async def _receive(self, room: memoryview) -> int:
         """Some bytes; 0 at the end."""
 
+    def _send_now(self, views: list[memoryview]) -> list[memoryview]:
+        """What of them cannot be sent at once: all, unless a channel knows better."""
+        return views
+
     @abstractmethod
     async def _send(self, views: list[memoryview]) -> None:
         """All bytes."""
@@ -121,30 +136,48 @@ class Channel(ABC):
 
 
 class SocketChannel(Channel):
-    """A socket without TLS."""
+    """A socket without TLS, which is taken over. It is not trio's any more: those go through the
+    loop twice for each call, which costs more than a small request's other bytes."""
 
     def __init__(self, accepted: trio.socket.SocketType) -> None:
         super().__init__()
-        self._socket = accepted
+        self._socket = socket.socket(fileno=accepted.detach())
+        self._socket.setblocking(False)
 
     async def _receive(self, room: memoryview) -> int:
-        return await self._socket.recv_into(room)
+        while True:
+            await trio.lowlevel.wait_readable(self._socket)
+            try:
+                return self._socket.recv_into(room)
+            except BlockingIOError:
+                continue
+
+    def _send_now(self, views: list[memoryview]) -> list[memoryview]:
+        at = 0
+        try:
+            sent = self._socket.sendmsg(views[:_PARTS_AT_ONCE])
+        except BlockingIOError:
+            return views
+        while at < len(views) and sent >= views[at].nbytes:
+            sent -= views[at].nbytes
+            at += 1
+        left = views[at:]
+        if sent:
+            left[0] = left[0][sent:]
+        return left
 
     async def _send(self, views: list[memoryview]) -> None:
-        at = 0
-        while at < len(views):
-            sent = await self._socket.sendmsg(views[at : at + _PARTS_AT_ONCE])
-            while at < len(views) and sent >= views[at].nbytes:
-                sent -= views[at].nbytes
-                at += 1
-            if sent:
-                views[at] = views[at][sent:]
+        while views:
+            await trio.lowlevel.wait_writable(self._socket)
+            views = self._send_now(views)
 
     async def _end_sending(self) -> None:
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
 
 
 class StreamChannel(Channel):

@@ -110,6 +110,7 @@ class Connection:
         self._channel: Channel | None = None
         self._account = Account("", b"")
         self._account_s = 0.0
+        self._secured = False
         self._writing = trio.Lock()
         self._slots = trio.Semaphore(limits.REQUESTS_PER_CONNECTION_MAX)
         self._ids: set[int] = set()
@@ -199,6 +200,7 @@ class Connection:
     async def _greeted(self) -> tuple[bytes, bytes]:
         """The nonce that the client got, or none, and the binding."""
         self._channel, binding = await self._opener()
+        self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
         said = bytes(await self._channel.exactly(wire.GREETING_BYTES))
         try:
@@ -260,18 +262,26 @@ class Connection:
             self._nursery = nursery
             try:
                 while await self._next_begins():
-                    await self._slots.acquire()
+                    try:
+                        self._slots.acquire_nowait()  # which is no turn of the loop
+                    except trio.WouldBlock:
+                        await self._slots.acquire()
                     if not await self._begun(nursery):
                         self._slots.release()
             except (Gone, CorruptError) as error:
                 ended = error
                 nursery.cancel_scope.cancel()
-        if ended is not None:
-            raise ended
+        try:
+            if ended is not None:
+                raise ended
+        finally:
+            ended = None  # it holds this frame, and frames that hold payloads: a cycle of megabytes
 
     async def _next_begins(self) -> bool:
         """Wait for the next request; False where there is none to wait for."""
         while not (self._service.going and not self._ids):
+            if self._open_channel.holds(1):
+                return True
             with trio.CancelScope() as self._waiting:
                 self._waiting.deadline = trio.current_time() + limits.IDLE_S
                 await self._open_channel.wait()
@@ -319,7 +329,7 @@ class Connection:
             self._service.by_user[owner] += 1
             self._service.cells.set("diesel_requests_under_way", value=self._service.under_way)
             self._service.cells.set("diesel_payload_bytes", value=self._service.budget.held)
-            request = Request(message, payload, self._account, self._peer)
+            request = Request(message, payload, self._account, self._peer, self._secured)
             nursery.start_soon(self._respond, request, number, do, held)
             given = True
             return True
@@ -380,6 +390,7 @@ class Connection:
         with self._deadline(payload_bytes):
             await self._open_channel.drop(payload_bytes)
         await self._answer_error(number, error, refusal.retry_after_s)
+        await trio.lowlevel.checkpoint()  # there may be hundreds of them in the buffer
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
         """Run a request's handler and answer. Ends the connection where it cannot be answered."""
@@ -457,9 +468,17 @@ class Connection:
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
         """Send a frame, whole or to the connection's end. Raises Gone."""
-        async with self._writing:
-            with self._deadline(size):
-                await self._open_channel.send(parts)
+        try:
+            self._writing.acquire_nowait()
+        except trio.WouldBlock:
+            await self._writing.acquire()
+        try:
+            left = self._open_channel.send_now(parts)
+            if left:  # mostly none is: a deadline costs more than a call
+                with self._deadline(size):
+                    await self._open_channel.send_left(left)
+        finally:
+            self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
         """The next so many bytes, within the time for them. Raises Gone."""

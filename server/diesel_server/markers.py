@@ -3,6 +3,9 @@
 Owned here: that an answer is of a moment after the request came, that requests share a look, and
 that they do not queue up behind a metadata store that is away: who asks then is told so at once,
 while one look goes on trying. Not owned: what is done with it. In the loop of one worker.
+
+A look is a glance (`redis_glances.py`) where that proves something, which needs no thread; else the
+metadata store is asked the long way.
 """
 
 import threading
@@ -18,7 +21,8 @@ from diesel_fs.errors import DeadlineError, DieselError, MetadataBehind, Metadat
 from diesel_fs.repository import Repository
 from diesel_fs.storage.metadata import Marker
 
-from .rounds import Rounds
+from .redis_glances import RedisGlances
+from .rounds import LoopRounds
 
 ANSWER_S = 8.0
 """How long a look may take: some round trips of a second each, which is a slow Redis."""
@@ -46,10 +50,17 @@ class Look:
 class Markers:
     """Looks at the markers of a repository's datasets."""
 
-    def __init__(self, repository: Repository, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        clock: Callable[[], float] = time.monotonic,
+        glances: RedisGlances | None = None,
+    ) -> None:
         self._repository = repository
         self._clock = clock
-        self._rounds = Rounds(self._look, trio.CapacityLimiter(_THREADS))
+        self._glances = glances
+        self._rounds = LoopRounds(self._look)
+        self._looking = trio.CapacityLimiter(_THREADS)
         self._threads = trio.CapacityLimiter(_THREADS)
         self._opening = threading.Lock()
         self._listed: dict[UUID, tuple[int, float]] = {}
@@ -101,9 +112,23 @@ class Markers:
     def _note(self, error: DieselError) -> None:
         self._down, self._down_until_s = error, self._clock() + DOWN_S
 
-    def _look(self, name: str) -> Look:
+    async def _look(self, name: str) -> Look:
+        marker: Marker | None = None
+        if self._glances is not None and self._repository.meta_problem is None:
+            marker = await self._glances.marker(name)
+        if marker is None:
+            return await trio.to_thread.run_sync(self._long_look, name, limiter=self._looking)
+        newest, listed_s = self._listed.get(marker.identity, (0, 0.0))
+        if newest <= marker.version and self._clock() < listed_s + _LISTED_S:
+            return Look(marker, False)
+        return await trio.to_thread.run_sync(self._compared, marker, limiter=self._looking)
+
+    def _long_look(self, name: str) -> Look:
         self.reopen()
-        marker = self._repository.meta.marker(name)
+        return self._compared(self._repository.meta.marker(name))
+
+    def _compared(self, marker: Marker) -> Look:
+        """A marker beside what the object store has of its dataset. May block."""
         newest, listed_s = self._listed.get(marker.identity, (0, 0.0))
         now_s = self._clock()
         if newest > marker.version or now_s >= listed_s + _LISTED_S:
@@ -113,6 +138,11 @@ class Markers:
             self._listed.clear()
         self._listed[marker.identity] = max(newest, marker.version), listed_s
         return Look(marker, behind)
+
+    def close(self) -> None:
+        """Let go of the loop's own connections. Repeatable."""
+        if self._glances is not None:
+            self._glances.close()
 
     def reopen(self) -> None:
         """Open a metadata store that could not be had when the server started. May block."""

@@ -16,6 +16,7 @@ class Request:
     payload: memoryview
     account: Account
     peer: str
+    secured: bool = False  # it came by TLS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""Blocking work that many requests wait for together.
+"""Work that many requests wait for together.
 
-Owned here: who shares a run with whom, and how many threads that takes. Not owned: the work. In the
-loop of one worker; what an `ask` or `add` does before its first wait is atomic.
+Owned here: who shares a run with whom, and, where it blocks, how many threads that takes. Not
+owned: the work. In the loop of one worker; what an `ask` or `add` does before its first wait is
+atomic.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import trio
@@ -30,16 +31,15 @@ class _Flight(Generic[V]):
         return self.result[0]
 
 
-class Rounds(Generic[K, V]):
-    """Runs of a function, one at a time for each key. Who asks gets the outcome of a run that began
-    afterwards, and shares it with all who asked before it began.
+class LoopRounds(Generic[K, V]):
+    """Runs of an `async` function, one at a time for each key. Who asks gets the outcome of a run
+    that began afterwards, and shares it with all who asked before it began.
 
     A run goes on where those who asked have gone.
     """
 
-    def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
+    def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
-        self._threads = threads
         self._next: dict[K, _Flight[V]] = {}
         self._at_work: set[K] = set()
 
@@ -70,15 +70,23 @@ class Rounds(Generic[K, V]):
         try:
             while (flight := self._next.pop(key, None)) is not None:
                 try:
-                    flight.result.append(
-                        await trio.to_thread.run_sync(self._run, key, limiter=self._threads)
-                    )
+                    flight.result.append(await self._run(key))
                 except Exception as error:
                     flight.error = error
                 finally:
                     flight.over.set()
         finally:
             self._at_work.discard(key)
+
+
+class Rounds(LoopRounds[K, V]):
+    """The same for a function that blocks: it runs in a thread."""
+
+    def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
+        async def in_thread(key: K) -> V:
+            return await trio.to_thread.run_sync(run, key, limiter=threads)
+
+        super().__init__(in_thread)
 
 
 class _Waiting(Generic[T, V]):

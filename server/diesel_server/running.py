@@ -53,7 +53,7 @@ class Runner:
     def __init__(
         self, handlers: Mapping[str, Handler], threads: Mapping[str, int] | None = None
     ) -> None:
-        self._handlers = dict(handlers)
+        self._handlers = {do: (handler, _is_async(handler)) for do, handler in handlers.items()}
         self._limiters = {
             kind: trio.CapacityLimiter(count) for kind, count in (threads or _THREADS).items()
         }
@@ -61,18 +61,20 @@ class Runner:
 
     async def run(self, do: str, request: Request, send: Send) -> None:
         """Answer a request. Raises whatever the handler does; ThreadsBusy; what `send` raises."""
-        handler = self._handlers.get(do)
+        handler, is_async = self._handlers.get(do, (None, False))
         if handler is None:
             raise UsageError(
                 f"this server does not know the request {do[:64]!r}", advice="update the server"
             )
         found: Answers
-        if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
+        if is_async:
             found = handler(request)
         else:
             plain: Callable[[Request], Answers] = handler
             found = await self._in_thread(do, lambda: plain(request), THREAD_WAIT_S)
-        if isinstance(found, Reply):
+        if inspect.iscoroutine(found):
+            await send(await found, False)
+        elif isinstance(found, Reply):
             await send(found, False)
         elif isinstance(found, Iterator):
             await self._send_all(do, found, send)
@@ -104,6 +106,11 @@ class Runner:
             return await trio.to_thread.run_sync(work, limiter=self._unlimited)
         finally:
             limiter.release_on_behalf_of(token)
+
+
+def _is_async(handler: Handler) -> bool:
+    """Whether it runs in the loop."""
+    return inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler)
 
 
 class _Parts:

@@ -23,6 +23,7 @@ from .directory import Directory, Known, check_role, plainly
 from .jobs import Jobs, Work
 from .markers import Markers
 from .requests import Handler, Reply, Request
+from .tasks import Tasks
 from .writing import Writing
 
 Named = Callable[[Request, str], Awaitable[Reply]]
@@ -30,10 +31,13 @@ Identified = Callable[[Request, Known], Awaitable[Reply]]
 
 
 def handlers(
-    repository: Repository, reads: MergedReads, pieces: SnapshotPieces
+    repository: Repository,
+    reads: MergedReads,
+    pieces: SnapshotPieces,
+    markers: Markers | None = None,
 ) -> dict[str, Handler]:
-    """All requests about datasets, by `do`."""
-    return Service(repository, reads, pieces).handlers()
+    """All requests about datasets, by `do`. Markers that are given are the caller's to close."""
+    return Service(repository, reads, pieces, markers or Markers(repository)).handlers()
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
@@ -51,16 +55,18 @@ class Service:
         repository: Repository,
         reads: MergedReads,
         pieces: SnapshotPieces,
+        markers: Markers,
     ) -> None:
         self._repository = repository
         self._directory = Directory(repository)
-        self._asking = Asking(repository, self._directory, Markers(repository), reads, pieces)
+        self._asking = Asking(repository, self._directory, markers, reads, pieces)
         self._writing = Writing(repository, self._directory, self._asking)
         self._jobs = Jobs()
+        self._tasks = Tasks(repository)
 
     def handlers(self) -> dict[str, Handler]:
         """All requests, by `do`."""
-        asking, writing = self._asking, self._writing
+        asking, writing, tasks = self._asking, self._writing, self._tasks
         return {
             "datasets": asking.datasets,
             "dataset": self._by_name(Role.READ, asking.dataset),
@@ -72,11 +78,14 @@ class Service:
             "read": self._by_identity(Role.READ, asking.read),
             "stat": self._by_identity(Role.READ, asking.stat),
             "list": self._by_identity(Role.READ, asking.listing),
+            "reclaimable": self._by_name(Role.READ, asking.reclaimable),
             "verify": self._verify,
             "recover": self._recover,
             "purge": self._purge,
             "lease": self._by_identity(Role.READ, writing.lease),
             "delete_dataset": self._by_name(Role.ADMIN, writing.delete_dataset),
+            "join": self._by_identity(Role.READ, tasks.join),
+            "leave": self._by_identity(Role.READ, tasks.leave),
         }
 
     # Who may

@@ -30,6 +30,8 @@ from diesel_fs.urls import RepositoryUrl, parse_url
 from .account_requests import account_handlers
 from .connection import Login as Logins
 from .login import Login
+from .markers import Markers
+from .redis_glances import glances_of
 from .requests import Handler, Reply, Request
 from .service import handlers, takes_payload
 from .task import Task
@@ -79,7 +81,8 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
     login = Login(lambda: open_accounts(url, objects, deadline_s=_ACCOUNTS_S))
     reads = MergedReads(tier)
     pieces = SnapshotPieces(_pieces_folder(place, objects.store_id))
-    table = {**handlers(repository, reads, pieces), **account_handlers(login)}
+    markers = Markers(repository, glances=glances_of(url))
+    table = {**handlers(repository, reads, pieces, markers), **account_handlers(login)}
     put = table["put"]
     assert inspect.iscoroutinefunction(put)
     table["put"] = _counted(put, cells)
@@ -90,6 +93,7 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
         if runs is not None:
             runs.close()
         login.close()
+        markers.close()
         reads.close()
         tier.close()
         repository.close()

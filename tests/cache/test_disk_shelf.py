@@ -66,6 +66,32 @@ def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
     assert held(one, key) == content
 
 
+def test_who_decides_itself_what_stands_here(place: Path, chunks: Chunks) -> None:
+    """It sees what is whole, lets go of it, and has its room at once."""
+    limit_bytes = sum(map(len, chunks.values()))
+    shelf = shelf_at(place, limit_bytes)
+    assert shelf.standing(next(iter(chunks)).identity) == []
+    assert shelf.room_bytes() == limit_bytes
+    for key, content in chunks.items():
+        put(shelf, key, content)
+    one, other, third, *_ = chunks
+    assert sorted(shelf.standing(one.identity)) == sorted(key.id for key in chunks)
+    assert shelf.room_bytes() == 0
+    shelf.evict([one, other, one])
+    freed_bytes = len(chunks[one]) + len(chunks[other])
+    assert shelf.room_bytes() == freed_bytes == limit_bytes - counted(shelf)
+    on_its_way = shelf.reserve(one, len(chunks[one]))
+    assert on_its_way is not None
+    assert sorted(shelf.standing(one.identity)) == sorted({key.id for key in [*chunks][2:]})
+    on_its_way.give_up()
+    assert shelf.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
+    idle(place)
+    assert shelf.make_room(freed_bytes + 1) > freed_bytes
+    shutil.rmtree(place)
+    assert shelf.room_bytes() == shelf.make_room(1) == 0
+    shelf.evict([third])
+
+
 # Which folders
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 
 import numpy as np
@@ -203,7 +204,7 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
     assert set(reader._flights) == {
         span_of(part) for each in (text, small) for part in reader._parts(each)
     }
-    flights = list(reader._flights.values())
+    flights = [each.contents for each in reader._flights.values()]
     wait(flights, timeout=10)
     before = slow.reads
     for entry, name in ((text, "text"), (small, "small")):
@@ -218,3 +219,123 @@ def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot
     assert contents(reader, view.files()) == expected(view)
     reader.ahead([view.files()])
     assert reader._threads is None
+
+
+class Joining(StoreWrapper):
+    """Takes many parts in one request, and counts those."""
+
+    joins_reads = True
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.requests: list[list[tuple[str, int, int]]] = []
+        self.delay_s = 0.0
+        self.waiting = self.most = 0
+        self._lock = threading.Lock()
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        with self._lock:
+            self.requests.append(list(parts))
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.waiting -= 1
+        return super().read_parts(parts)
+
+
+def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) -> None:
+    joining = Joining(store)
+    reader = ExtentReader(view, joining)
+    order = np.random.default_rng(1).permutation(view.files())
+    for unit in np.array_split(order, 4):
+        whole = contents(reader, unit)
+        assert whole == {each: expected(view)[each] for each in whole}
+    assert len(joining.requests) == 4
+    assert contents(reader, view.files()) == expected(view)
+    assert len(joining.requests) == 5
+    assert reader._threads is None
+
+
+def test_groups_have_limits_and_several_are_under_way(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "JOINED_BYTES", 100_000)
+    monkeypatch.setattr(extents_module, "JOINED_PIECES", 20)
+    monkeypatch.setattr(extents_module, "SPAN_BYTES", 30_000)
+    joining = Joining(store)
+    joining.delay_s = 0.03
+    reader = ExtentReader(view, joining)
+    assert contents(reader, view.files()) == expected(view)
+    assert joining.most > 2
+    for parts in joining.requests:
+        assert len(parts) <= 20
+        assert len(parts) == 1 or sum(size for _, _, size in parts) <= 100_000
+    assert not reader._flights
+
+
+def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None:
+    """Each piece once, also where the plan changes; what nobody wants any more is let go of."""
+    joining = Joining(store)
+    reader = ExtentReader(view, joining)
+    small = np.random.default_rng(2).permutation(view.files())
+    one, other, third, rest = small[:40], small[40:80], small[80:90], small[90:]
+    reader.ahead([one, other])
+    wait([each.contents for each in reader._flights.values()], timeout=10)
+    assert len(joining.requests) == 1
+    assert len(contents(reader, one)) == len(one)
+    reader.ahead([other, third])
+    wait([each.contents for each in reader._flights.values()], timeout=10)
+    assert len(joining.requests) == 2
+    assert len(contents(reader, other)) + len(contents(reader, third)) == 50
+    assert len(joining.requests) == 2
+    reader.ahead([rest])
+    reader.ahead([one])
+    assert set(reader._flights) == {span_of(part) for part in reader._parts(one)}
+    assert len(contents(reader, one)) == len(one)
+    assert not reader._flights
+
+
+def test_a_lost_chunk_among_others_costs_its_own_files_alone(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = ExtentReader(view, Joining(store))
+    [extent] = view.extents(view.lookup(b"n007"))
+    lost = reader._name(extent.chunk)
+
+    def missing(name: str, buffer: memoryview) -> None:
+        if name == lost:
+            raise ObjectMissing(f"no object {name}")
+
+    store.change = missing
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    outside = {
+        entry
+        for entry in expected(view)
+        if all(part.chunk != extent.chunk for part in view.extents(entry))
+    }
+    assert outside <= set(found)
+    assert len(outside) < len(expected(view))
+    assert all(found[entry] == expected(view)[entry] for entry in outside)
+    assert reader.stats()["lost"] >= 1
+    assert lost in caplog.text
+
+
+def test_damage_among_others_is_read_again_from_the_store(store: Counting, view: Snapshot) -> None:
+    again: list[str] = []
+
+    class Damaging(Joining):
+        def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+            for content in super().read_parts(parts):
+                damaged = bytearray(content)
+                damaged[-1] ^= 1
+                yield memoryview(damaged)
+
+        def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+            again.append(name)
+            self.inner.read_into(name, start, buffer)
+
+    reader = ExtentReader(view, Damaging(store))
+    assert contents(reader, view.files()) == expected(view)
+    assert reader.stats()["healed"] == len(again) > 3

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import available_memory as memory
 from diesel_fs.client import connect
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.fuse import MountRequest
-from diesel_fs.fuse import source as memory
 from diesel_fs.fuse.source import Memory, Source, SourceOpener
 
 
@@ -154,14 +154,14 @@ def test_a_mount_takes_a_part_of_what_its_container_has(
     (tmp_path / "groups" / name).parent.mkdir(parents=True)
     (tmp_path / "groups" / name).write_text(str(400 << 20))
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
-    assert Memory.of(0).total_bytes == (400 << 20) // memory.MEMORY_FRACTION
-    assert Memory.of(300 << 20).total_bytes == 300 << 20
+    assert Memory.of(MountRequest("", "", "")).total_bytes == (400 << 20) // memory.MEMORY_FRACTION
+    assert Memory.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
 
 
 def test_the_memory_of_a_mount_is_shared_out() -> None:
     """What is pushed and what the server keeps are together what was asked for."""
     for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
-        shares = Memory.of(asked_bytes)
+        shares = Memory(asked_bytes)
         assert shares.server_bytes(pushes=False) == asked_bytes
         assert shares.server_bytes(pushes=True) + shares.push_bytes == asked_bytes
         assert shares.push_bytes > asked_bytes // 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from uuid import UUID
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from diesel_fs import wire
@@ -23,9 +24,13 @@ from diesel_fs.fuse.plan_messages import PlanMessages
 from diesel_fs.fuse.protocol import Malformed, Op
 from diesel_fs.messages import unpacked
 from diesel_fs.snapshot import Snapshot
+from diesel_fs.task import hello
+from diesel_fs.task import wire as task_wire
 from tests.fuse.test_plan_messages import OF_VERSION, SNAPSHOT, announce
 
 SNAPSHOT_HEADER_BYTES = 640
+SIZES = np.array([1000, 1 << 31, 0], np.uint64)
+PARTS = task_wire.parts_of([(0, 0, 100), (1, 5, 90)])
 _HEADER = struct.Struct("<IIQQIIIHH")
 _POINT = bytes([0x58]) + bytes([0x66]) * 31  # the base point of Ed25519
 
@@ -100,6 +105,52 @@ def wires(content: bytes) -> None:
         wire.parse_head(content[wire.LENGTHS_BYTES :], wire.REQUEST)
 
 
+def peers(content: bytes) -> None:
+    """What a master gets of another one: greetings and hello, requests, answers."""
+    for parse in (hello.parse_greeting, hello.parse_welcome):
+        with suppress(ForeignError):
+            parse(content[: hello.GREETING_BYTES])
+    with suppress(CorruptError, UsageError):
+        hello.parse_hello(content[wire.LENGTHS_BYTES :])
+    if len(content) < task_wire.HEAD_BYTES:
+        return
+    rest = len(content) - task_wire.HEAD_BYTES
+    with suppress(CorruptError):
+        asked = task_wire.parse_request(content)
+        count = min(asked.counted, rest // task_wire.PART_BYTES)
+        task_wire.parse_parts(content, count, SIZES, start=task_wire.HEAD_BYTES)
+    with suppress(CorruptError):
+        head = task_wire.parse_answer(content)
+        task_wire.check_answer(head, task_wire.READ, len(PARTS), 200)
+        statuses = np.frombuffer(content, np.uint8, -1, task_wire.HEAD_BYTES)[: len(PARTS)]
+        if len(statuses) == len(PARTS):
+            task_wire.given_bytes(PARTS, statuses)
+
+
+def clients(content: bytes) -> None:
+    """What a master gets of a client, and a client of a master."""
+    head, body = content[: task_wire.HEAD_BYTES], content[task_wire.HEAD_BYTES :]
+    with suppress(CorruptError):
+        task_wire.parse_local_request(head)
+    for kind in range(task_wire.LOCAL_HELLO, task_wire.LOCAL_SHOW + 1):
+        with suppress(CorruptError):
+            told = task_wire.parse_local_answer(head, kind, len(PARTS))
+            if told.body_bytes == len(body):
+                task_wire.split_wanted(told, body)
+    for parse in (
+        task_wire.parse_local_hello,
+        task_wire.parse_local_welcome,
+        task_wire.parse_source,
+        task_wire.parse_show,
+        lambda body: task_wire.parse_placed(body, PARTS[:, 2], 300),
+        lambda body: task_wire.parse_chunks(body, len(SIZES)),
+        lambda body: task_wire.parse_damaged(body, SIZES),
+    ):
+        with suppress(CorruptError, UsageError):
+            parse(body)
+    task_wire.sentence_in(body)
+
+
 def account_text(content: bytes) -> None:
     """An export, and a public key, of whoever may give one."""
     with suppress(FormatError):
@@ -116,6 +167,8 @@ def seeds() -> dict[str, list[bytes]]:
     """What is good, to begin with, by target."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
+    said = hello.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))
+    placed = task_wire.placed_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     return {
         "request": [_HEADER.pack(_HEADER.size, op.value, 1, 1, 0, 0, 0, 0, 0) for op in Op],
@@ -127,6 +180,21 @@ def seeds() -> dict[str, list[bytes]]:
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],
         "wire": [wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST)],
+        "peers": [
+            hello.greeting(),
+            hello.welcome(bytes(32)),
+            hello.hello_frame(said, bytes(32)),
+            task_wire.request(1, task_wire.READ, task_wire.LOAD, PARTS),
+            task_wire.answer_head(1, task_wire.READ, b"\0\1", 100) + bytes(100),
+        ],
+        "clients": [
+            task_wire.local_request(
+                task_wire.LOCAL_HELLO, body=task_wire.local_hello(UUID(int=1), 1)
+            ),
+            task_wire.local_request(task_wire.LOCAL_READ, len(PARTS), PARTS.tobytes()),
+            task_wire.local_answer(task_wire.LOCAL_READ, len(PARTS), placed, [2]),
+            task_wire.local_refusal(task_wire.LOCAL_READ, "no"),
+        ],
         "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
     }
 
@@ -137,5 +205,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "chunk": chunk,
     "snapshot": snapshot,
     "wire": wires,
+    "peers": peers,
+    "clients": clients,
     "accounts": account_text,
 }

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -21,7 +21,7 @@ from diesel_fs.layout import chunk_object, lease_object
 from diesel_fs.leases import PURGE, Lease, PurgeLease
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository, WriteSession
-from diesel_fs.storage.metadata import Batch
+from diesel_fs.storage.metadata import Batch, Late
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..repository.test_interleavings import Writer, content
@@ -178,6 +178,29 @@ def test_P5_a_rebuild_beside_the_deletions(holed: Repository, tmp_path: Path) ->
     with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
         holed.objects = store
         purge(holed, "ds", NOW)
+    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+    assert known == set(chunks(holed))
+    assert shown(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
+    holed: Repository, tmp_path: Path
+) -> None:
+    """They are gone when the rebuild ends, which forgets them, too."""
+    rebuild = holed.meta.rebuild
+
+    def rebuild_slowly(name: str, identity: UUID, batches: Iterable[Batch], late: Late) -> int:
+        def then_purged() -> Iterator[Batch]:
+            yield from batches
+            with Repository.open(holed.url) as other:
+                assert purge(other, "ds", NOW).deleted > 4
+
+        return rebuild(name, identity, then_purged(), late)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holed.meta, "rebuild", rebuild_slowly)
+        assert recover(holed, "ds").problems == []
     known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
     assert known == set(chunks(holed))
     assert shown(holed) == facts(tmp_path / "source")

@@ -2,11 +2,13 @@
 
 import os
 import time
+from itertools import count
 from pathlib import Path
 from uuid import UUID
 
 import pytest
 
+from diesel_fs import leases
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
     CorruptError,
@@ -16,10 +18,21 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.housekeeping import PurgeOptions, purge
-from diesel_fs.layout import chunk_prefix, lease_object, snapshot_object
-from diesel_fs.leases import Lease, ReadLease, leased_versions
+from diesel_fs.layout import chunk_prefix, lease_object, lease_prefix, snapshot_object
+from diesel_fs.leases import (
+    EVERY_VERSION,
+    POLICY,
+    PURGE,
+    Lease,
+    Policy,
+    ReadLease,
+    give_lease,
+    leased_versions,
+    write_policy,
+)
 from diesel_fs.repository import Repository
 
+from ..storage.faulty_store import FaultyStore
 from ..trees import facts
 from ..writer.test_put import shown
 from .moved_clock import HOUR_S, MovedClock, moved_clock
@@ -132,10 +145,85 @@ def test_a_lease_ends_with_its_time_or_its_process(holed: Repository, clock: Mov
     holed.objects.replace(name, [dead.to_json()])
     assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
     holed.objects.replace(name, [b"no lease at all"])
-    assert leased_versions(holed.objects, view.identity, time.time()) == {0}
+    assert leased_versions(holed.objects, view.identity, time.time()) == {EVERY_VERSION}
     assert purge(holed, "ds", NOW).deleted == 0
     clock.ahead_s += 25 * HOUR_S
     assert purge(holed, "ds", NOW).deleted > 4
+
+
+def test_a_lease_on_nothing_holds_nothing(holed: Repository) -> None:
+    """Of a reader who has opened the dataset before there was anything in it."""
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, 0)
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert purge(holed, "ds", NOW).deleted > 4
+    lease.close()
+
+
+@pytest.mark.parametrize("version", [-1, -(1 << 63)])
+def test_a_lease_on_no_version_at_all_cannot_be_read(holed: Repository, version: int) -> None:
+    identity = holed.dataset("ds").identity
+    lease = Lease.own("0" * 32, version)
+    holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
+    assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
+    assert purge(holed, "ds", NOW).deleted == 0
+    holed.delete_dataset("ds")
+    assert any(holed.chunk_names(identity))
+
+
+@pytest.mark.parametrize("by", ["renewal", "server"])
+@pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
+def test_leases_that_ended_go_where_nobody_purges(
+    holed: Repository,
+    tmp_path: Path,
+    clock: MovedClock,
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    clock_ahead_s: int,
+) -> None:
+    """By the store's clock, whatever that of the reader says."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.01)
+    identity = holed.dataset("ds").identity
+    for number, ago_h in enumerate((0, 1, 23, 25, 400)):
+        give_lease(holed.objects, identity, f"{number:032x}", 1, 600)
+        age(tmp_path, identity, f"{number:032x}", ago_h)
+    holed.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
+    write_policy(holed.objects, identity, Policy())
+    for name in (PURGE, POLICY):
+        age(tmp_path, identity, name, 400)
+    clock.ahead_s += clock_ahead_s
+    monkeypatch.setattr(leases, "LOOK_ONCE_IN", 1)
+
+    def there() -> set[str]:
+        names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
+        return names & {PURGE, POLICY, *(f"{number:032x}" for number in range(5))}
+
+    expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
+    if by == "server":
+        give_lease(holed.objects, identity, "f" * 32, 1, 600)
+    else:
+        lease = ReadLease.take(holed.objects, identity, 1)
+        end_s = time.monotonic() + 20
+        while there() != expected and time.monotonic() < end_s:
+            time.sleep(0.01)
+        lease.close()
+    assert there() == expected
+
+
+def test_few_renewals_list_all_leases(holed: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity, draws = holed.dataset("ds").identity, count()
+    monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
+    with FaultyStore(holed.objects) as store:
+        for _ in range(320):
+            give_lease(store, identity, "f" * 32, 1, 600)
+    assert store.calls["list"] == 5
+
+
+def age(top: Path, identity: UUID, name: str, hours: float) -> None:
+    """Let the store say that a lease was written so long ago."""
+    file = top / "store" / lease_object(identity, name)
+    written_s = file.stat().st_mtime - hours * HOUR_S
+    os.utime(file, (written_s, written_s))
 
 
 def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: Repository) -> None:

@@ -17,9 +17,10 @@ from diesel_fs.layout import chunk_object, dataset_object, snapshot_object
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
 from diesel_fs.snapshots import _boot
-from diesel_fs.storage.metadata import Batch
+from diesel_fs.storage.metadata import Batch, Late
 from diesel_fs.writer import PutOptions, put_tree
 
+from ..storage.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
 from ..writer.test_put import shown
 from .test_interleavings import Writer, content
@@ -132,14 +133,57 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     sealed = writer.seal()
     real = repository.meta.rebuild
 
-    def rebuild(name: str, identity: UUID, batches: Iterable[Batch]) -> int:
+    def rebuild(name: str, identity: UUID, batches: Iterable[Batch], late: Late) -> int:
         sealed.commit()
-        return real(name, identity, batches)
+        return real(name, identity, batches, late)
 
     with monkeypatch.context() as patch:
         patch.setattr(repository.meta, "rebuild", rebuild)
         recover(repository, "ds")
     assert content(repository, b"f") == b"1"
+
+
+def test_C18_whole_puts_go_by_while_recover_reads_headers(filled: Repository, source: Path) -> None:
+    """Whatever they replace; what one of them had not committed when it was listed counts once."""
+    for i in range(3):
+        write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
+        put_tree(filled, "ds", source, options=ONE)
+    beside = Repository.open(filled.url)
+
+    def put(name: str) -> None:
+        write(source, {"a": name.encode(), "d/new": b"new"})
+        began_s = time.monotonic()
+        assert put_tree(beside, "ds", source, options=ONE).files == 2
+        assert time.monotonic() - began_s < 20
+
+    with beside, FaultyStore(filled.objects, Fault("get", "/chunks/", act=put, skip=1)) as store:
+        filled.objects = store
+        findings = recover(filled, "ds")
+        assert (findings.problems, findings.folded) == ([], 0)
+    assert shown(filled) == facts(source)
+    info = filled.dataset("ds")
+    assert info.marker is not None
+    assert info.marker.chunks == len([*filled.chunk_names(info.identity)])
+    assert verify(filled, "ds").problems == []
+
+
+def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
+    filled: Repository, source: Path, tmp_path: Path
+) -> None:
+    """One is through with its whole put while the other reads headers."""
+    filled.close()
+    (tmp_path / "store/meta.sqlite").unlink()
+
+    def put(_: str) -> None:
+        write(source, {"more": b"more"})
+        with Repository.open(filled.url) as quicker:
+            assert put_tree(quicker, "ds", source, options=ONE).files == 1
+
+    with Repository.open(filled.url, create=True) as slower:
+        with FaultyStore(slower.objects, Fault("get", "/chunks/", act=put)) as store:
+            slower.objects = store
+            slower.begin("ds")
+        assert shown(slower) == facts(source)
 
 
 def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(

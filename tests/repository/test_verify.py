@@ -3,18 +3,23 @@
 import os
 import sqlite3
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs import recovery
+from diesel_fs.chunk import CHUNK_BYTES_MIN, Header
 from diesel_fs.chunk_id import IdFields, chunk_id_text
+from diesel_fs.entries import ChunkId
 from diesel_fs.layout import chunk_object
-from diesel_fs.recovery import Findings, recover, verify
+from diesel_fs.recovery import HEADERS_AHEAD, Findings, recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.storage.metadata import Batch, Late
 from diesel_fs.storage.sqlite_runs import make_way
 from diesel_fs.writer import PutOptions, put_tree
 
@@ -24,12 +29,13 @@ from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
 
+OPTIONS = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+
 
 @pytest.fixture
 def filled(repository: Repository, tmp_path: Path) -> Repository:
     source = write(tmp_path / "source", FILES)
-    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-    put_tree(repository, "ds", source, options=options)
+    put_tree(repository, "ds", source, options=OPTIONS)
     return repository
 
 
@@ -200,3 +206,63 @@ def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
     findings = verify(filled, "ds")
     assert hits
     assert not findings.sound
+
+
+def test_headers_are_read_ahead_and_folded_in_their_order(
+    filled: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at once, and no more than that; fewer where they are large."""
+    for i in range(9):
+        write(tmp_path / "source", {f"more{i}-{j:02}": bytes([j]) * 8000 for j in range(40)})
+        put_tree(filled, "ds", tmp_path / "source", options=OPTIONS)
+    identity = filled.dataset("ds").identity
+    there = [*filled.chunk_names(identity)]
+    assert len(there) > HEADERS_AHEAD
+    lock, under_way, most = threading.Lock(), 0, 0
+    read_header, orders = filled.read_header, list[list[ChunkId]]()
+
+    def slowly(of: UUID, chunk: ChunkId) -> Header:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.01 if chunk[-1] % 2 else 0.002)
+        header = read_header(of, chunk)
+        with lock:
+            under_way -= 1
+        return header
+
+    rebuild = filled.meta.rebuild
+
+    def noted(name: str, of: UUID, batches: Iterable[Batch], late: Late) -> int:
+        found = [*batches]
+        orders.append([batch.chunk.id for batch in found])
+        return rebuild(name, of, found, late)
+
+    monkeypatch.setattr(filled, "read_header", slowly)
+    monkeypatch.setattr(filled.meta, "rebuild", noted)
+    recover(filled, "ds")
+    assert orders == [there]
+    assert HEADERS_AHEAD // 2 < most <= HEADERS_AHEAD
+    most = 0
+    monkeypatch.setattr(recovery, "ENTRIES_MAX", 4)
+    monkeypatch.setattr(recovery, "_ENTRIES_AHEAD", 4 * 3)
+    assert recover(filled, "ds").chunks == len(there)
+    assert 1 < most <= 3
+    assert shown(filled) == facts(tmp_path / "source")
+
+
+def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
+    filled: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = filled.meta.marker("ds")
+
+    def interrupted(_: UUID, chunk: ChunkId) -> Header:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled, "read_header", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recover(filled, "ds")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("header")]
+    assert filled.meta.marker("ds") == before

@@ -105,6 +105,21 @@ def test_accounts_through_a_server(site: Site) -> None:
     assert "cars" in site.ann("grant", "cars", "eve", "read", code=12).err
 
 
+def test_du_says_the_same_through_a_server(site: Site, tmp_path: Path) -> None:
+    """What can be given back, too, though a reader knows nothing of chunks."""
+    source = write(tmp_path / "more", {"large": bytes(range(256)) * 400})
+    for content in (b"1", b"2" * 3):
+        write(source, {"large": content * 100_000})
+        site.ann("put", source, "cars")
+    site.ann("rm", "cars/plain.txt")
+    for words in (["du"], ["du", "--json"], ["du", "--json", "pets"], ["du", "cars/large"]):
+        assert site.ann(*words).out == User(site.direct_url)(*words).out
+    counted = site.ann("du", "--json", "cars").objects[0]
+    assert int(str(counted["reclaimable_bytes"])) > 300
+    site.root("purge", "--grace", "0", "cars")
+    assert site.ann("du", "--json", "cars").out == User(site.direct_url)("du", "--json", "cars").out
+
+
 def test_what_a_user_may_not_read_it_cannot_see(site: Site, tmp_path: Path) -> None:
     """S10. Neither in a listing nor in an answer: a dataset that is not there looks the same."""
     assert site.ann("ls").out == b"cars\npets\n"

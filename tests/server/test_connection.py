@@ -3,10 +3,14 @@
 What waits, waits in the clock's time: these tests take no longer for it.
 """
 
+import gc
 import struct
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 from hypothesis import given, settings
@@ -237,6 +241,34 @@ def test_F7_a_payload_that_trickles_gives_its_memory_back() -> None:
         assert client.over_s == pytest.approx(allowed, rel=0.1)
 
     converse(main)
+
+
+def test_F7_what_a_client_has_sent_that_goes_is_freed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not when the collector of cycles comes: it knows nothing of megabytes."""
+    payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]()
+    real = np.empty
+
+    def empty(size: int, kind: type[np.uint8]) -> npt.NDArray[np.uint8]:
+        payload = real(size, kind)
+        payloads.append(weakref.ref(payload))
+        return payload
+
+    async def main(client: Client) -> None:
+        await client.log_in()
+        await client.send(request(1, payload=bytes(1 << 20))[: 1 << 19])
+        await trio.sleep(1)
+        await client.stream.aclose()
+        await client.over.wait()
+
+    monkeypatch.setattr("diesel_server.connection.np.empty", empty)
+    gc.disable()
+    try:
+        converse(main)
+        assert [payload() is None for payload in payloads] == [True]
+    finally:
+        gc.enable()
 
 
 def test_G6_an_answer_that_nobody_takes_ends_the_connection() -> None:

@@ -107,7 +107,9 @@ class Answer:
 class ScriptedS3:
     """The server, its objects by key, its script, and what was asked of it."""
 
-    def __init__(self, *script: Rule, page_keys: int = 1000) -> None:
+    def __init__(
+        self, *script: Rule, page_keys: int = 1000, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self.script = script
         self.page_keys = page_keys
         self.objects: dict[str, Stored] = {}
@@ -118,10 +120,10 @@ class ScriptedS3:
         self.stopped = threading.Event()
         self._busy = 0
         self._lock = threading.Lock()
-        self._server = _Listener(("127.0.0.1", 0), _Handler)
+        self._server = _Listener(address, _Handler)
         self._server.owner = self
         self.port = self._server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://{address[0]}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     def __enter__(self) -> Self:

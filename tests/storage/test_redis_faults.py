@@ -462,7 +462,7 @@ def test_C14_S8_wrong_passwords_and_missing_rights(
 COMMANDS = (
     "+info +evalsha +script|load +time +get +set +exists +unlink +rename +hget +hmget +hgetall"
     " +hset +hdel +hexists +hlen +hkeys +hvals +hincrby +hscan +sadd +sscan +lrange +llen +rpush"
-    " +lrem"
+    " +lrem +zadd +zrem +zscore +zcard +zrange +zrangebyscore +pexpire"
 ).split()
 """What an account needs."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
-from . import kernel, listing, mount, put, read, readers, server, shared, snapshot, window
+from . import kernel, listing, mount, put, read, readers, server, shared, snapshot, tasks, window
 
 Benchmark = Callable[[Workbench], list[Row]]
 
@@ -30,6 +30,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "server-stat": server.stat,
     "server-snapshot": server.snapshot,
     "server-read": server.read,
+    "tasks-reads": tasks.reads,
+    "tasks-mount": tasks.mounted,
+    "tasks-egress": tasks.egress,
+    "tasks-cold": tasks.cold,
+    "tasks-recovery": tasks.recovery,
+    "tasks-policies": tasks.policies,
+    "tasks-too-large": tasks.too_large,
 }
 
 

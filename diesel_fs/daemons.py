@@ -1,0 +1,113 @@
+"""Starting a program of ours that goes on by itself, and hearing whether it came up.
+
+Owned here: how it is detached, what it gets (one request on stdin, our environment without
+secrets), its report (JSON lines on stdout: `pid`, `warning`, `ready` or `error`), and its log. Not
+owned: what it does. Any thread.
+"""
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import DeadlineError, DieselError, PermissionDenied, revived
+
+LOG_LINES_SHOWN = 15
+
+_SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
+
+# The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
+# interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
+_DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def start(
+    command: Sequence[str],
+    text: bytes,
+    log: BinaryIO,
+    told: logging.Logger,
+    *,
+    what: str,
+    deadline_s: float,
+) -> Mapping[str, object]:
+    """Starts a daemon and returns what it says when it is ready.
+
+    What it warns of is a warning of `told` here, too. `what` is what comes up, for messages. Raises
+    the error that it reports, DieselError where it ends without a word, DeadlineError where it is
+    not ready in time: it is killed then.
+    """
+    detach = [sys.executable, "-I", "-S", "-c", _DETACH]
+    receiver, sender = os.pipe()
+    with open(receiver, "rb", buffering=0) as report:
+        try:
+            starter = subprocess.Popen(
+                [*detach, *command],
+                stdin=subprocess.PIPE,
+                stdout=sender,
+                stderr=log,
+                cwd="/",
+                env=environment(),
+                start_new_session=True,
+            )
+        finally:
+            os.close(sender)
+        with suppress(BrokenPipeError):
+            starter.communicate(text)
+        return _heard(report, told, what, deadline_s)
+
+
+def environment() -> dict[str, str]:
+    """Ours without secrets; the daemon finds the modules that we run."""
+    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _heard(
+    report: FileIO, told: logging.Logger, what: str, deadline_s: float
+) -> Mapping[str, object]:
+    pid, until_s, text = 0, time.monotonic() + deadline_s, b""
+    while select.select([report], [], [], max(0.0, until_s - time.monotonic()))[0]:
+        read = report.read(4096)
+        if not read:
+            raise DieselError(f"{what} did not come up")
+        *lines, text = (text + read).split(b"\n")
+        for line in map(json.loads, lines):
+            pid = line.get("pid", pid)
+            if "error" in line:
+                raise revived(line["error"], line["message"], line["advice"])
+            if "warning" in line:
+                told.warning("%s", line["warning"])
+            if "ready" in line:
+                found: Mapping[str, object] = line
+                return found
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    raise DeadlineError(f"{what} did not come up within {deadline_s:g} s")
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[BinaryIO]:
+    """A log, open at its end; readable by its owner alone. Raises PermissionDenied."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PermissionDenied(f"cannot write the log {path}: {error.strerror}") from error
+    with open(descriptor, "a+b") as log:
+        yield log
+
+
+def last_lines(log: BinaryIO, start: int) -> str:
+    """The end of what has been logged since `start`, to be added to a message."""
+    log.seek(start)
+    lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    return "".join(f"\n  | {line}" for line in lines)

@@ -1,0 +1,121 @@
+"""Where the masters of tasks register: in Redis, beside the metadata.
+
+Owned here: registrations under the keys of their task (`redis_keys.py`). Not owned: what becomes of
+them inside Redis (`redis_task_scripts.py`), who may register (the server), who renews
+(`task/registry.py`).
+
+Nothing here is worth waiting for: what Redis loses the next renewals bring back, the secret too.
+Whatever is found that nobody of us has written counts as not there. Safe from threads, processes
+and forked children.
+"""
+
+import functools
+import secrets
+from collections.abc import Mapping
+from typing import Self
+from uuid import UUID
+
+from diesel_fs.errors import BusyError, ConflictError, CorruptError, UsageError
+from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.redis_keys import task_keys
+from diesel_fs.storage.redis_link import RedisLink, ScriptCommand, Word, log
+from diesel_fs.storage.redis_replies import damaged, listed, octets, whole
+from diesel_fs.storage.redis_task_scripts import JOIN, LEAVE
+from diesel_fs.task.membership import MEMBERS_MAX, SECRET_BYTES, TTL_S, Member, TaskName
+from diesel_fs.task.registration import (
+    Registrations,
+    Standing,
+    Told,
+    packed_member,
+    unpacked_member,
+)
+
+DEADLINE_S = 2.0
+"""A renewal that takes longer leaves no time for the next before the registration is over."""
+
+_FRONT_BYTES = 24  # instance, since
+
+
+class RedisTasks(Registrations):
+    """Registrations in Redis."""
+
+    def __init__(self, link: RedisLink, ttl_s: float = TTL_S) -> None:
+        self._link = link
+        self._ttl_us = int(ttl_s * 1_000_000)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        store: UUID,
+        deadline_s: float = DEADLINE_S,
+        ttl_s: float = TTL_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Those at a URL (`redis_address.py`), of the repository over that object store.
+
+        Raises ConfigError, MetadataError, NewerVersionError.
+        """
+        link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
+        commits = Commits(link, lambda: 0)
+        try:
+            link.patiently(commits.check_schema)
+            link.patiently(lambda: commits.bind(store))
+        except BaseException:
+            link.close()
+            raise
+        return cls(link, ttl_s)
+
+    def __repr__(self) -> str:
+        return f"RedisTasks({self._link.address})"
+
+    def join(self, task: TaskName, me: Member, standing: Standing) -> Told:
+        """See `Registrations`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
+        offered = b"" if me.keyed else standing.secret or secrets.token_bytes(SECRET_BYTES)
+        words: list[Word] = [
+            me.rank, me.instance, standing.since, packed_member(me), offered, self._ttl_us,
+            standing.state, MEMBERS_MAX,
+        ]  # fmt: skip
+        reply = self._run(ScriptCommand(JOIN, task_keys(task.digest), words))
+        match reply[0]:
+            case b"newer":
+                raise ConflictError(
+                    f"a newer master of rank {me.rank} is in task {task.name!r}",
+                    advice="give each node a --rank of its own",
+                )
+            case b"full":
+                raise BusyError(f"task {task.name!r} has {MEMBERS_MAX} masters already")
+        since, state = whole(reply[1]), whole(reply[2])
+        secret = b"" if me.keyed else octets(reply[3], SECRET_BYTES)
+        members = _members(reply[4], reply[5]) if len(reply) > 4 else None
+        return Told(since, state, secret, members)
+
+    def leave(self, task: TaskName, me: Member) -> None:
+        """See `Registrations`. Raises as `join`."""
+        words: list[Word] = [me.rank, me.instance, self._ttl_us]
+        self._run(ScriptCommand(LEAVE, task_keys(task.digest), words))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _run(self, command: ScriptCommand) -> list[object]:
+        (reply,) = self._link.patiently(functools.partial(self._link.scripts, [command]))
+        found = listed(reply)
+        if not found:
+            raise damaged("an answer without a word about registrations")
+        return found
+
+
+def _members(ranks: object, values: object) -> tuple[Member, ...]:
+    """The members that a reply holds; what cannot be one is left out."""
+    found = []
+    for rank, value in zip(listed(ranks), listed(values), strict=True):
+        try:
+            packed = value if isinstance(value, bytes) else b""
+            instance, kept = packed[:16], packed[_FRONT_BYTES:]
+            found.append(unpacked_member(whole(rank), instance, kept))
+        except (UsageError, CorruptError) as error:
+            log.warning("a registration is left out: %s", error.message)
+    return tuple(found)

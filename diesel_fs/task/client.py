@@ -1,0 +1,429 @@
+"""What readers of a task see: the dataset's chunks as an object store that asks the master first.
+
+Owned here: which bytes come from chunks that are mapped, which through the window of a connection,
+which from the store itself, and which chunks are worth mapping. Not owned: connections (`link.py`),
+mappings (`mapped.py`), whether bytes are right (whoever reads checks them), which node has what.
+
+A reader never gets an error because of a master: what that does not give is read from the store.
+Thread-safe; a forked child may go on with its parent's.
+"""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout import chunk_of_object, identity_of_object
+from ..repository import Repository
+from ..snapshot import Snapshot
+from ..snapshots import snapshot_descriptor
+from ..storage.objects import ObjectStore, StoreWrapper, check_range
+from . import wire
+from .launch import join
+from .link import DEADLINE_S, PAUSE_S, WINDOW_BYTES, MasterLink
+from .mapped import MappedChunks
+from .request import TaskOptions, TaskRequest
+
+LEND_S = 60e-6
+"""What it costs to have a chunk lent: an exchange, and the mapping."""
+
+READ_S = 60e-6
+PART_S = 2e-6
+BYTES_PER_S = 8e9
+"""What reading through the window costs more than reading what is mapped: an exchange, each part of
+it, and two copies where pages would have to be mapped. A chunk is mapped when its reads have cost
+what mapping it does; so, whatever is read, both together cost at most twice what was needed."""
+
+LENDS_AT_ONCE = 32
+"""Of the chunks of one request: it is not to wait for more."""
+
+EAGER_BYTES = 1 << 20
+"""A chunk of which so much is wanted at once is asked for first: two copies of that cost more than
+to hear that it is not here."""
+
+READS_REMEMBERED = 64
+"""Of so many requests is known who gave what, for what turns out to be damaged."""
+
+BEAT_S = 1.0
+"""How often a master is told what is mapped no more, and heard, where nothing else is asked."""
+
+_JOIN_ATTEMPTS = 2
+
+_Part = tuple[int, int, int]  # chunk, start, bytes
+
+
+def requested(
+    joins: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
+) -> TaskRequest:
+    """The master that these options mean, for a version of a dataset."""
+    who = repository.credentials
+    return TaskRequest(
+        **{each.name: getattr(joins, each.name) for each in fields(TaskOptions)},
+        url=repository.url.whole,
+        user=who.user if who is not None else "",
+        key=who.key_text if who is not None else "",
+        dataset=snapshot.dataset,
+        identity=snapshot.identity.hex,
+        version=snapshot.version,
+        memory_bytes=memory_bytes,
+    )
+
+
+class TaskStore(StoreWrapper):
+    """The objects of a repository, of which the chunks of one version come through a master."""
+
+    joins_reads = True
+    lends = True
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        *,
+        deadline_s: float = DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`path` is the master's socket. Nothing is sent before something is read."""
+        super().__init__(inner)
+        self._path = os.fspath(path)
+        self._identity = snapshot.identity
+        self._sizes: list[int] = snapshot.chunk_sizes.tolist()
+        self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
+        self._named: dict[str, int] = {}
+        self._mapped = MappedChunks()
+        self._link = MasterLink(
+            path, snapshot.identity, snapshot.version, self._mapped,
+            deadline_s=deadline_s, pause_s=pause_s,
+        )  # fmt: skip
+        self._paid_s = np.zeros(len(self._sizes), np.float32)
+        self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
+            maxlen=READS_REMEMBERED
+        )
+        self._beats_in = 0  # the process whose thread does
+        self._ended = threading.Event()
+        self._counts = dict.fromkeys(
+            ("mapped_reads", "master_reads", "store_reads", "lent", "damaged"), 0
+        )
+
+    @classmethod
+    def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
+        """The store of who joins a task: its master is there, or is started. Raises DieselError."""
+        for _ in range(_JOIN_ATTEMPTS):
+            store = cls(inner, join(request), snapshot)
+            if store.connect():
+                break  # else it has just ended, deserted; or it will not have us, which is logged
+        return store
+
+    def connect(self) -> bool:
+        """Whether the master answers."""
+        return self._link.connect()
+
+    # Reading
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        room = memoryview(buffer)
+        number = self._number(name)
+        if number < 0 or not len(room) or start + len(room) > self._sizes[number]:
+            self.inner.read_into(name, start, buffer)
+            return
+        at = 0
+        while at < len(room):
+            size = min(len(room) - at, WINDOW_BYTES)
+            part = number, start + at, size
+            [found] = self._gotten([part], [room[at : at + size]])
+            if found is None:
+                self._counts["store_reads"] += 1
+                self.inner.read_into(name, start + at, room[at:])
+                return
+            if found.obj is not room.obj:
+                room[at : at + size] = found
+            at += size
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        """Together, as many as one exchange takes. What is mapped is not copied."""
+        begin = 0
+        while begin < len(parts):
+            end, total = begin, 0
+            while end < len(parts) and end - begin < wire.PARTS_MAX:
+                total += parts[end][2]
+                if end > begin and total > WINDOW_BYTES:
+                    break
+                end += 1
+            yield from self._read_some(parts[begin:end])
+            begin = end
+
+    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+        number = self._number(name)
+        view = None if number < 0 else self._mapped.find(number)
+        if view is None:
+            return self.inner.read_now(name, start, buffer)
+        found = view[start : start + len(buffer)]
+        if len(found) != len(buffer):
+            return False
+        buffer[:] = found
+        self._counts["mapped_reads"] += 1
+        return True
+
+    def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """From the store itself; who gave the bytes before is told of."""
+        number = self._number(name)
+        if number >= 0:
+            self._report(number, start, len(buffer))
+        self.inner.read_again(name, start, buffer)
+
+    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
+        number = self._number(name)
+        if number < 0:
+            return None
+        view = self._mapped.find(number)
+        if view is None:
+            view = self._lent(number, fetch=True)
+        if view is not None:
+            self._mapped.tell(number, let_go)
+        return view
+
+    def lends_now(self, name: str) -> bool:
+        number = self._number(name)
+        return number >= 0 and self._mapped.find(number) is not None
+
+    # The master
+
+    def show(self, snapshot: Snapshot) -> bool:
+        """Tell the master that its clients have gone over to another version of the dataset.
+        Whether it has heard it."""
+        try:
+            file = snapshot_descriptor(snapshot)
+        except OSError:
+            return False
+        try:
+            body = wire.show_body(snapshot.version)
+            return self._link.show(body, file)
+        finally:
+            os.close(file)
+
+    def following(self, snapshot: Snapshot) -> "TaskStore":
+        """The store for another version of the dataset, through the same master, which is told of
+        that version. This one stays as it is."""
+        self.show(snapshot)
+        return TaskStore(self.inner, self._path, snapshot)
+
+    def stats(self) -> dict[str, object]:
+        """What the master says of itself, and what came from where here."""
+        told: object = {}
+        text = self._link.stats()
+        if text:
+            try:
+                told = json.loads(text)
+            except (ValueError, RecursionError):
+                told = {}
+        return {
+            **(told if isinstance(told, dict) else {}),
+            "answers": bool(text),
+            "client": {
+                **self._counts,
+                "mapped_chunks": len(self._mapped),
+                "mapped_bytes": self._mapped.kept_bytes,
+                **self._link.counts,
+            },
+        }
+
+    def retry(self) -> None:
+        """Ask the master again, whatever has been: it has been told of this version."""
+        self._link.retry()
+
+    def close(self) -> None:
+        """Let go of the master. Views that were handed out stay valid, and are returned to the
+        master with the last of them. Repeatable."""
+        self._mapped.give_up_all()
+        self._link.settle()
+        self._ended.set()
+        if not self._mapped.has_mapped:
+            self._link.close()
+
+    # Parts
+
+    def _number(self, name: str) -> int:
+        """The number of a chunk's object; -1 for all others."""
+        number = self._named.get(name)
+        if number is None:
+            chunk = chunk_of_object(name)
+            known = chunk is not None and identity_of_object(name) == self._identity
+            number = self._numbers.get(chunk, -1) if known and chunk is not None else -1
+            if number >= 0:
+                self._named[name] = number
+        return number
+
+    def _read_some(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        """The contents of so many parts as one exchange takes, or of one of any size."""
+        wanted: list[_Part] = []
+        places: list[int] = []
+        found: list[memoryview | None] = [None] * len(parts)
+        for place, (name, start, size) in enumerate(parts):
+            check_range(name, start, size)
+            number = self._number(name)
+            if number >= 0 and 0 < size <= WINDOW_BYTES and start + size <= self._sizes[number]:
+                wanted.append((number, start, size))
+                places.append(place)
+        for place, content in zip(places, self._gotten(wanted), strict=True):
+            found[place] = content
+        absent = [place for place, content in enumerate(found) if content is None]
+        if absent:
+            small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
+            self._counts["store_reads"] += len(small)
+            rest = self.inner.read_parts([parts[place] for place in small])
+            for place, content in zip(small, rest, strict=True):
+                found[place] = content
+        for place, content in enumerate(found):
+            if content is not None:
+                yield content.toreadonly()
+                continue
+            name, start, size = parts[place]
+            room = np.empty(size, np.uint8).data
+            self.read_into(name, start, room)
+            yield room.toreadonly()
+
+    def _gotten(
+        self, parts: Sequence[_Part], rooms: Sequence[memoryview] | None = None
+    ) -> list[memoryview | None]:
+        """What the master gives of parts that fit the window; None for the rest. `rooms`: where
+        that goes which is not mapped."""
+        find = self._mapped.find
+        found: list[memoryview | None] = []
+        for chunk, start, size in parts:
+            view = find(chunk)
+            found.append(None if view is None else view[start : start + size])
+        absent = [place for place, content in enumerate(found) if content is None]
+        self._counts["mapped_reads"] += len(found) - len(absent)
+        if not absent:
+            return found
+        records = np.array([parts[place] for place in absent], np.uint32).reshape(-1, 3)
+        if mapped := self._map_worthwhile(records):
+            left = []
+            for place, chunk in zip(absent, records[:, 0].tolist(), strict=True):
+                if chunk in mapped:
+                    _, start, size = parts[place]
+                    found[place] = mapped[chunk][start : start + size]
+                else:
+                    left.append(place)
+            absent = left
+            if not absent:
+                return found
+            records = np.array([parts[place] for place in absent], np.uint32).reshape(-1, 3)
+        reading = self._link.read(records)
+        if reading is None:
+            return found
+        with reading as given:
+            sources = given.sources
+            sizes = records[:, 2].tolist()
+            has = (sources != wire.SOURCE_NOBODY).tolist()
+            room = None if rooms is not None else np.empty(sum(sizes), np.uint8).data
+            at = 0
+            for place, offset, size, is_given in zip(
+                absent, given.offsets.tolist(), sizes, has, strict=True
+            ):
+                if not is_given:
+                    continue
+                if rooms is not None:
+                    content = rooms[place]
+                else:
+                    assert room is not None
+                    content = room[at : at + size]
+                    at += size
+                content[:] = given.window[offset : offset + size]
+                found[place] = content
+            sources = sources.copy()
+        self._counts["master_reads"] += sum(has)
+        self._recent.append((records, sources))
+        here = records[sources == wire.SOURCE_HERE]
+        if len(here):
+            cost_s = READ_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
+            np.add.at(self._paid_s, here[:, 0], cost_s)
+        return found
+
+    def _map_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
+        """Map chunks that are worth it, as far as they are here."""
+        chunks = records[:, 0]
+        ripe = self._paid_s[chunks] >= LEND_S
+        if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
+            wanted_bytes = np.bincount(
+                np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
+            )
+            ripe |= wanted_bytes[np.unique(chunks, return_inverse=True)[1]] >= EAGER_BYTES
+        found: dict[int, memoryview] = {}
+        for chunk in np.unique(chunks[ripe])[:LENDS_AT_ONCE].tolist():
+            view = self._lent(chunk, fetch=False)
+            self._paid_s[chunk] = 0.0  # also where it was not to be had: not at each read
+            if view is not None:
+                found[chunk] = view
+        return found
+
+    def _lent(self, chunk: int, *, fetch: bool) -> memoryview | None:
+        loan = self._link.lend(chunk, fetch=fetch)
+        if loan is None or loan.descriptor < 0:
+            return None
+        size = self._sizes[chunk]
+        try:
+            if os.fstat(loan.descriptor).st_size < size:
+                return None
+            view = self._mapped.keep(chunk, loan.descriptor, size)
+        except OSError:  # no address space, or too many mappings
+            return None
+        finally:
+            os.close(loan.descriptor)
+        self._counts["lent"] += 1
+        self._beat()
+        return view
+
+    def _report(self, chunk: int, start: int, size: int) -> None:
+        """Tell the master whose bytes were damaged, where that is known."""
+        source = wire.SOURCE_HERE if self._mapped.doubt(chunk) else wire.SOURCE_NOBODY
+        for records, sources in reversed(list(self._recent)):
+            if source != wire.SOURCE_NOBODY:
+                break
+            inside = (records[:, 0] == chunk) & (records[:, 1] <= start)
+            inside &= records[:, 1].astype(np.int64) + records[:, 2] >= start + size
+            if len(places := np.flatnonzero(inside)):
+                source = int(sources[places[0]])
+                break
+        if source != wire.SOURCE_NOBODY:
+            self._counts["damaged"] += 1
+            part = wire.Damaged(chunk, start, size, source)
+            self._link.tell(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
+
+    # Hearing the master while nothing is asked
+
+    def _beat(self) -> None:
+        """A thread of this process tells and hears the master, as long as anything is mapped."""
+        if self._beats_in == os.getpid():
+            return
+        self._beats_in = os.getpid()
+        self._ended = ended = threading.Event()
+        weakref.finalize(self, ended.set)
+        threading.Thread(
+            target=_beat, args=(self._link, self._mapped, ended), name="diesel-task", daemon=True
+        ).start()
+
+
+def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:
+    """Until the store has ended, and nobody looks at what it has mapped."""
+    while not (ended.wait(BEAT_S) and not mapped.has_mapped):
+        if ended.is_set():
+            mapped.give_up_all()
+            time.sleep(BEAT_S)
+        quiet_s = time.monotonic() - link.exchanged_s
+        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= BEAT_S):
+            link.settle()
+    link.close()

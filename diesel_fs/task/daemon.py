@@ -1,0 +1,243 @@
+"""The program that a master is: from a request on stdin to the end of the task on this node.
+
+Owned here: what a master is wired from, its start in the order in which things can fail, and its
+end: asked to (SIGTERM, SIGINT), used by nobody any more, or a newer master has its rank. Not owned:
+starting it (`launch.py`), all that it does meanwhile. One trio loop.
+
+It reports on stdout, one JSON object a line: its process number, then that it is ready or what went
+wrong. Where it is killed, its registration ends by its time, and its socket is found dead.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+import trio
+
+from .. import clouds
+from ..cache.disk_shelf import DiskShelf, cache_place
+from ..cache.policy import POLICIES
+from ..errors import ConflictError, DieselError, UsageError
+from ..repositories import open_repository
+from ..repository import Repository
+from ..snapshot import Snapshot
+from ..snapshots import open_private
+from ..urls import parse_url
+from . import local
+from .addresses import advertised, listening
+from .handshake import Me
+from .holdings import Fetch, Holdings
+from .launch import socket_of
+from .master import Master
+from .membership import INSTANCE_BYTES, Member, Membership, node_of
+from .memory import raise_descriptor_limit
+from .registry import open_registry
+from .request import TaskRequest
+from .tls import make_certificate
+
+log = logging.getLogger("diesel.task")
+
+LEAVE_S = 3.0
+"""How long the end may wait for the registration to be ended; it ends by its time, too."""
+
+_BACKLOG = 256
+
+
+def main() -> int:
+    """Be a master, as the request on stdin says. The exit code."""
+    clouds.enable()
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    _report({"pid": os.getpid()})
+    try:
+        raise_descriptor_limit()
+        request = TaskRequest.from_json(sys.stdin.buffer.read())
+        with ExitStack() as stack:
+            trio.run(_Daemon(request, stack).run)
+    except DieselError as error:
+        log.error("%s", error)
+        _report({"error": type(error).__name__, "message": error.message, "advice": error.advice})
+        return error.exit_code
+    except Exception:
+        log.exception("the master fails")
+        _report({"error": "DieselError", "message": "the master fails", "advice": "see its log"})
+        return DieselError.exit_code
+    return 0
+
+
+def _report(what: dict[str, object]) -> None:
+    with suppress(OSError):  # whoever started us may be gone
+        os.write(1, json.dumps(what).encode() + b"\n")
+
+
+class _Daemon:
+    """A master with all that it needs; whatever can fail at the start does so here."""
+
+    def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
+        """`stack` closes what is opened. Raises DieselError."""
+        self._request = request
+        self._name = request.name
+        self._rank, self._world = node_of(os.environ, request.rank, request.world)
+        if request.evict not in POLICIES:
+            raise UsageError(f"bad --evict {request.evict!r}: one of {', '.join(POLICIES)}")
+        repository = open_repository(request.url, request.credentials)
+        stack.callback(repository.close)
+        self._objects = repository.objects
+        self._snapshot = _shown(repository, request)
+        key = request.task_key.encode() or None
+        self._registry = open_registry(repository, self._name, key=key, peers=request.peers)
+        stack.callback(self._registry.close)
+        self._disk = self._opened_disk()
+        self._clients = local.LocalSocket(socket_of(replace(request, rank=self._rank)))
+        stack.callback(self._clients.close)
+        self._certificate = make_certificate() if request.peer_tls else None
+        self._listener = self._bound()
+        stack.callback(self._listener.close)
+        host, port = self._listener.getsockname()[:2]
+        self._member = Member(
+            rank=self._rank,
+            instance=secrets.token_bytes(INSTANCE_BYTES),
+            address=advertised(request.advertise, host, port),
+            version=self._snapshot.version,
+            certificate=self._certificate.digest if self._certificate else b"",
+            keyed=key is not None,
+        )
+
+    def _opened_disk(self) -> DiskShelf | None:
+        if not self._request.cache_dir:
+            return None
+        place = cache_place(Path(self._request.cache_dir), self._objects)
+        limit = self._request.cache_bytes or shutil.disk_usage(place).free // 2
+        return DiskShelf(place, self._objects.store_id, limit)
+
+    def _bound(self) -> socket.socket:
+        request = self._request
+        host, port = listening(
+            request.listen,
+            request.advertise,
+            rank=self._rank,
+            world=self._world,
+            peers=request.peers,
+            url=parse_url(request.url),
+        )
+        try:
+            return socket.create_server(
+                (host, port),
+                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=_BACKLOG,
+            )
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen for other nodes on {host}:{port}: {error.strerror}",
+                advice="name another address or port by --listen",
+            ) from error
+
+    async def run(self) -> None:
+        """Register, serve, and leave at the end. Raises DieselError."""
+        first = await trio.to_thread.run_sync(self._registry.renew, self._member)
+        try:
+            await self._serve(first)
+        finally:
+            with trio.move_on_after(LEAVE_S, shield=True), suppress(DieselError):
+                await trio.to_thread.run_sync(
+                    self._registry.leave, self._member, abandon_on_cancel=True
+                )
+
+    async def _serve(self, first: Membership) -> None:
+        me = Me(
+            rank=self._rank,
+            instance=self._member.instance,
+            task=self._name,
+            version=self._snapshot.version,
+            secret=first.secret,
+            sizes=self._snapshot.chunk_sizes,
+            certificate=self._certificate,
+        )
+        master = Master(
+            me,
+            self._member,
+            self._snapshot,
+            self._objects,
+            self._registry,
+            self._tiers,
+            world=self._world,
+            oneshot=self._request.policy == "oneshot",
+        )
+        clients = local.LocalServer(master)
+        async with trio.open_nursery() as nursery:
+
+            async def until_the_end(wait: Callable[[], Awaitable[object]]) -> None:
+                await wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(until_the_end, _signalled)
+            await nursery.start(self._be_member, master, first, nursery.cancel_scope)
+            nursery.start_soon(clients.serve, self._clients.socket)
+            nursery.start_soon(
+                until_the_end, partial(clients.until_deserted, self._request.linger_s)
+            )
+            log.info(
+                "node %d of task %s is at %s: %d chunks of %s, version %d",
+                self._rank, self._name.name, self._member.address, self._snapshot.chunk_count,
+                self._snapshot.dataset, self._snapshot.version,
+            )  # fmt: skip
+            _report({"ready": os.fspath(self._clients.path), "rank": self._rank})
+        master.holdings.close()
+
+    async def _be_member(
+        self,
+        master: Master,
+        first: Membership,
+        end: trio.CancelScope,
+        *,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        await master.run(first, [self._listener], task_status=task_status)
+        end.cancel()
+
+    def _tiers(self, fetch: Fetch) -> Holdings:
+        """What this node keeps chunks in."""
+        policy = POLICIES[self._request.evict]
+        return Holdings(
+            self._snapshot.identity,
+            self._snapshot.chunk_ids,
+            self._snapshot.chunk_sizes,
+            memory_bytes=self._request.memory_bytes,
+            policy=policy(),
+            fetch=fetch,
+            disk=self._disk,
+            disk_policy=policy(),
+        )
+
+
+async def _signalled() -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            log.info("asked to end by signal %d", number)
+            return
+
+
+def _shown(repository: Repository, request: TaskRequest) -> Snapshot:
+    """The version that this node's readers read; they have just fetched it. Raises DieselError."""
+    found = open_private(UUID(hex=request.identity), request.version)
+    if found is None:
+        found = repository.view(request.dataset)
+    if found.version != request.version:
+        found = repository.view_at(request.dataset, request.version)
+    if found.identity.hex != request.identity:
+        raise ConflictError(
+            f"{request.dataset!r} is another dataset now ({found.identity})", advice="mount it anew"
+        )
+    return found

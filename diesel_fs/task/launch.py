@@ -1,0 +1,197 @@
+"""Finding the master of a task on this node, and starting it where there is none.
+
+Owned here: where its socket lies, who of several processes starts it, and what its start needs. Not
+owned: what it does (`__main__.py`), speaking to it (`link.py`).
+
+A task has a folder in the user's runtime folder, a node of it one in that: `socket`, and `lock`,
+which is held while a master is being started. Any thread, any process.
+"""
+
+import fcntl
+import logging
+import os
+import resource
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from .. import daemons
+from ..available_memory import fair_bytes
+from ..errors import BusyError, DieselError, UsageError
+from ..settings import private_folder, runtime_folder, state_folder
+from ..urls import SERVER_SCHEMES, parse_url
+from .addresses import listening
+from .link import connect_to
+from .membership import node_of
+from .request import TaskRequest
+
+log = logging.getLogger("diesel.task")
+
+MASTER = (sys.executable, "-m", "diesel_fs.task")
+
+START_DEADLINE_S = 60.0
+"""How long a master may take to come up: it may fetch a snapshot first."""
+
+OTHERS_FIRST_S = 2.0
+"""How long all but the first process of a node wait for that to start the master: its errors are
+seen there."""
+
+DESCRIPTORS_MIN = 512
+"""Open files of a master besides its connections to other nodes: its clients, and chunks that can be
+lent."""
+
+_NOBODY, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
+_LOOK_S = 0.02
+_CONNECT_S = 5.0
+_FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
+_NODE = ("SLURM_NODEID", "GROUP_RANK")
+
+
+def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
+    """The socket of this node's master; started where none is alive.
+
+    Raises what kept it from coming up, with the end of its log; UsageError for a rank or an address
+    without meaning.
+    """
+    environment = os.environ
+    rank, world = node_of(environment, request.rank, request.world)
+    name = request.name
+    tasks = private_folder(runtime_folder() / "tasks")
+    folder = private_folder(tasks / name.digest.hex()[:32])
+    if world == 1 and request.rank is None and not any(map(environment.get, _NODE)):
+        alive = [each for each in _sockets(folder) if is_alive(each)]
+        if len(alive) == 1:
+            return alive[0]
+    place = private_folder(folder / str(rank)) / "socket"
+    if is_alive(place) or (not _is_first(environment) and _comes(place, OTHERS_FIRST_S)):
+        return place
+    with _locked(place.with_name("lock")):
+        if not is_alive(place):
+            _start(replace(request, rank=rank, world=world), place, program)
+    return place
+
+
+def is_alive(place: Path) -> bool:
+    """Whether somebody takes connections at a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            connect_to(probe, os.fspath(place))
+        except TimeoutError:  # it is there, and hangs: another would not be better off
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def default_log(request: TaskRequest) -> Path:
+    """Where the log of a node's master goes."""
+    return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
+
+
+def _sockets(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("*/socket"))
+
+
+def _is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is the first process of its node, as far as anybody says."""
+    return next((environment[each] for each in _FIRST if environment.get(each)), "0").strip() == "0"
+
+
+def _comes(place: Path, patience_s: float) -> bool:
+    """Whether somebody else starts a master in time."""
+    until_s = time.monotonic() + patience_s
+    while time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        if is_alive(place):
+            return True
+    return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among those who would start a master. Raises BusyError."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until_s = time.monotonic() + START_DEADLINE_S + _CONNECT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise BusyError("another process is starting this task's master") from None
+                time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
+    """Starts a master whose rank and world are known. Raises DieselError."""
+    rank, world = request.rank, request.world
+    assert rank is not None
+    assert world is not None
+    if world == 1 and not request.peers and not _is_registered(request):
+        # A node that is alone has nobody to be found by: it is its own list of nodes.
+        request = replace(request, peers=(_NOBODY,), task_key=secrets.token_hex(32), listen=_ALONE)
+    _check_descriptors(world)
+    host, port = listening(
+        request.listen,
+        request.advertise,
+        rank=rank,
+        world=world,
+        peers=request.peers,
+        url=parse_url(request.url),
+    )
+    asked = replace(
+        request,
+        listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        memory_bytes=request.memory_bytes or fair_bytes(),
+    )
+    with suppress(FileNotFoundError):
+        place.unlink()
+    path = Path(request.log_file) if request.log_file else default_log(request)
+    with daemons.log_file(path) as file:
+        start = file.tell()
+        try:
+            daemons.start(
+                [*program, request.task], asked.to_json(), file, log,
+                what=f"the master of task {request.task!r}", deadline_s=START_DEADLINE_S,
+            )  # fmt: skip
+            if not is_alive(place):
+                raise DieselError(f"the master of task {request.task!r} ended at once")
+        except DieselError as error:
+            error.message += daemons.last_lines(file, start)
+            raise
+
+
+def _check_descriptors(world: int) -> None:
+    """Raises UsageError where the connections of a task of so many nodes need more descriptors than
+    a process may have here; what a soft limit forbids, a master allows itself."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UsageError(
+            f"a master of {world} nodes wants {needed} open files, and {most} are allowed here",
+            advice=f"ulimit -Hn {2 * needed}, or LimitNOFILE in what starts the job",
+        )
+
+
+def _is_registered(request: TaskRequest) -> bool:
+    """Whether the nodes of a task can find each other without being named."""
+    url = parse_url(request.url)
+    return url.scheme in SERVER_SCHEMES or bool(url.meta)
+
+
+def socket_of(request: TaskRequest) -> Path:
+    """Where the master that a request asks for listens to its clients; its rank is known."""
+    name, rank = request.name, request.rank
+    assert rank is not None
+    tasks = private_folder(runtime_folder() / "tasks")
+    return private_folder(private_folder(tasks / name.digest.hex()[:32]) / str(rank)) / "socket"

@@ -1,0 +1,463 @@
+"""The client's end of a master's socket (`PEERS.md`, section 4): connections, and whether to ask.
+
+Owned here: which connections are kept, how long a master may take, and when one that has failed is
+asked again. Not owned: what is asked for and what becomes of it (`client.py`), mappings
+(`mapped.py`), starting a master (`launch.py`).
+
+Nothing raises here because of a master: there is an answer, or none, and who asked reads from the
+store. Concurrency: many threads, each exchange on a connection of its own. A forked child makes its
+own connections. One is kept as long as the link: with the last one a master ends.
+"""
+
+import array
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
+from typing import NamedTuple
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DieselError
+from . import wire
+from .mapped import MappedChunks, Mapping
+
+log = logging.getLogger("diesel.task")
+
+WINDOW_BYTES = 8 << 20
+"""Of each connection; only what is used of it takes memory. Larger requests cost no less."""
+
+DEADLINE_S = 5.0
+"""For an answer: a master answers within what its own deadlines add up to, or it hangs."""
+
+PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
+"""How long a master that has failed is not asked, and to what that doubles while it goes on."""
+
+IDLE_CONNECTIONS_MAX = 8
+
+_RECEIVED_BYTES = wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
+_CONTROL_BYTES = socket.CMSG_SPACE(4)
+_TIMEVAL = struct.Struct("ll")
+
+
+class Given(NamedTuple):
+    """What a READ has brought: of each part where in the window it lies, and its source."""
+
+    window: memoryview
+    offsets: npt.NDArray[np.uint32]
+    sources: npt.NDArray[np.uint16]
+
+
+class Loan(NamedTuple):
+    """What a LEND has brought; a descriptor to close, or -1."""
+
+    source: int
+    descriptor: int
+
+
+class Failed(Exception):
+    """An exchange went wrong: the connection is of no use any more."""
+
+
+class Refused(Failed):
+    """The master has said no."""
+
+
+class Connection:
+    """One connection and its window. One thread at a time."""
+
+    def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
+        """Connects and says hello. Raises Failed."""
+        self.wanted: list[int] = []
+        self._received = bytearray(_RECEIVED_BYTES)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        window = -1
+        try:
+            limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connect_to(self._socket, path)
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            window = os.memfd_create("diesel-window", flags)
+            os.ftruncate(window, WINDOW_BYTES)
+            fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            self.window = Mapping(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
+            body, _ = self.ask(
+                wire.LOCAL_HELLO, body=wire.local_hello(identity, version), send=window
+            )
+            self.rank, self.chunks = wire.parse_local_welcome(body)
+        except (OSError, DieselError) as error:
+            self.close()
+            raise Failed(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if window >= 0:
+                os.close(window)
+
+    def ask(
+        self,
+        kind: int,
+        count: int = 0,
+        body: wire.Raw = b"",
+        *,
+        flags: int = 0,
+        send: int = -1,
+        takes: bool = False,
+    ) -> tuple[memoryview, int]:
+        """The body of an answer, good until the next is asked for, and a descriptor that came
+        with it, or -1. `takes`: whether one may come. Raises Failed; Refused where the master says
+        no.
+        """
+        descriptor = -1
+        try:
+            request = wire.local_request(kind, count, body, flags)
+            if send >= 0:
+                with_it = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [send]))
+                sent = self._socket.sendmsg([request], [with_it])
+                request = request[sent:]
+            if request:
+                self._socket.sendall(request)
+            room = memoryview(self._received)
+            if takes:
+                got, descriptor = self._receive_with_descriptor(room)
+            else:
+                got = self._socket.recv_into(room)
+            while got < wire.HEAD_BYTES:
+                got += self._more(room[got:])
+            head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
+            end = wire.HEAD_BYTES + head.body_bytes
+            if end > len(room):
+                room = memoryview(bytearray(end))
+                room[:got] = self._received[:got]
+            while got < end:
+                got += self._more(room[got:end])
+            if got > end:
+                raise Failed("the master sent more than was asked for")
+            proper, self.wanted = wire.split_wanted(head, room[wire.HEAD_BYTES : end])
+            if head.status != wire.LOCAL_OK:
+                raise Refused(wire.sentence_in(proper))
+        except BaseException as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise Failed("the master does not answer") from error
+            if isinstance(error, OSError | DieselError):
+                raise Failed(str(error)) from error
+            raise
+        return proper, descriptor
+
+    def _more(self, room: memoryview) -> int:
+        got = self._socket.recv_into(room)
+        if not got:
+            raise Failed("the master has ended")
+        return got
+
+    def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
+        got, control, flags, _ = self._socket.recvmsg_into(
+            [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        found = array.array("i")
+        for level, kind, content in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+        for extra in found[1:]:
+            os.close(extra)
+        descriptor = found[0] if found else -1
+        if flags & socket.MSG_CTRUNC:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise Failed("descriptors were lost: this process may open no more files")
+        return got, descriptor
+
+    def close(self) -> None:
+        """Repeatable. The window goes with the last view of it."""
+        self._socket.close()
+
+
+def connect_to(made: socket.socket, path: str) -> None:
+    """Connect to a socket at a path of any length. Raises OSError."""
+    folder, name = os.path.split(path)
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        made.connect(f"/proc/self/fd/{opened}/{name}")
+    finally:
+        os.close(opened)
+
+
+class MasterLink:
+    """The master at one socket, asked about one version of one dataset."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        identity: UUID,
+        version: int,
+        mapped: MappedChunks,
+        *,
+        deadline_s: float = DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`mapped` is what it has lent: told when the master wants chunks back, or has gone."""
+        self._path = os.fspath(path)
+        self._identity = identity
+        self._version = version
+        self._mapped = mapped
+        self._deadline_s = deadline_s
+        self._first_pause_s = self._pause_s = pause_s
+        self._failed_s = self._not_before_s = 0.0
+        self._said = ""
+        self._closed = False
+        self.rank = -1
+        self.exchanged_s = 0.0
+        self.counts = {"requests": 0, "failures": 0, "not_asked": 0}
+        self._begin_again()
+        _LINKS.add(self)
+
+    def _begin_again(self) -> None:
+        self._lock = threading.Lock()
+        self._probing = threading.Lock()
+        self._idle: list[Connection] = []
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+    def connect(self) -> bool:
+        """Make sure that there is a connection; whether there is. Whoever asks for anything does
+        so by itself."""
+        connection = self._taken()
+        if connection is None:
+            return False
+        self._give_back(connection)
+        return True
+
+    def retry(self) -> None:
+        """Ask the master again, whatever has been."""
+        self._not_before_s, self._pause_s, self._said = 0.0, self._first_pause_s, ""
+
+    def read(self, parts: wire.Parts) -> "Reading | None":
+        """Ask for parts, of no more than the window in all; to be used with `with`, as the window
+        is the caller's until then. None where the master does not answer."""
+        connection = self._taken()
+        if connection is None:
+            return None
+        start_s = time.monotonic()
+        body = parts.astype("<u4", copy=False).tobytes()
+        answer = self._asked(connection, start_s, wire.LOCAL_READ, len(parts), body)
+        if answer is None:
+            return None
+        try:
+            offsets, sources = wire.parse_placed(answer[0], parts[:, 2], WINDOW_BYTES)
+        except DieselError as error:
+            self._fail(connection, start_s, str(error))
+            return None
+        return Reading(self, connection, Given(connection.window, offsets, sources))
+
+    def lend(self, chunk: int, *, fetch: bool) -> Loan | None:
+        """Ask for a whole chunk. None where the master does not answer."""
+        connection = self._taken()
+        if connection is None:
+            return None
+        start_s = time.monotonic()
+        answer = self._asked(
+            connection,
+            start_s,
+            wire.LOCAL_LEND,
+            1,
+            wire.chunks_body([chunk]),
+            flags=wire.LOAD if fetch else 0,
+            takes=True,
+        )
+        if answer is None:
+            return None
+        source = wire.parse_source(answer[0])
+        self._give_back(connection)
+        return Loan(source, answer[1])
+
+    def tell(self, kind: int, count: int, body: bytes, *, send: int = -1) -> bool:
+        """A request whose answer says nothing; whether it came."""
+        connection = self._taken(asks=False)
+        if connection is None:
+            return False
+        if self._asked(connection, time.monotonic(), kind, count, body, send=send) is None:
+            return False
+        self._give_back(connection)
+        return True
+
+    def show(self, body: bytes, snapshot: int) -> bool:
+        """Another version, whose snapshot is in a file; whether the master knows it now. Then the
+        connection speaks of that one, and ends."""
+        connection = self._taken(asks=False)
+        if connection is None:
+            return False
+        start_s = time.monotonic()
+        answer = self._asked(connection, start_s, wire.LOCAL_SHOW, 0, body, send=snapshot)
+        if answer is None:
+            return False
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+        return True
+
+    def stats(self) -> bytes:
+        """What the master says of itself, as JSON; nothing where it says nothing."""
+        connection = self._taken(asks=False)
+        if connection is None:
+            return b""
+        answer = self._asked(connection, time.monotonic(), wire.LOCAL_STATS, 0, b"")
+        if answer is None:
+            return b""
+        text = bytes(answer[0])
+        self._give_back(connection)
+        return text
+
+    def settle(self) -> None:
+        """Return what is mapped no more; hear what is wanted back."""
+        while True:
+            chunks = self._mapped.unmapped()
+            some = chunks[: wire.RETURNED_MAX]
+            if not self.tell(wire.LOCAL_RETURN, len(some), wire.chunks_body(some)):
+                return  # with its connections what they were lent is returned
+            if not self._mapped.has_unmapped:
+                return
+
+    def close(self) -> None:
+        """Repeatable. What is under way ends as it can."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __del__(self) -> None:
+        for connection in getattr(self, "_idle", ()):
+            connection.close()
+
+    def _asked(
+        self,
+        connection: Connection,
+        start_s: float,
+        kind: int,
+        count: int,
+        body: bytes,
+        *,
+        flags: int = 0,
+        send: int = -1,
+        takes: bool = False,
+    ) -> tuple[memoryview, int] | None:
+        """The answer; None after an exchange that failed, whose connection is closed then."""
+        self.counts["requests"] += 1
+        try:
+            answer = connection.ask(kind, count, body, flags=flags, send=send, takes=takes)
+        except Refused as error:  # the connection is as good as before
+            self._give_back(connection)
+            self._note_failure(start_s, str(error))
+            return None
+        except Failed as error:
+            self._fail(connection, start_s, str(error))
+            return None
+        except BaseException:  # a signal's: who knows how far it got
+            connection.close()
+            raise
+        if connection.wanted:
+            self._mapped.give_up(connection.wanted)
+        if self._not_before_s and kind in (wire.LOCAL_READ, wire.LOCAL_LEND):
+            log.info("the task's master answers again")
+            self.retry()
+        return answer
+
+    def _taken(self, *, asks: bool = True) -> Connection | None:
+        """A connection of the caller's own, where the master is to be asked; where it `asks` for
+        nothing, any that there is will do."""
+        with self._lock:
+            if self._closed and not self._idle:
+                return None
+            waits = asks and time.monotonic() < self._not_before_s
+            if self._idle and not waits:
+                return self._idle.pop()
+        start_s = time.monotonic()
+        probes = self._not_before_s > 0
+        if probes and (start_s < self._not_before_s or not self._probing.acquire(blocking=False)):
+            self.counts["not_asked"] += 1
+            return None
+        try:
+            connection = Connection(self._path, self._identity, self._version, self._deadline_s)
+        except Failed as error:
+            self._note_failure(start_s, str(error))
+            return None
+        finally:
+            if probes:
+                self._probing.release()
+        self.rank = connection.rank
+        with self._lock:
+            if not self._open:  # the first, or another master's
+                self._mapped.forget()
+            self._open.add(connection)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        self.exchanged_s = time.monotonic()
+        with self._lock:
+            if not self._closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
+                self._idle.append(connection)
+                return
+            self._open.discard(connection)
+        connection.close()
+
+    def _fail(self, connection: Connection, start_s: float, why: str) -> None:
+        connection.close()
+        with self._lock:
+            self._open.discard(connection)
+            idle, self._idle = self._idle, []  # they are the same master's
+            for each in idle:
+                self._open.discard(each)
+        for each in idle:
+            each.close()
+        self._note_failure(start_s, why)
+
+    def _note_failure(self, start_s: float, why: str) -> None:
+        """Several that were under way together have failed once."""
+        self.counts["failures"] += 1
+        with self._lock:
+            if start_s < self._failed_s:
+                return
+            now_s = self._failed_s = time.monotonic()
+            self._not_before_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        if why and why != self._said:
+            log.warning("the task's master cannot be asked (%s): reading from the store", why)
+            self._said = why
+
+
+class Reading:
+    """The answer to a READ, as long as its window is ours."""
+
+    def __init__(self, link: MasterLink, connection: Connection, given: Given) -> None:
+        self._link = link
+        self._connection = connection
+        self.given = given
+
+    def __enter__(self) -> Given:
+        return self.given
+
+    def __exit__(self, *_: object) -> None:
+        self._link._give_back(self._connection)
+
+
+_LINKS: "weakref.WeakSet[MasterLink]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_LINKS):
+        for connection in list(link._open):
+            connection.close()  # the child's copy of a descriptor; the parent's goes on
+        link._begin_again()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

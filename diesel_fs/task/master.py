@@ -1,0 +1,452 @@
+"""The master of a node: holds the node's share of a task's dataset, for all who read on the node.
+
+Owned here: who is asked for a chunk, and what follows when members come and go. Not owned: bytes in
+memory and on disk (`holdings.py`), one other master (`peer.py`, `acceptor.py`), the clients of this
+one (`local.py`), where members are registered (`registry.py`).
+
+What this master cannot give it says so at once, and whoever asked reads from the store: nothing
+that happens to members is an error of a reader. One thread (trio); what blocks is in threads.
+"""
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from ..cache.ownership import Ownership
+from ..cache.shelves import ChunkKey, check_whole
+from ..errors import ConflictError, DieselError, FormatError
+from ..layout import chunk_object
+from ..snapshot import Snapshot
+from ..storage.objects import ObjectStore
+from .acceptor import Acceptor
+from .holdings import FETCHES, FILL_FETCHES, Fetch, Holdings
+from .membership import ANY_INSTANCE, TTL_S, Member, Membership
+from .peer import Me, Peer
+from .registry import Registry
+from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, SOURCE_HERE, SOURCE_NOBODY, Damaged, Parts
+
+log = logging.getLogger("diesel.task")
+
+RENEW_S = 2.0
+"""Between renewals: a third of what a registration lasts."""
+
+GATHER_S = 10.0
+"""A task that begins is looked at more often for so long, until all its nodes are there: what one
+master fetches that another will own in a moment crosses the network once more."""
+
+GATHER_RENEW_S = 0.25
+
+LOAD_S = 4.0
+"""Who asks for a chunk that is on its way waits so long: a client gives its master up after 5 s."""
+
+_BEFORE_MAX = 8  # memberships that are remembered, for what has moved since
+
+Ranks = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.uint32]
+Sources = npt.NDArray[np.uint16]
+Held = list[memoryview]
+
+
+class _Shares:
+    """Who owns the chunks of a version, now and under the memberships before."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.ranks: list[int] = []  # of the members
+        self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)
+        self._before: list[Ranks] = []
+        self._ownership: Ownership | None = None
+        self._world = 0
+
+    def computed(self, ranks: Sequence[int], world: int) -> Ranks:
+        """The owners where these ranks are members. Takes its time: 0.3 s for 1,000 nodes."""
+        if self._ownership is None or self._world < world:
+            ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
+            self._ownership, self._world = Ownership(ids, sizes, world), world
+        living = np.zeros(self._world, np.bool_)
+        living[list(ranks)] = True
+        return self._ownership.owners(living)
+
+    def change(self, ranks: list[int], owner: Ranks, before: Ranks | None = None) -> None:
+        """Other members, other owners. `before`: what they may have been before this node came."""
+        self.ranks = ranks
+        self._before = [*([] if before is None else [before]), self.owner, *self._before]
+        self._before = self._before[:_BEFORE_MAX]
+        self.owner = owner
+
+    def holders(self, chunk: int) -> list[int]:
+        """The ranks that may hold a chunk, the most likely first."""
+        found = dict.fromkeys(int(each[chunk]) for each in (self.owner, *self._before))
+        return [rank for rank in found if rank >= 0]
+
+
+class Master:
+    """One node of a task, from its first membership to its end."""
+
+    def __init__(
+        self,
+        me: Me,
+        member: Member,
+        snapshot: Snapshot,
+        objects: ObjectStore,
+        registry: Registry,
+        tiers: Callable[[Fetch], Holdings],
+        *,
+        world: int,
+        oneshot: bool,
+    ) -> None:
+        """`member` is how this node registers; `tiers` makes what it holds."""
+        self._me = me
+        self._member = member
+        self._objects = objects
+        self._registry = registry
+        self._world = world
+        self._oneshot = oneshot
+        self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
+        self._holdings = tiers(self._fetch)
+        self._shares = _Shares(snapshot)
+        self._peers: dict[int, _Known] = {}
+        self._silent: set[int] = set()  # of those that are in a list
+        self._acceptor = Acceptor(me, self)
+        self._look_now = trio.Event()
+        self._whole = trio.Event()  # set when all nodes have been there
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
+
+    @property
+    def rank(self) -> int:
+        """The number of this node."""
+        return self._member.rank
+
+    @property
+    def holdings(self) -> Holdings:
+        """What this node holds."""
+        return self._holdings
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The version of the dataset whose chunks are asked for by number."""
+        return self._shares.snapshot
+
+    # Members
+
+    async def run(
+        self,
+        first: Membership,
+        listeners: Sequence[socket.socket],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Be a member until cancelled, or until a newer master has this node's rank. `first` says
+        who is there; other masters come to `listeners`."""
+        async with trio.open_nursery() as self._nursery:
+            await self._nursery.start(self._holdings.run)
+            await self._meet(first)
+            self._nursery.start_soon(self._acceptor.serve, listeners)
+            task_status.started()
+            if self._oneshot:
+                self._nursery.start_soon(self._fill)
+            await self._stay()
+            self._nursery.cancel_scope.cancel()
+
+    async def _stay(self) -> None:
+        gather_until_s = trio.current_time() + GATHER_S
+        is_told = True
+        while True:
+            gathers = trio.current_time() < gather_until_s and not self._whole.is_set()
+            with trio.move_on_after(GATHER_RENEW_S if gathers else RENEW_S):
+                await self._look_now.wait()
+            self._look_now = trio.Event()
+            try:
+                found = await trio.to_thread.run_sync(self._registry.renew, self._member)
+            except ConflictError as error:
+                log.error("this master ends: %s", error)
+                return
+            except DieselError as error:  # who has been a member stays one for this node
+                if is_told:
+                    log.warning("nobody tells who is in the task: %s", error)
+                is_told = False
+                continue
+            if not is_told:
+                log.info("who is in the task is known again")
+            is_told = True
+            await self._meet(found)
+
+    async def _meet(self, found: Membership) -> None:
+        """Go over to other members, where there are others."""
+        counting = found.counting(self.snapshot.version)
+        others = {each.rank: each for each in counting if each.rank != self.rank}
+        known = {rank: peer.member for rank, peer in self._peers.items()}
+        self._counts["of_other_versions"] = len(found.members) - len(counting)
+        for rank, member in known.items():
+            if others.get(rank) != member:
+                self._peers.pop(rank).scope.cancel()
+                log.info("node %d %s", rank, "is another now" if rank in others else "has left")
+        for rank, member in others.items():
+            if rank not in self._peers:
+                self._peers[rank] = _Known(member, Peer(self._me, member), trio.CancelScope())
+                self._nursery.start_soon(self._keep, self._peers[rank])
+                log.info("node %d is at %s", rank, member.address)
+        self._silent &= self._peers.keys()
+        if len(self._peers) + 1 >= self._world:
+            self._whole.set()
+        await self._share_out()
+
+    async def _share_out(self) -> None:
+        """Who owns what, by who is there."""
+        shares, others = self._shares, sorted(self._peers.keys() - self._silent)
+        ranks = sorted([self.rank, *others])
+        if shares.ranks == ranks:
+            return
+        world = max(self._world, ranks[-1] + 1)
+        owner = await trio.to_thread.run_sync(shares.computed, ranks, world)
+        before = None
+        if not shares.ranks and others:  # who is there already holds what will be ours
+            before = await trio.to_thread.run_sync(shares.computed, others, world)
+        if shares is self._shares:
+            shares.change(ranks, owner, before)
+            self._holdings.set_mine(owner == self.rank)
+
+    async def _keep(self, known: "_Known") -> None:
+        with known.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(known.peer.run)
+                if known.member.instance == ANY_INSTANCE:
+                    nursery.start_soon(self._listen_for, known)
+
+    async def _listen_for(self, known: "_Known") -> None:
+        """Find out whether a node that is in a list, and does not register, is there."""
+        rank, heard_s = known.member.rank, trio.current_time()
+        while True:
+            if await known.peer.holds() is not None:
+                heard_s = trio.current_time()
+            is_silent = trio.current_time() > heard_s + TTL_S
+            if is_silent != (rank in self._silent):
+                self._silent ^= {rank}
+                log.info("node %d %s", rank, "is silent" if is_silent else "is there again")
+                await self._share_out()
+            await trio.sleep(RENEW_S)
+
+    async def show(self, snapshot: Snapshot) -> None:
+        """Go over to another version of the dataset; chunks that are in both stay."""
+        if snapshot.version == self.snapshot.version:
+            return
+        log.info("the task goes over to version %d", snapshot.version)
+        for known in self._peers.values():
+            known.scope.cancel()
+        self._peers.clear()
+        self._silent.clear()
+        self._shares = _Shares(snapshot)
+        self._member = replace(self._member, version=snapshot.version)
+        self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
+        self._acceptor.show(self._me)
+        self._holdings.show(snapshot.chunk_ids, snapshot.chunk_sizes)
+        self._look_now.set()
+
+    # What this node's readers ask
+
+    async def read(self, parts: Parts, window: memoryview) -> tuple[Offsets, Sources]:
+        """Put parts of chunks into the window: where each lies there, and who gave it.
+
+        `parts` lie in their chunks and fit the window together.
+        """
+        owner = self._shares.owner[parts[:, 0]]
+        order = np.argsort(owner, kind="stable")
+        ends = np.cumsum(parts[order, 2], dtype=np.int64)
+        starts = ends - parts[order, 2]
+        offsets = np.empty(len(parts), np.uint32)
+        offsets[order] = starts
+        sources = np.full(len(parts), SOURCE_NOBODY, np.uint16)
+        cuts = (np.flatnonzero(np.diff(owner[order])) + 1).tolist()
+        groups = list(zip([0, *cuts], [*cuts, len(parts)], strict=True))
+
+        async def ask(first: int, end: int) -> None:
+            rows = order[first:end]
+            room = window[int(starts[first]) : int(ends[end - 1])]
+            rank = int(owner[rows[0]])
+            if rank == self.rank:
+                sources[rows[await self._read_here(parts[rows], room)]] = SOURCE_HERE
+            elif (known := self._peers.get(rank)) is not None:
+                statuses = await known.peer.read(parts[rows], room, load=True)
+                sources[rows[statuses == GIVEN]] = rank
+                self._counts["from_peers"] += int(np.count_nonzero(statuses == GIVEN))
+
+        if len(groups) == 1:
+            await ask(*groups[0])
+        else:
+            async with trio.open_nursery() as nursery:
+                for group in groups:
+                    nursery.start_soon(ask, *group)
+        self._counts["for_clients"] += len(parts)
+        self._counts["left_to_clients"] += int(np.count_nonzero(sources == SOURCE_NOBODY))
+        return offsets, sources
+
+    async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
+        """Put parts of this node's chunks one behind the other into `room`: which it was given."""
+        found: Iterable[memoryview | None] | None = self._holdings.find_parts(parts)
+        if found is None:
+            contents = await self._got(parts, [True] * len(parts), load=True)
+            found = map(contents.get, range(len(parts)))
+        given = np.ones(len(parts), np.bool_)
+        at = 0
+        for row, (size, content) in enumerate(zip(parts[:, 2].tolist(), found, strict=True)):
+            if content is None:
+                given[row] = False
+            else:
+                room[at : at + size] = content
+            at += size
+        return given
+
+    async def lend(self, borrower: int, chunk: int, *, load: bool) -> int | None:
+        """A descriptor of a whole chunk; None where it is not and will not be in memory here."""
+        if load and self._holdings.find(chunk) is None:
+            with trio.move_on_after(LOAD_S):
+                try:
+                    size = int(self.snapshot.chunk_sizes[chunk])
+                    await self._holdings.get(chunk, size, load=True)
+                except DieselError as error:
+                    log.warning("chunk %d cannot be had: %s", chunk, error)
+        return self._holdings.lend(borrower, chunk)
+
+    async def damaged(self, damaged: Damaged) -> None:
+        """A client says that what it was given does not match its checksum."""
+        self._counts["damaged"] += 1
+        where = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
+        if damaged.source == SOURCE_HERE:
+            log.error("what this node gave is damaged: %s", where)
+            await self._holdings.doubt(damaged.chunk)
+        elif (known := self._peers.get(damaged.source)) is not None:
+            log.error("%s gave damaged bytes: %s", known.peer, where)
+            known.peer.damaged()
+
+    # What other nodes ask
+
+    def answer_now(self, parts: Parts) -> list[memoryview] | None:
+        """All of these parts, where all of them are in memory."""
+        return self._holdings.find_parts(parts)
+
+    async def answer(
+        self, rank: int, parts: Parts, *, load: bool
+    ) -> tuple[bytes, list[memoryview]]:
+        """A status for each part, and the bytes of those that are given."""
+        if rank not in self._peers:  # it has come just now
+            self._look_now.set()
+        mine = (self._shares.owner[parts[:, 0]] == self.rank).tolist()
+        failed: set[int] = set()
+        found = await self._got(parts, mine, load=load, failed=failed)
+        statuses, contents = bytearray(), []
+        for row, (chunk, is_mine) in enumerate(zip(parts[:, 0].tolist(), mine, strict=True)):
+            if row in found:
+                statuses.append(GIVEN)
+                contents.append(found[row])
+            elif chunk in failed:
+                statuses.append(FAILED)
+            else:
+                statuses.append(ABSENT if is_mine else NOT_MINE)
+                self._counts["not_mine"] += not is_mine
+        return bytes(statuses), contents
+
+    def held(self) -> bytes:
+        """Which chunks this node holds."""
+        return self._holdings.held()
+
+    # Getting chunks
+
+    async def _got(
+        self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
+    ) -> dict[int, memoryview]:
+        """Parts by row, as far as their chunks are here or, of those that are mine, soon will be.
+
+        `failed`: the chunks that could not be fetched.
+        """
+        rows: dict[int, list[int]] = {}
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for row, (chunk, start, size) in enumerate(parts.tolist()):
+            rows.setdefault(chunk, []).append(row)
+            spans.setdefault(chunk, []).append((start, size))
+        found: dict[int, memoryview] = {}
+
+        async def get(chunk: int) -> None:
+            may_load = load and mine[rows[chunk][0]]
+            try:
+                contents = await self._holdings.read(chunk, spans[chunk], load=may_load)
+            except DieselError as error:
+                log.warning("chunk %d cannot be had: %s", chunk, error)
+                if failed is not None:
+                    failed.add(chunk)
+            else:
+                found.update(zip(rows[chunk], contents or (), strict=False))
+
+        with trio.move_on_after(LOAD_S):
+            if len(spans) == 1:
+                await get(next(iter(spans)))
+            else:
+                async with trio.open_nursery() as nursery:
+                    for chunk in spans:
+                        nursery.start_soon(get, chunk)
+        return found
+
+    async def _fetch(self, chunk: int, room: memoryview) -> None:
+        """Fill `room` with a chunk, from a node that may hold it, else from the store."""
+        shares = self._shares
+        snapshot = shares.snapshot
+        whole = np.array([(chunk, 0, len(room))], np.uint32)
+        for rank in shares.holders(chunk):
+            known = self._peers.get(rank)
+            if known is None:
+                continue
+            is_owner = rank == int(shares.owner[chunk])
+            statuses = await known.peer.read(whole, room, load=is_owner)
+            if statuses[0] == GIVEN and shares is self._shares:
+                key = ChunkKey(snapshot.identity, snapshot.chunk_ids[chunk])
+                try:
+                    await trio.to_thread.run_sync(check_whole, key, room)
+                except FormatError:
+                    log.error("%s gave a damaged chunk %d", known.peer, chunk)
+                    known.peer.damaged()
+                    continue
+                self._counts["chunks_from_peers"] += 1
+                return
+        name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
+        await trio.to_thread.run_sync(self._objects.read_into, name, 0, room, limiter=self._threads)
+        self._counts["chunks_from_store"] += 1
+
+    async def _fill(self) -> None:
+        """Fetch this node's whole share behind whatever is asked for."""
+        with trio.move_on_after(GATHER_S):
+            await self._whole.wait()
+        while True:  # of each version
+            shares = self._shares
+            chunks = np.arange(shares.snapshot.chunk_count)
+            await self._holdings.fill(np.roll(chunks, -len(chunks) * self.rank // self._world))
+
+    def stats(self) -> dict[str, object]:
+        """What this node is, holds and did."""
+        return {
+            "rank": self.rank,
+            "world": self._world,
+            "version": self.snapshot.version,
+            "members": len(self._shares.ranks),
+            **self._counts,
+            "acceptor": self._acceptor.stats(),
+            "holdings": self._holdings.stats(),
+            "peers": {str(rank): each.peer.stats() for rank, each in self._peers.items()},
+        }
+
+
+class _Known(NamedTuple):
+    member: Member
+    peer: Peer
+    scope: trio.CancelScope
+
+
+_COUNTS = (
+    "of_other_versions", "for_clients", "left_to_clients", "from_peers", "not_mine",
+    "damaged", "chunks_from_peers", "chunks_from_store",
+)  # fmt: skip

@@ -1,0 +1,251 @@
+"""Where a master registers, and from which it learns who else is in its task.
+
+Owned here: which place that is (Redis, directly or behind a server; or a list of addresses that
+never changes), and what a master must remember between two renewals. Not owned: what is kept of it
+(`storage/redis_tasks.py`), when a master renews and what follows from an answer (`master.py`).
+
+All calls block, for some seconds at most, and may be made from any thread; one goes on at a time.
+"""
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from ..errors import (
+    BusyError,
+    CorruptError,
+    DeadlineError,
+    MetadataError,
+    NoSpaceError,
+    ObjectStoreError,
+    UsageError,
+)
+from ..remote import RemoteRepository
+from ..repository import Repository
+from ..stores import open_registrations
+from ..urls import RepositoryUrl
+from .membership import (
+    ANY_INSTANCE,
+    MEMBERS_MAX,
+    Member,
+    Membership,
+    TaskName,
+    secret_of,
+    split_address,
+)
+from .registration import (
+    Registrations,
+    Standing,
+    Told,
+    join_message,
+    leave_message,
+    told_in,
+)
+
+SERVER_S = 1.5
+"""For one try through a server: two, and a renewal, are over before a registration is."""
+
+FIRST_S = 5.0
+"""For one try to register at all: all nodes of a task start at once, and log in first."""
+
+_TRIES = 2  # the second goes to another server, where there is one
+_AWAY = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
+_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+
+
+class Registry(ABC):
+    """The task of one master, as it sees it."""
+
+    @abstractmethod
+    def renew(self, me: Member) -> Membership:
+        """Register, or renew that; who is in the task now, this master among them.
+
+        Raises ConflictError where a newer instance has its rank; MetadataError where that cannot be
+        told now, and the next renewal may succeed; other errors of the tree say that this master
+        may not be in this task, or not in this way.
+        """
+
+    @abstractmethod
+    def leave(self, me: Member) -> None:
+        """End the registration. Idempotent. Raises MetadataError: it ends by its time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections. Repeatable."""
+
+
+def task_named(repository: Repository, identity: UUID, name: str) -> TaskName:
+    """The task of this user that has a name: of the account, or, without a server, of the user of
+    this machine, who should have the same number on all nodes. Raises UsageError.
+    """
+    if repository.credentials is not None:
+        return TaskName(identity, repository.credentials.user, name)
+    return TaskName(identity, f"uid:{os.geteuid()}", name)
+
+
+def open_registry(
+    repository: Repository, task: TaskName, *, key: bytes | None = None, peers: Sequence[str] = ()
+) -> Registry:
+    """Where the masters of a task register: `peers` are their addresses, by rank, where nothing
+    else says them; `key` is what their key file holds. Nothing is connected before a renewal.
+
+    Raises UsageError where there is neither Redis nor `peers`, or no key where one is needed.
+    """
+    secret = None if key is None else secret_of(key)
+    if peers:
+        return PeerList(peers, secret)
+    if isinstance(repository, RemoteRepository):
+        return Registered(task, secret, lambda: _BehindServer(repository))
+    if not repository.url.meta:  # says what to do
+        open_registrations(repository.url, repository.objects)
+    url, objects = repository.url, repository.objects
+    return Registered(task, secret, lambda: open_registrations(url, objects))
+
+
+class PeerList(Registry):
+    """Addresses that somebody has written down: all of them count, whoever is there or not."""
+
+    def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
+        """Raises UsageError."""
+        if secret is None:
+            raise UsageError(
+                "nodes that --peers names have no secret in common",
+                advice="give all of them the same --task-key-file",
+            )
+        if len(peers) > MEMBERS_MAX:
+            raise UsageError(f"--peers names {len(peers)} nodes; {MEMBERS_MAX} are the most")
+        for address in peers:
+            split_address(address)
+        if len(set(peers)) < len(peers):
+            raise UsageError("--peers names the same address twice")
+        self._peers = tuple(peers)
+        self._secret = secret
+
+    def renew(self, me: Member) -> Membership:
+        """All, with my version; of the others nobody knows instance and certificate."""
+        if me.rank >= len(self._peers):
+            raise UsageError(
+                f"this is node {me.rank}, and --peers names {len(self._peers)}",
+                advice="ranks count from 0",
+            )
+        members = [
+            Member(rank, ANY_INSTANCE, address, me.version, keyed=True)
+            for rank, address in enumerate(self._peers)
+        ]
+        members[me.rank] = replace(me, address=self._peers[me.rank], keyed=True)
+        return Membership.of(members, self._secret)
+
+    def leave(self, me: Member) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Registered(Registry):
+    """Registrations in Redis, by whatever way."""
+
+    def __init__(
+        self, task: TaskName, secret: bytes | None, opener: Callable[[], Registrations]
+    ) -> None:
+        """`secret` is that of a key file; without one, the task's own is told at registration."""
+        self._task = task
+        self._secret = secret
+        self._opener = opener
+        self._place: Registrations | None = None
+        self._lock = threading.Lock()
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._instance = b""
+        self._standing = Standing()
+        self._members: tuple[Member, ...] = ()
+
+    def renew(self, me: Member) -> Membership:
+        with self._lock, _Away():
+            if me.instance != self._instance:
+                self._forget_all()
+            mine = replace(me, keyed=self._secret is not None)
+            told = self._opened().join(self._task, mine, self._standing)
+            secret = told.secret if self._secret is None else self._secret
+            members = self._members if told.members is None else told.members
+            if mine not in members or not secret:
+                raise MetadataError("what keeps the registrations has another one than was made")
+            if not self._standing.since:
+                self._check_alike(mine, members)
+            self._instance, self._members = me.instance, members
+            self._standing = Standing(told.since, told.state, told.secret)
+            return Membership.of(members, secret)
+
+    def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
+        """Who has another secret than the others would be talked to by none of them."""
+        others = [each for each in members if each.keyed != mine.keyed]
+        if others:
+            self._opened().leave(self._task, mine)
+            which = "have a --task-key-file" if others[0].keyed else "have no --task-key-file"
+            raise UsageError(
+                f"other nodes of task {self._task.name!r} {which}",
+                advice="give all of them the same, or none",
+            )
+
+    def leave(self, me: Member) -> None:
+        with self._lock, _Away():
+            self._forget_all()
+            self._opened().leave(self._task, me)
+
+    def close(self) -> None:
+        with self._lock:
+            place, self._place = self._place, None
+            if place is not None:
+                place.close()
+
+    def _opened(self) -> Registrations:
+        if self._place is None:
+            self._place = self._opener()
+        return self._place
+
+
+class _Away:
+    """Errors that say that nothing can be told now become MetadataError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, _AWAY):
+            raise MetadataError(error.message, advice=error.advice) from error
+
+
+class _BehindServer(Registrations):
+    """Registrations that a server keeps."""
+
+    def __init__(self, repository: RemoteRepository) -> None:
+        self._repository = repository
+        self._may_say = _is_overheard_by_nobody(repository.url)
+
+    def join(self, task: TaskName, me: Member, standing: Standing) -> Told:
+        if not self._may_say:
+            standing = replace(standing, secret=b"")
+        message = join_message(task, me, standing)
+        limit_s = SERVER_S if standing.since else FIRST_S
+        for left in reversed(range(_TRIES)):
+            try:
+                return told_in(self._repository.of_task("join", task.identity, message, limit_s))
+            except (MetadataError, DeadlineError, BusyError) as error:
+                if not left or not error.retry:
+                    raise
+        raise AssertionError
+
+    def leave(self, task: TaskName, me: Member) -> None:
+        message = leave_message(task, me)
+        self._repository.of_task("leave", task.identity, message, SERVER_S)
+
+    def close(self) -> None:
+        """The repository's connections are its own."""
+
+
+def _is_overheard_by_nobody(url: RepositoryUrl) -> bool:
+    """Whether nobody between us and any of the servers can listen."""
+    hosts = (urlsplit(f"//{place}").hostname for place in url.host.split(","))
+    return url.scheme == "diesel+tls" or all(host in _LOOPBACK for host in hosts)

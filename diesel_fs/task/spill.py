@@ -1,0 +1,389 @@
+"""What a node's memory has no room for, on its disk.
+
+Owned here: which chunks of the dataset stand on the shelf of this node, which go when it is full,
+and that a disk that fails, hangs or is slow costs nobody more than a moment. Not owned: the files
+(`cache/disk_shelf.py`), and what is worth having here (`holdings.py`). All in one trio loop; what
+touches the disk is done in threads, which are left alone where they do not come back.
+
+What is to be written waits in a queue of so many bytes, and is found there meanwhile; where the
+queue is full, it is not written. Where the shelf is full, what this node does not own goes first,
+then what stands in memory too, then what the policy says. Other tasks of the user may use the same
+shelf and dataset, so a chunk may come or go without this process: it is looked for anew then.
+"""
+
+import contextlib
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from ..cache.disk_shelf import DiskShelf
+from ..cache.policy import Came, EvictionPolicy, Used, Went
+from ..cache.shelves import ChunkKey, check_whole
+from ..entries import ChunkId
+from ..errors import FormatError, NoSpaceError
+from .memory import Draft, Sealed
+
+log = logging.getLogger("diesel.task")
+
+READ_S = 1.0
+"""A disk that takes longer is slower than any store; who asked reads from there."""
+
+REST_S = 30.0
+"""How long a disk that did not answer in time is left alone, or one that takes nothing."""
+
+LOOK_AGAIN_S = 60.0
+"""After a chunk was not where it had been: then others may be gone, or be back."""
+
+REQUEST_S, BYTES_PER_S = 0.0002, 1e9
+"""What a read costs, roughly, of any SSD; it only weighs reading parts against reading chunks."""
+
+_THREADS = 8
+
+Spans = Sequence[tuple[int, int]]
+Made = TypeVar("Made")
+Mask = npt.NDArray[np.bool_]
+
+
+def disk_cost(size: int) -> float:
+    """Seconds for one read of so many bytes."""
+    return REQUEST_S + size / BYTES_PER_S
+
+
+class Spill:
+    """The chunks of one version of a dataset on a shelf; of none, where there is no shelf."""
+
+    def __init__(
+        self,
+        shelf: DiskShelf | None,
+        identity: UUID,
+        policy: EvictionPolicy,
+        *,
+        spare: Callable[[], Mask],
+        changed: Callable[[], None],
+        queue_bytes: int,
+    ) -> None:
+        """`spare`: the chunks that go before the policy is asked; `changed` hears that there may be
+        more room. Then `show` which chunks there are."""
+        self._shelf = shelf
+        self._identity = identity
+        self._policy = policy
+        self._spare = spare
+        self._changed = changed
+        self._queue_bytes = queue_bytes
+        self._ids: Sequence[ChunkId] = ()
+        self._sizes: Sequence[int] = ()
+        self._standing: Mask = np.zeros(0, np.bool_)
+        self._leaving: OrderedDict[int, memoryview] = OrderedDict()
+        self._leaving_bytes = 0
+        self._expected_bytes = 0
+        self._room_bytes = 0
+        self._rests_until_s = self._takes_from_s = -math.inf
+        self._look_at_s = -math.inf
+        self._work = trio.Event()
+        self._threads = trio.CapacityLimiter(_THREADS)
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def standing(self) -> Mask:
+        """A flag for each chunk: whether it can be read from the disk."""
+        return np.zeros_like(self._standing) if self._rests else self._standing
+
+    def holds(self, chunk: int) -> bool:
+        """Whether a chunk can be read from the disk, as far as is known."""
+        return bool(self._standing[chunk]) and not self._rests
+
+    def leaving(self, chunk: int) -> memoryview | None:
+        """A chunk that is to be written."""
+        return self._leaving.get(chunk)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a chunk would be written without that another goes."""
+        coming = self._leaving_bytes + self._expected_bytes + size
+        return self._takes(size) and self._room_bytes >= coming
+
+    def victims(self, chunk: int) -> list[int] | None:
+        """Who would go for a chunk, beside what goes before the policy is asked; None where it
+        would not be written."""
+        size = self._sizes[chunk]
+        if not self._takes(size) or not self._policy.admits(chunk, size, self._room_bytes):
+            return None
+        victims, spare = self._victims(size), self._spare()
+        return None if victims is None else [each for each in victims if not spare[each]]
+
+    def expect(self, size: int) -> None:
+        """A chunk is on its way here: the queue keeps room for it."""
+        self._expected_bytes += size
+
+    def forget(self, size: int) -> None:
+        """It has come, or does not."""
+        self._expected_bytes -= size
+
+    def offer(self, chunk: int, content: memoryview) -> None:
+        """Write a chunk, which has been checked and will not change, where that is possible."""
+        size = len(content)
+        if chunk in self._leaving or self._standing[chunk] or not self._takes(size):
+            return
+        self._leaving[chunk] = content
+        self._leaving_bytes += size
+        self._work.set()
+
+    def use(self, chunk: int) -> None:
+        """Somebody wants a chunk that is not in memory."""
+        if self._shelf is not None:
+            self._policy.hear(Used(chunk))
+
+    def show(self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]) -> None:
+        """These are the chunks; `before` has the number that each had, or -1."""
+        old = self._standing
+        for chunk in np.flatnonzero(old).tolist():
+            self._policy.hear(Went(chunk))
+        self._ids, self._sizes = ids, sizes
+        self._standing = np.array([each >= 0 and old[each] for each in before], np.bool_)
+        for chunk in np.flatnonzero(self._standing).tolist():
+            self._policy.hear(Came(chunk, sizes[chunk]))
+        after = {was: now for now, was in enumerate(before) if was >= 0}
+        self._leaving = OrderedDict(
+            (after[chunk], content) for chunk, content in self._leaving.items() if chunk in after
+        )
+        self._leaving_bytes = sum(map(len, self._leaving.values()))
+        self._look_at_s = -math.inf
+        self._work.set()
+
+    async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
+        """Bytes of a chunk, by start and size; None where it is not here after all."""
+        key = self._key(chunk)
+
+        def work(shelf: DiskShelf) -> tuple[list[memoryview] | None, bool]:
+            found = shelf.find(key)
+            if found is not None:
+                with found, contextlib.suppress(OSError, EOFError, MemoryError):
+                    rooms = [np.empty(size, np.uint8).data for _, size in spans]
+                    for (start, _), room in zip(spans, rooms, strict=True):
+                        found.read_into(start, room)
+                    return [room.toreadonly() for room in rooms], True
+            return None, shelf.holds(key)
+
+        answer = await self._in_thread(work, READ_S)
+        contents, is_there = answer or (None, True)
+        if contents is None:
+            self._failed(chunk, is_there=is_there)
+        else:
+            self._counts["disk_reads"] += 1
+            self._counts["disk_bytes"] += sum(size for _, size in spans)
+        return contents
+
+    async def load(self, chunk: int) -> Sealed | None:
+        """A whole chunk, checked, in memory; None where it is not here after all.
+
+        Raises OSError where there is no memory.
+        """
+        key, size = self._key(chunk), self._sizes[chunk]
+
+        def work(shelf: DiskShelf) -> tuple[Sealed | OSError | None, bool]:
+            try:
+                draft = Draft(size)
+            except OSError as error:
+                return error, True
+            found = shelf.find(key)
+            if found is not None:
+                with found:
+                    try:
+                        found.read_into(0, draft.room)
+                        sealed = draft.seal()
+                        check_whole(key, sealed.view)
+                        return sealed, True
+                    except (OSError, EOFError, MemoryError):
+                        pass
+                    except FormatError:
+                        shelf.drop(key)
+            draft.discard()
+            return None, shelf.holds(key)
+
+        answer = await self._in_thread(work, READ_S)
+        loaded, is_there = answer or (None, True)
+        if isinstance(loaded, OSError):
+            raise loaded
+        if loaded is None:
+            self._failed(chunk, is_there=is_there)
+        else:
+            self._counts["disk_loads"] += 1
+        return loaded
+
+    async def doubt(self, chunk: int) -> None:
+        """Bytes of a chunk were damaged, somebody says: look."""
+        if self._standing[chunk]:
+            key = self._key(chunk)
+
+            def work(shelf: DiskShelf) -> bool:
+                shelf.doubt(key)
+                return shelf.holds(key)
+
+            if await self._in_thread(work, READ_S) is False:
+                self._failed(chunk, is_there=False)
+
+    def stats(self) -> dict[str, int]:
+        """What is here, as far as is known, and counts since the start."""
+        standing = self._standing
+        return {
+            **{name: self._counts[name] for name in _COUNTS},
+            "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[standing].sum()),
+            "disk_chunks": int(np.count_nonzero(standing)),
+            "disk_queued_bytes": self._leaving_bytes,
+            "disk_rests": int(self._shelf is not None and self._rests),
+        }
+
+    async def run(self) -> None:
+        """Look for what stands here, then write what comes. Ends when cancelled."""
+        while self._shelf is not None:
+            if trio.current_time() >= self._look_at_s:
+                await self._look()
+            if self._leaving:
+                chunk, content = next(iter(self._leaving.items()))
+                await self._write(chunk, content)
+                if self._leaving.get(chunk) is content:
+                    del self._leaving[chunk]
+                    self._leaving_bytes -= len(content)
+                self._changed()
+                continue
+            self._work = trio.Event()
+            with trio.move_on_at(self._look_at_s):
+                await self._work.wait()
+
+    def close(self) -> None:
+        """Let go of what was to be written."""
+        self._leaving.clear()
+        self._leaving_bytes = 0
+
+    # The queue
+
+    def _takes(self, size: int) -> bool:
+        if self._shelf is None or self._rests or trio.current_time() < self._takes_from_s:
+            return False
+        return self._leaving_bytes + self._expected_bytes + size <= self._queue_bytes
+
+    async def _write(self, chunk: int, content: memoryview) -> None:
+        key, victims = self._key(chunk), self._victims(len(content))
+        if victims is None:
+            self._counts["disk_refused"] += 1
+            self._look_at_s = min(self._look_at_s, trio.current_time() + LOOK_AGAIN_S)
+            return
+        gone = [self._key(each) for each in victims]
+        for each in victims:
+            self._went(each)
+
+        def work(shelf: DiskShelf) -> tuple[bool, bool, int]:
+            if gone:
+                shelf.evict(gone)
+            is_others = False
+            with contextlib.suppress(NoSpaceError):
+                place = shelf.reserve(key, len(content))
+                is_others = place is None
+                if place is not None:
+                    place.fill(content)
+            return shelf.holds(key), is_others, shelf.room_bytes()
+
+        answer = await self._in_thread(work, math.inf)
+        is_there, is_others, self._room_bytes = answer or (False, False, 0)
+        if is_there:
+            self._counts["disk_writes"] += 1
+            if self._leaving.get(chunk) is content:  # there may be another version by now
+                self._came(chunk)
+        elif not is_others:
+            self._counts["disk_failures"] += 1
+            self._takes_from_s = trio.current_time() + REST_S
+            self._look_at_s = min(self._look_at_s, self._takes_from_s)
+
+    def _victims(self, size: int) -> list[int] | None:
+        """Who goes for so many bytes; None where that is not enough."""
+        missing = size - self._room_bytes
+        victims: list[int] = []
+        if missing <= 0:
+            return victims
+        for chunk in np.flatnonzero(self._standing & self._spare()).tolist():
+            if missing <= 0:
+                return victims
+            victims.append(chunk)
+            missing -= self._sizes[chunk]
+        beyond = missing + sum(self._sizes[each] for each in victims)
+        for chunk in self._policy.give_up(beyond) if missing > 0 else ():
+            if chunk not in victims:
+                victims.append(chunk)
+                missing -= self._sizes[chunk]
+            if missing <= 0:
+                break
+        return victims if missing <= 0 else None
+
+    # What is known of the shelf
+
+    async def _look(self) -> None:
+        self._look_at_s = math.inf
+        identity, queue_bytes = self._identity, self._queue_bytes
+
+        def work(shelf: DiskShelf) -> tuple[list[ChunkId], int]:
+            return shelf.standing(identity), shelf.make_room(queue_bytes)
+
+        answer = await self._in_thread(work, math.inf)
+        if answer is None:
+            self._look_at_s = trio.current_time() + LOOK_AGAIN_S
+            return
+        self._counts["disk_looks"] += 1
+        found, self._room_bytes = set(answer[0]), answer[1]
+        for chunk, name in enumerate(self._ids):
+            if name in found and not self._standing[chunk]:
+                self._came(chunk)
+            elif name not in found and self._standing[chunk]:
+                self._went(chunk)
+        self._changed()
+
+    def _came(self, chunk: int) -> None:
+        self._standing[chunk] = True
+        self._policy.hear(Came(chunk, self._sizes[chunk]))
+
+    def _went(self, chunk: int) -> None:
+        self._standing[chunk] = False
+        self._policy.hear(Went(chunk))
+        self._counts["disk_evictions"] += 1
+
+    def _failed(self, chunk: int, *, is_there: bool) -> None:
+        """A chunk could not be read. Where it is still there, the disk has failed."""
+        now_s = trio.current_time()
+        if is_there:
+            self._rests_until_s = now_s + REST_S
+        elif self._standing[chunk]:
+            self._went(chunk)
+        self._look_at_s = min(self._look_at_s, now_s + LOOK_AGAIN_S)
+        self._work.set()
+        self._counts["disk_failures"] += 1
+
+    # Threads
+
+    @property
+    def _rests(self) -> bool:
+        return self._shelf is None or trio.current_time() < self._rests_until_s
+
+    async def _in_thread(self, work: Callable[[DiskShelf], Made], within_s: float) -> Made | None:
+        """What `work` gives; None where it fails or does not come back in time."""
+        shelf = self._shelf
+        assert shelf is not None
+        with trio.move_on_after(within_s):
+            try:
+                return await trio.to_thread.run_sync(
+                    work, shelf, limiter=self._threads, abandon_on_cancel=True
+                )
+            except (OSError, MemoryError, RuntimeError) as error:  # the last: no thread
+                log.warning("the cache on this node's disk is passed by: %s", error)
+        return None
+
+    def _key(self, chunk: int) -> ChunkKey:
+        return ChunkKey(self._identity, self._ids[chunk])
+
+
+_COUNTS = ("disk_reads", "disk_bytes", "disk_loads", "disk_writes", "disk_evictions",
+           "disk_refused", "disk_failures", "disk_looks")  # fmt: skip

@@ -1,0 +1,69 @@
+"""Workers that die in the middle of a read: `SOCKET IDENTITY VERSION COUNT` as arguments.
+
+Each is a process of its own that says hello, asks for something, and is gone before it has the
+answer, at another point each time. Small: it speaks section 4 of PEERS.md by itself.
+"""
+
+import array
+import os
+import signal
+import socket
+import struct
+import sys
+from fcntl import F_ADD_SEALS, F_SEAL_SHRINK, fcntl
+
+_HEAD = struct.Struct("<BBHIII")
+_WINDOW_BYTES = 1 << 20
+_AT_ONCE = 8
+
+
+def worker(path: str, identity: bytes, version: int, number: int) -> None:
+    """One life."""
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(path)
+    window = os.memfd_create("window", os.MFD_ALLOW_SEALING)
+    os.ftruncate(window, _WINDOW_BYTES)
+    fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK)
+    body = struct.pack("<HH16sQ", 1, 0, identity, version)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [window]))]
+    link.sendmsg([_HEAD.pack(1, 0, 0, 0, len(body), 0) + body], rights)
+    kind = number % 5
+    if kind == 0:  # before the answer to its hello
+        return
+    link.recv(64)
+    parts = b"".join(struct.pack("<III", 0, at * 100, 100) for at in range(50))
+    read = _HEAD.pack(2, 0, 0, 50, len(parts), 0) + parts
+    lend = _HEAD.pack(3, 1, 0, 1, 4, 0) + struct.pack("<I", 0)
+    if kind == 1:
+        link.sendall(read)
+    elif kind == 2:
+        link.sendall(read[: len(read) // 2])
+    elif kind == 3:
+        link.sendall(lend)
+    else:  # it has a chunk, and wants more
+        link.sendall(lend)
+        link.recvmsg(64, 64)
+        link.sendall(read)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Some live at once."""
+    path, identity, version, count = sys.argv[1:]
+    alive = 0
+    for number in range(int(count)):
+        if not os.fork():
+            try:
+                worker(path, bytes.fromhex(identity), int(version), number)
+            finally:
+                os._exit(1)
+        alive += 1
+        if alive == _AT_ONCE:
+            os.wait()
+            alive -= 1
+    for _ in range(alive):
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()

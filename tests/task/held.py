@@ -1,0 +1,198 @@
+"""Chunks for tests of holdings, and where they are fetched from."""
+
+import gc
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import cache
+from typing import ParamSpec, TypeVar
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trio
+from trio.testing import MockClock
+
+from diesel_fs.cache.disk_shelf import DiskShelf
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.tier import Costs
+from diesel_fs.chunk_builder import ChunkBuilder
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.task.holdings import Holdings
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+IDENTITY = UUID(int=5)
+Main = Callable[[], Awaitable[None]]
+EXTRA_BYTES = 40  # each chunk has so many more than the one before
+
+
+@cache
+def chunk(number: int, body_bytes: int = 4000) -> bytes:
+    """The chunk of that number: sizes differ, and no byte is where another has it."""
+    builder = ChunkBuilder(IDENTITY, 2 * body_bytes, "none")
+    body_bytes += EXTRA_BYTES * number
+    builder.room(body_bytes)[:] = random.Random(number).randbytes(body_bytes)
+    builder.add_file((b"", b"f%d" % number), 0o644, 1, body_bytes)
+    buffers, _ = builder.seal(id_of(number))
+    return b"".join(buffers)
+
+
+def id_of(number: int) -> ChunkId:
+    return ChunkId(number.to_bytes(8, "big") * 2)
+
+
+class Source:
+    """Gives chunks whole, as holdings ask for them; `shown` has the number of each."""
+
+    def __init__(self, numbers: Sequence[int], body_bytes: int = 4000) -> None:
+        self.body_bytes = body_bytes
+        self.show(numbers)
+        self.fetches: Counter[int] = Counter()
+        self.under_way: Counter[int] = Counter()
+        self.most = 0
+        self.seconds = 0.0
+        self.fails = self.damages = False
+        self.error: BaseException | None = None
+
+    def show(self, numbers: Sequence[int]) -> None:
+        self.shown = list(numbers)
+        self.contents = [chunk(number, self.body_bytes) for number in numbers]
+
+    @property
+    def ids(self) -> list[ChunkId]:
+        return [id_of(number) for number in self.shown]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.uint64]:
+        return np.array([len(content) for content in self.contents], np.uint64)
+
+    async def fetch(self, number: int, room: memoryview) -> None:
+        content, name = self.contents[number], self.shown[number]
+        self.fetches[name] += 1
+        self.under_way[name] += 1
+        assert self.under_way[name] == 1, "twice at once"
+        self.most = max(self.most, self.under_way.total())
+        try:
+            await trio.sleep(self.seconds)
+        finally:
+            self.under_way[name] -= 1
+        if self.error is not None:
+            raise self.error
+        if self.fails:
+            raise ObjectStoreError("the store is away")
+        room[:] = content
+        if self.damages:
+            room[len(room) // 2] ^= 1
+
+
+def made(
+    source: Source,
+    memory_bytes: int,
+    *,
+    policy: str = "lru",
+    disk: DiskShelf | None = None,
+    costs: Costs | None = None,
+    mine: bool = True,
+) -> Holdings:
+    holdings = Holdings(
+        IDENTITY,
+        source.ids,
+        source.sizes,
+        memory_bytes=memory_bytes,
+        policy=POLICIES[policy](),
+        fetch=source.fetch,
+        disk=disk,
+        disk_policy=POLICIES[policy](),
+        costs=costs or Costs(),
+    )
+    holdings.set_mine(np.full(len(source.shown), mine))
+    return holdings
+
+
+@asynccontextmanager
+async def running(holdings: Holdings) -> AsyncIterator[Holdings]:
+    """With its fetches; nothing is left of it, neither memory nor descriptors."""
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(holdings.run)
+            yield holdings
+            nursery.cancel_scope.cancel()
+    finally:
+        holdings.close()
+
+
+async def on_the_spot(
+    self: Holdings, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+) -> Made:
+    """Instead of in a thread, where time is simulated: the clock does not see that threads work."""
+    return work(*given, **named)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what is done in threads and tells nobody."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.002)
+
+
+def raw(content: memoryview | None) -> bytes | None:
+    return None if content is None else bytes(content)
+
+
+def descriptors() -> Mapping[str, int]:
+    """This process's memfds of chunks, by what they are."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        found[target] += "diesel-chunk" in target
+    return +found
+
+
+@contextmanager
+def memory_is_let_go() -> Iterator[None]:
+    """No chunk's memory is left when it ends."""
+    before = descriptors()
+    yield
+    for _ in range(100):
+        gc.collect()  # frames of errors; a thread that was left alone may need a moment
+        if descriptors() == before:
+            return
+        time.sleep(0.02)
+    assert descriptors() == before
+
+
+def simulated(main: Main) -> None:
+    """With a clock that jumps where nobody has anything to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Holdings, "_in_thread", on_the_spot)
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def total(source: Source, *numbers: int) -> int:
+    return sum(len(source.contents[number]) for number in numbers)
+
+
+def everything(source: Source) -> int:
+    return total(source, *range(len(source.contents)))
+
+
+def in_memory(held: Holdings) -> set[int]:
+    return set(held._memory.views)
+
+
+async def missed(held: Holdings, number: int, times: int, size: int = 3000) -> int:
+    """So often until it came; 0 where it did not."""
+    for misses in range(1, times + 1):
+        if await held.get(number, size, load=True) is not None:
+            return misses
+    return 0

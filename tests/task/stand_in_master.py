@@ -1,0 +1,193 @@
+"""A master of the tests' own: section 4 of PEERS.md, spoken by threads over what a test gives it.
+
+It shares no code with the real one. `Behaviour` says what it does wrong; what clients said is kept.
+"""
+
+import array
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+HEAD = struct.Struct("<BBHIII")
+HELLO, READ, LEND, RETURN, DAMAGED, STATS, SHOW = range(1, 8)
+HERE, NOBODY = 0xFFFE, 0xFFFF
+
+
+@dataclass
+class Behaviour:
+    """What a master does; a test may change it at any time."""
+
+    source: int = HERE
+    lends: bool = True
+    has: Callable[[int], bool] = lambda chunk: True
+    change: Callable[[int, int, bytearray], None] = lambda chunk, start, content: None
+    change_lent: Callable[[int, bytearray], None] = lambda chunk, content: None
+    wanted: list[int] = field(default_factory=list)
+    refuses: str = ""
+    hangs: float = 0.0
+    raw: bytes = b""  # instead of any answer but a hello's
+    breaks_off: bool = False
+    versions: set[int] = field(default_factory=set)  # none: any
+
+
+class StandIn:
+    """One master at a socket, with the chunks of a dataset."""
+
+    def __init__(self, path: Path, chunks: Mapping[int, bytes], behaviour: Behaviour) -> None:
+        self.path = path
+        self.chunks = chunks
+        self.does = behaviour
+        self.said: list[tuple[int, bytes]] = []
+        self.lent: list[int] = []
+        self.connections: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(os.fspath(self.path))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.path.unlink()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self.connections:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def kinds(self) -> list[int]:
+        """What was asked for, in order."""
+        return [kind for kind, _ in self.said]
+
+    def bodies(self, kind: int) -> list[bytes]:
+        """What came with requests of a kind."""
+        return [body for each, body in self.said if each == kind]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        window: mmap.mmap | None = None
+        with suppress(OSError, ConnectionError), connection:
+            while True:
+                head, files = _received(connection, HEAD.size)
+                kind, flags, _, count, size, _ = HEAD.unpack(head)
+                body, _ = _received(connection, size) if size else (b"", [])
+                with self._lock:
+                    self.said.append((kind, body))
+                if self.does.hangs:
+                    time.sleep(self.does.hangs)
+                if self.does.refuses:
+                    connection.sendall(_answer(kind, 0, self.does.refuses.encode(), status=1))
+                    continue
+                if kind == HELLO:
+                    protocol, zero, _, version = struct.unpack("<HH16sQ", body)
+                    assert (protocol, zero) == (1, 0)
+                    if self.does.versions and version not in self.does.versions:
+                        connection.sendall(_answer(kind, 0, b"another version", status=1))
+                        continue
+                    assert fcntl(files[0], F_GET_SEALS) & F_SEAL_SHRINK
+                    window = mmap.mmap(files[0], 0)
+                    os.close(files[0])
+                    welcome = struct.pack("<II", 3, len(self.chunks))
+                    connection.sendall(_answer(kind, 0, welcome))
+                    continue
+                if self.does.raw or self.does.breaks_off:
+                    connection.sendall(self.does.raw)
+                    return
+                assert window is not None
+                self._answer(connection, kind, flags, count, body, files, window)
+
+    def _answer(
+        self,
+        connection: socket.socket,
+        kind: int,
+        flags: int,
+        count: int,
+        body: bytes,
+        files: list[int],
+        window: mmap.mmap,
+    ) -> None:
+        wanted = self.does.wanted
+        if kind == READ:
+            offsets, sources, at = [], [], 0
+            for chunk, start, size in reversed(list(struct.iter_unpack("<III", body))):
+                content = bytearray(self.chunks[chunk][start : start + size])
+                self.does.change(chunk, start, content)
+                window[at : at + size] = bytes(content)
+                offsets.append(at)
+                sources.append(self.does.source if self.does.has(chunk) else NOBODY)
+                at += size
+            found = struct.pack(f"<{count}I{count}H", *offsets[::-1], *sources[::-1])
+            connection.sendall(_answer(kind, count, found, wanted))
+        elif kind == LEND:
+            (chunk,) = struct.unpack("<I", body)
+            if not self.does.lends or not (self.does.has(chunk) or flags & 1):
+                connection.sendall(_answer(kind, 1, struct.pack("<H", NOBODY), wanted))
+                return
+            file = self._sealed(chunk)
+            self.lent.append(chunk)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+            try:
+                connection.sendmsg([_answer(kind, 1, struct.pack("<H", HERE), wanted)], rights)
+            finally:
+                os.close(file)
+        elif kind == STATS:
+            connection.sendall(_answer(kind, 0, b'{"rank": 3}', wanted))
+        else:
+            for file in files:
+                os.close(file)
+            connection.sendall(_answer(kind, 0, b"", wanted))
+
+    def _sealed(self, chunk: int) -> int:
+        content = bytearray(self.chunks[chunk])
+        self.does.change_lent(chunk, content)
+        file = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.write(file, content)
+        fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
+        return file
+
+
+def _answer(
+    kind: int, count: int, body: bytes, wanted: list[int] | None = None, *, status: int = 0
+) -> bytes:
+    back = wanted or []
+    body += struct.pack(f"<{len(back)}I", *back)
+    return HEAD.pack(kind, 0, status, count, len(body), len(back)) + body
+
+
+def _received(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Exactly so many bytes, and descriptors that came with them."""
+    content, files = b"", array.array("i")
+    while len(content) < size:
+        piece, control, _, _ = connection.recvmsg(size - len(content), 64)
+        for _, _, data in control:
+            files.frombytes(data)
+        if not piece:
+            raise ConnectionError
+        content += piece
+    return content, files.tolist()

@@ -1,0 +1,489 @@
+"""What a node holds on its disk: more than its memory, never a reader's error."""
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+import trio
+
+from diesel_fs.cache import disk_shelf
+from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.shelves import ChunkKey, Place
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import NoSpaceError
+from diesel_fs.task import spill
+from diesel_fs.task.holdings import Holdings
+
+from ..cache.shelved import file_of, files, shelf_at
+from .held import (
+    IDENTITY,
+    Source,
+    in_memory,
+    made,
+    memory_is_let_go,
+    missed,
+    raw,
+    running,
+    total,
+    until,
+)
+
+EVERY = pytest.mark.parametrize("policy", [*POLICIES])
+CHUNKS = 8
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_left() -> Iterator[None]:
+    with memory_is_let_go():
+        yield
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return cache_place(tmp_path / "cache")
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(range(CHUNKS))
+
+
+def some(source: Source, chunks: int) -> int:
+    """The memory for so many chunks, and one that waits to be written."""
+    return total(source, *[CHUNKS - 1] * (chunks + 1))
+
+
+async def settled(held: Holdings) -> None:
+    """Until all that goes to the disk is there."""
+    await until(lambda: not held.stats()["disk_queued_bytes"] and held.stats()["disk_looks"] > 0)
+
+
+async def all_read(held: Holdings, source: Source) -> int:
+    """Every chunk is read, or left to the store, and never wrong; how many came."""
+    came = 0
+    for number, content in enumerate(source.contents):
+        got = await held.read(number, [(5, 100), (1, 2)], load=True)
+        came += got is not None
+        assert got in (None, [content[5:105], content[1:3]])
+        await settled(held)
+    return came
+
+
+@EVERY
+def test_what_memory_has_no_room_for_goes_to_the_disk(
+    policy: str, place: Path, source: Source
+) -> None:
+    async def main() -> None:
+        async with running(made(source, some(source, 3), policy=policy, disk=shelf_at(place))) as h:
+            await settled(h)
+            assert await all_read(h, source) == await all_read(h, source) == CHUNKS
+            assert len(in_memory(h)) == 3
+            assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
+            assert h.stats()["disk_reads"] == CHUNKS - 3
+            assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
+            assert h.held() == b"\xff"
+            assert all(h.holds(number) for number in range(CHUNKS))
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
+    policy: str, place: Path, source: Source
+) -> None:
+    async def main() -> None:
+        async with running(made(source, some(source, 3), policy=policy, disk=shelf_at(place))) as h:
+            await settled(h)
+            await all_read(h, source)
+            h.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
+            for _ in range(8):
+                piece = await h.read(7, [(0, 4000)], load=True)
+                assert piece is not None
+                assert piece[0] == source.contents[7][:4000]
+            assert in_memory(h) == {1, 2, 7}
+            await settled(h)
+            assert h.holds(0)
+            assert raw(await h.get(0, 10, load=False)) == source.contents[0]
+            assert h.stats()["disk_loads"] == 1
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
+    place: Path, source: Source
+) -> None:
+    """J6: whatever a crash has left is checked before it is given."""
+
+    async def first() -> None:
+        async with running(made(source, some(source, 0), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+
+    async def second() -> None:
+        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert held.held() == b"\xff"
+            assert await all_read(held, source) == CHUNKS
+
+    trio.run(first)
+    assert len(files(place)) == CHUNKS
+    shelf = shelf_at(place)
+    for number, damage in enumerate((b"\0" * 4000, b"")):
+        path = file_of(place, made(source, 0)._key(number))
+        path.write_bytes((path.read_bytes()[:50] + damage)[: path.stat().st_size])
+    shelf.close()
+    trio.run(second)
+    assert source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
+
+
+def test_a_full_disk_gives_up_what_others_own_then_what_is_in_memory_then_by_policy(
+    place: Path, source: Source
+) -> None:
+    async def main() -> None:
+        shelf = shelf_at(place, total(source, *[7] * 4))
+        held = made(source, some(source, 2), disk=shelf)
+        async with running(held):
+            await settled(held)
+            assert await all_read(held, source) == 6
+            assert [number for number in range(8) if held.holds(number)] == [0, 1, 2, 3, 4, 5]
+            mine = np.ones(CHUNKS, np.bool_)
+            mine[3] = False
+            held.set_mine(mine)
+            assert await missed(held, 6, 20)
+            await settled(held)
+            standing = set(np.flatnonzero(held._spill.standing).tolist())
+            assert in_memory(held) == {1, 6}
+            assert standing == {0, 2, 4, 5}
+            for _ in range(100):
+                await held.read(2, [(0, 1)], load=False)
+            assert await missed(held, 7, 20)
+            await settled(held)
+            assert 7 in in_memory(held)
+            assert not held._spill.standing[3]
+            assert held.holds(2)
+            assert len(files(place)) == 4
+
+    trio.run(main)
+
+
+def test_without_memory_there_is_the_disk(place: Path, source: Source) -> None:
+    async def main() -> None:
+        async with running(made(source, 0, disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            assert in_memory(held) == set()
+            assert await all_read(held, source) == CHUNKS
+            assert held.lend(1, 0) is None
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: Source) -> None:
+    async def main() -> None:
+        shelf = shelf_at(place, total(source, *[7] * 3))
+        async with (
+            running(made(source, some(source, 2), disk=shelf)) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.fill, np.arange(CHUNKS))
+            await until(lambda: not (held.stats()["share_held_chunks"] < 5))
+            await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+            assert held.stats()["filled"] == held.stats()["fetches"] == 5
+
+    trio.run(main)
+
+
+def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: Source) -> None:
+    source.show([0, 1, 2, 3, 4, 5, 6, 9])
+
+    async def main() -> None:
+        async with running(made(source, total(source, 7, 7, 7), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            source.show([8, 9, 6, 0])
+            held.show(source.ids, source.sizes)
+            held.set_mine(np.ones(4, np.bool_))
+            assert held.held() == b"\x0e"
+            assert await all_read(held, source) == 4
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+# Disks that fail
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a tmpfs")
+    point = tmp_path / "small"
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=60,mode=700", "t", str(point)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def use_up_space(point: Path) -> None:
+    disk = os.statvfs(point)
+    (point / "lost+found").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 9000))
+
+
+def use_up_inodes(point: Path) -> None:
+    for number in range(os.statvfs(point).f_favail - 4):
+        (point / f"other{number}").touch()
+
+
+@pytest.mark.parametrize("use_up", [use_up_space, use_up_inodes])
+@pytest.mark.parametrize("floor", [disk_shelf.FREE_FRACTION_MIN, -1.0])
+def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
+    use_up: Callable[[Path], None],
+    floor: float,
+    small_disk: Path,
+    source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the start, and in the middle; with a floor of less than nothing, as another program fills
+    it between the look and the write."""
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
+    shelf = shelf_at(cache_place(small_disk))
+
+    async def main() -> None:
+        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+            await settled(held)
+            for number in (0, 1, 2, 3):
+                assert await missed(held, number, 1) == 1
+                await settled(held)
+            use_up(small_disk)
+            for _ in range(5):
+                await all_read(held, source)
+            assert set(range(4)) <= {number for number in range(8) if held.holds(number)}
+            assert not [path for path in files(small_disk) if path.name[0] == "."]
+            assert held.stats()["disk_queued_bytes"] == 0
+
+    trio.run(main)
+
+
+def remounted(place: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+
+
+def removed(place: Path) -> None:
+    for path in place.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def unreadable(place: Path) -> None:
+    """To root nothing is, so the way goes through what is no folder."""
+    for path in place.iterdir():
+        if path.is_dir():
+            path.rename(place / "lost+found")
+            path.touch()
+
+
+@pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
+def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
+    happens: Callable[[Path], None], left: int, small_disk: Path, source: Source
+) -> None:
+    place = cache_place(small_disk)
+
+    async def main() -> None:
+        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            happens(place)
+            source.fails = True
+            came = 0
+            for number, content in enumerate(source.contents):
+                got = await held.get(number, 1, load=False)
+                assert got in (None, content)
+                came += got is not None
+            assert came == left
+            source.fails = False
+            await all_read(held, source)
+
+    trio.run(main)
+
+
+def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
+    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def refuse(*given: object) -> None:
+        refused.append(given)
+        raise NoSpaceError("it cannot be written")
+
+    refused: list[object] = []
+    source.show(range(4, 12))
+
+    async def main() -> None:
+        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            with monkeypatch.context() as patch:
+                patch.setattr(spill, "REST_S", 0.3)
+                patch.setattr("os.preadv", broken)
+                assert await held.get(5, 1, load=False) is None
+                assert held.stats()["disk_rests"] == 1
+                failures = held.stats()["disk_failures"]
+                for _ in range(20):
+                    assert await held.get(5, 1, load=False) is None
+                    assert not held.holds(5)
+                assert held.stats()["disk_failures"] == failures, "it is left alone"
+                assert held.held() == b"\x03"
+            await trio.sleep(0.35)
+            assert raw(await held.get(5, 1, load=False)) == source.contents[5]
+            monkeypatch.setattr(held._spill._shelf, "reserve", refuse)
+            source.show([4, 0, 1, 2])
+            held.show(source.ids, source.sizes)
+            held.set_mine(np.ones(4, np.bool_))
+            assert await all_read(held, source) >= 1
+            await all_read(held, source)
+            assert len(refused) == 1, "it is left alone"
+            assert not [path for path in files(place) if path.name[0] == "."]
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("where", ["find", "reserve"])
+def test_a_disk_that_hangs_costs_a_second_once(
+    where: str, place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(spill, "READ_S", 0.2)
+
+    class Hanging(DiskShelf):
+        hangs = False
+
+    def hang(self: Hanging, *given: object) -> object:
+        if self.hangs:
+            goes_on.wait(20)
+        return getattr(DiskShelf, where)(self, *given)
+
+    setattr(Hanging, where, hang)
+
+    async def main() -> None:
+        shelf = Hanging(place, IDENTITY, 1 << 30)
+        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+            await settled(held)
+            for number in (0, 1, 2, 3):
+                await held.get(number, 10, load=True)
+                await settled(held)
+            shelf.hangs = True
+            begun_s = trio.current_time()
+            for number in range(CHUNKS):
+                for _ in range(10):
+                    got = await held.get(number, 10, load=True)
+                    assert got in (None, source.contents[number])
+            assert trio.current_time() - begun_s < 1.5
+            assert {number for number in range(8) if held.holds(number)} >= {0, 1}
+            shelf.hangs = False
+
+    try:
+        trio.run(main)
+    finally:
+        goes_on.set()
+
+
+def test_an_eviction_by_another_task_is_a_miss(place: Path, source: Source) -> None:
+    async def main() -> None:
+        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            shelf_at(place).drop(held._key(5))
+            assert held.holds(5)
+            assert await held.get(5, 1, load=False) is None
+            assert not held.holds(5)
+            assert raw(await held.get(5, 1, load=True)) == source.contents[5]
+
+    trio.run(main)
+    assert source.fetches[5] == 2
+
+
+def test_what_others_have_put_there_is_found_when_it_is_looked_for_again(
+    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        held = made(source, some(source, 2), disk=shelf_at(place))
+        async with running(held):
+            await settled(held)
+            monkeypatch.setattr(spill, "LOOK_AGAIN_S", 0.05)
+            held._spill._failed(5, is_there=False)
+            await trio.sleep(0.03)
+            other = shelf_at(place).reserve(held._key(6), len(source.contents[6]))
+            assert other is not None
+            other.fill(memoryview(source.contents[6]))
+            await until(lambda: bool(held.holds(6)))
+
+    trio.run(main)
+
+
+def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: Source) -> None:
+    """Where the disk writes nothing, what does not fit is left to the store."""
+
+    class Slow(DiskShelf):
+        def reserve(self, key: ChunkKey, size: int) -> Place | None:
+            goes_on.wait(20)
+            return super().reserve(key, size)
+
+    goes_on = threading.Event()
+
+    async def main() -> None:
+        shelf = Slow(place, IDENTITY, 1 << 30)
+        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+            await settled(held)
+            for number in range(CHUNKS):
+                await held.get(number, 1, load=True)
+            assert held.stats()["disk_queued_bytes"] == total(source, 2)
+            assert held.stats()["fetches"] == 3
+            assert raw(await held.get(2, 1, load=False)) == source.contents[2]
+            source.show([9, 2, 10])
+            held.show(source.ids, source.sizes)
+            assert [held.holds(number) for number in range(3)] == [False, True, False]
+            goes_on.set()
+            await settled(held)
+            assert raw(await held.get(1, 1, load=False)) == source.contents[1]
+            assert len(files(place)) == 1
+
+    try:
+        trio.run(main)
+    finally:
+        goes_on.set()
+
+
+def test_a_share_fills_a_disk_that_answers_late(place: Path, source: Source) -> None:
+    class Late(DiskShelf):
+        def standing(self, identity: UUID) -> list[ChunkId]:
+            time.sleep(0.2)
+            return super().standing(identity)
+
+    async def main() -> None:
+        shelf = Late(place, IDENTITY, 1 << 30)
+        async with (
+            running(made(source, some(source, 2), disk=shelf)) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.fill, np.arange(CHUNKS))
+            await until(lambda: not (held.stats()["share_held_chunks"] < CHUNKS))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)

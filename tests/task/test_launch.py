@@ -1,0 +1,374 @@
+"""Joining: the master of a node is found, or started once, whoever comes; and at which address."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.errors import (
+    ConfigError,
+    DeadlineError,
+    DieselError,
+    MetadataError,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.task import addresses, launch
+from diesel_fs.task.addresses import advertised, listening
+from diesel_fs.task.launch import is_alive, join, socket_of
+from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
+from diesel_fs.urls import parse_url
+
+from ..server.program import is_running, until
+
+STUB = (sys.executable, "-m", "tests.task.stub_program")
+SECRET = "canary-5cf2-and-long-enough"  # noqa: S105
+TREE = Path(__file__).resolve().parents[2]
+
+
+class Node:
+    """This user's folders on a node, and how masters come up on it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.starts_file = folder / "starts"
+        self._patch = patch
+        (folder / "run").mkdir(mode=0o700)
+        patch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.setenv("STUB_STARTS", str(self.starts_file))
+        patch.setattr(sys, "path", [str(TREE), *sys.path])
+        self.does("good")
+
+    def does(self, how: str) -> None:
+        self._patch.setenv("STUB", how)
+
+    def starts(self) -> list[dict[str, dict[str, object]]]:
+        if not self.starts_file.exists():
+            return []
+        return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
+
+    def kill(self) -> None:
+        for each in self.starts():
+            with suppress(ProcessLookupError):
+                os.kill(each["pid"], signal.SIGKILL)  # type: ignore[arg-type]  # as it is written
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    made = Node(tmp_path, monkeypatch)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> TaskRequest:
+    return TaskRequest(
+        url=(tmp_path / "store").as_uri(), dataset="ds", identity=UUID(int=5).hex, version=3,
+        task="training", memory_bytes=1 << 20,
+    )  # fmt: skip
+
+
+# One master, whoever comes ------------------------------------------------------------------------
+
+
+def test_a_master_is_started_once_and_then_found(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    assert is_alive(place)
+    assert join(request_, program=STUB) == place
+    assert len(node.starts()) == 1
+    for folder in (place.parent, place.parent.parent, place.parent.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_many_processes_that_come_at_once_start_one(node: Node, request_: TaskRequest) -> None:
+    code = (
+        "import sys; from diesel_fs.task.request import TaskRequest;"
+        "from diesel_fs.task.launch import join; from tests.task.test_launch import STUB;"
+        "print(join(TaskRequest.from_json(sys.stdin.buffer.read()), program=STUB))"
+    )
+    said = set()
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "LOCAL_RANK": str(local), "PYTHONPATH": str(TREE)},
+                )
+            )
+            for local in (0, 0, 1, 2, 3)
+        ]
+        for each in programs:
+            assert each.stdin is not None
+            each.stdin.write(request_.to_json())
+            each.stdin.close()
+        for each in programs:
+            assert each.stdout is not None
+            said.add(each.stdout.read())
+            assert each.wait(30) == 0
+    assert len(said) == 1
+    assert len(node.starts()) == 1
+
+
+def test_a_dead_masters_socket_is_cleared_away(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    node.kill()
+    until_s = time.monotonic() + 5
+    while is_alive(place) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert place.exists()
+    assert join(request_, program=STUB) == place
+    assert len(node.starts()) == 2
+
+
+def test_nodes_and_tasks_do_not_meet(node: Node, request_: TaskRequest) -> None:
+    asked = [
+        replace(request_, rank=rank, world=2, task=task, listen="127.0.0.1:0")
+        for rank in (0, 1)
+        for task in ("one", "two")
+    ]
+    places = {join(each, program=STUB) for each in asked}
+    assert len(places) == len(node.starts()) == 4
+    others = replace(request_, task="one", identity=UUID(int=6).hex)
+    assert join(others, program=STUB) not in places
+
+
+def test_without_a_rank_the_only_master_of_the_task_is_meant(
+    node: Node, request_: TaskRequest
+) -> None:
+    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0")
+    place = join(given, program=STUB)
+    assert join(request_, program=STUB) == place
+    join(replace(given, rank=2), program=STUB)
+    assert join(request_, program=STUB).parent.name == "0"
+
+
+def test_all_but_the_first_process_of_a_node_wait_for_that(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    monkeypatch.setattr(launch, "OTHERS_FIRST_S", 0.5)
+    start_s = time.monotonic()
+    join(request_, program=STUB)
+    assert time.monotonic() - start_s > 0.5
+    assert len(node.starts()) == 1
+
+
+# What keeps one from coming up --------------------------------------------------------------------
+
+
+def test_its_error_is_raised_with_the_end_of_its_log(node: Node, request_: TaskRequest) -> None:
+    node.does("error")
+    with pytest.raises(MetadataError, match=r"no Redis here\n  \| a line of the log") as refused:
+        join(request_, program=STUB)
+    assert (refused.value.exit_code, refused.value.advice) == (14, "start it")
+    node.does("dies")
+    with pytest.raises(DieselError, match="did not come up"):
+        join(request_, program=STUB)
+    node.does("good")
+    assert is_alive(join(request_, program=STUB))
+
+
+def test_one_that_says_nothing_is_killed(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "START_DEADLINE_S", 1.0)
+    node.does("silent")
+    with pytest.raises(DeadlineError):
+        join(request_, program=STUB)
+    [started] = node.starts()
+    until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
+
+
+def test_a_socket_in_a_deep_folder(
+    node: Node, request_: TaskRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses of sockets have room for 107 bytes."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    place = socket_of(replace(request_, rank=0))
+    here = os.open(place.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{here}/socket")
+        os.close(here)
+        listener.listen()
+        assert is_alive(place)
+        assert join(request_, program=STUB) == place
+
+
+def test_F14_too_few_descriptors_for_so_many_nodes_are_said_at_the_start(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    asked = replace(request_, rank=0, listen="127.0.0.1:0")
+    with pytest.raises(UsageError, match="1312 open files, and 1024 are allowed") as refused:
+        join(replace(asked, world=400), program=STUB)
+    assert "ulimit" in refused.value.advice
+    assert not node.starts()
+    join(replace(asked, world=100), program=STUB)
+
+
+# The request --------------------------------------------------------------------------------------
+
+
+def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest) -> None:
+    asked = replace(
+        request_, task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2
+    )
+    assert TaskRequest.from_json(asked.to_json()) == asked
+    assert SECRET not in repr(asked)
+    for text in (b"", b"[]", b"{}", b"x", asked.to_json()[:-2]):
+        with pytest.raises(UsageError):
+            TaskRequest.from_json(text)
+    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+    [started] = node.starts()
+    assert started["request"]["task_key"] == SECRET
+    shown = Path(f"/proc/{started['pid']}/cmdline").read_bytes()
+    shown += Path(f"/proc/{started['pid']}/environ").read_bytes()
+    assert SECRET.encode() not in shown
+    assert is_alive(place)
+
+
+def test_a_node_that_is_alone_needs_neither_redis_nor_peers(
+    node: Node, request_: TaskRequest
+) -> None:
+    join(request_, program=STUB)
+    [started] = node.starts()
+    asked = started["request"]
+    assert (asked["rank"], asked["world"], asked["listen"]) == (0, 1, "127.0.0.1:0")
+    assert len(str(asked["task_key"])) >= 32
+    assert asked["peers"] == ["127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
+def test_options_without_a_task_are_refused(option: str) -> None:
+    value = {"rank": 1, "peers": ("a:1",), "peer_tls": True}.get(option, "x")
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is about a task"):
+        TaskOptions(**{option: value}).check()  # type: ignore[arg-type]  # by name
+    TaskOptions(task_key=SECRET, policy="oneshot").check()
+    with pytest.raises(UsageError, match="without its folder"):
+        TaskOptions(task="x", cache_bytes=5).check()
+
+
+def test_a_cache_folder_alone_is_a_task_of_this_machine() -> None:
+    alone = TaskOptions(cache_dir="/ssd").or_alone("a")
+    assert (alone.rank, alone.world) == (0, 1)
+    assert alone.task
+    assert alone == TaskOptions(cache_dir="/ssd").or_alone("a")
+    assert alone.task != TaskOptions(cache_dir="/ssd").or_alone("b").task
+    with pytest.raises(UsageError):
+        TaskOptions(cache_dir="/ssd", rank=1).or_alone("a")
+
+
+def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o644)
+    with pytest.raises(PermissionDenied, match="others may read"):
+        key_in(file)
+    file.chmod(0o600)
+    assert key_in(file) == SECRET
+    for content in (b"\xff" * 20, b"x" * 5000):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError):
+            key_in(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        key_in(tmp_path / "none")
+
+
+# Addresses ----------------------------------------------------------------------------------------
+
+FILE = parse_url("file:///data")
+
+
+def place(listen: str = "", advertise: str = "", *, rank: int = 0, world: int = 2, **more: object):  # type: ignore[no-untyped-def]
+    peers = more.get("peers", ())
+    url = more.get("url", FILE)
+    return listening(listen, advertise, rank=rank, world=world, peers=peers, url=url)  # type: ignore[arg-type]
+
+
+def test_F13_what_is_given_is_taken() -> None:
+    assert place("127.0.0.5:80") == ("127.0.0.5", 80)
+    assert place("[::1]:0") == ("::1", 0)
+    assert place("0.0.0.0:9", "h") == ("0.0.0.0", 9)  # noqa: S104
+    assert place(peers=("10.0.0.1:5", "10.0.0.2:6"), rank=1) == ("10.0.0.2", 6)
+    for bad in ("host", ":5", "a:b", "a:99999", "::1:5", "http://a:5", ""):
+        with pytest.raises(UsageError):
+            place(bad)
+
+
+def test_S5_a_node_alone_listens_on_loopback_and_nobody_on_all_by_default() -> None:
+    assert place(world=1) == ("127.0.0.1", 0)
+    with pytest.raises(UsageError, match="at which address") as refused:
+        place()
+    assert "--listen" in refused.value.advice
+    with pytest.raises(UsageError, match=r"0\.0\.0\.0"):
+        place("0.0.0.0:9")
+    with pytest.raises(UsageError, match="2 nodes, and this is node 2"):
+        place(peers=("a:1", "b:2"), rank=2)
+
+
+def test_F13_a_name_that_is_loopback_here_is_no_address_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian writes a machine's own name into /etc/hosts."""
+    known = {"me": ["127.0.1.1"], "both": ["127.0.1.1", "10.1.2.3"]}
+
+    def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror(-2, "unknown")
+        return [(socket.AF_INET, 1, 6, "", (each, port)) for each in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with pytest.raises(UsageError, match=r"me is 127\.0\.1\.1 on this machine"):
+        place("me:5")
+    assert place("me:5", world=1) == ("127.0.1.1", 5)
+    assert place("both:5") == ("10.1.2.3", 5)
+    with pytest.raises(UsageError, match="no address"):
+        place("other:5")
+
+
+def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = parse_url("diesel://198.51.100.1:9300")
+    redis = parse_url("s3://bucket/x?meta=redis://198.51.100.2:6379")
+    asked: list[tuple[str, int]] = []
+
+    def ours(common: tuple[str, int]) -> str:
+        asked.append(common)
+        return "10.9.8.7"
+
+    monkeypatch.setattr(addresses, "_our_address", ours)
+    assert place(url=server) == place(url=redis) == ("10.9.8.7", 0)
+    assert asked == [("198.51.100.1", 9300), ("198.51.100.2", 6379)]
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="at which address"):
+        place(url=parse_url("diesel://127.0.0.1:9300"))
+
+
+def test_F13_what_is_told_to_others() -> None:
+    assert advertised("", "10.0.0.1", 5) == "10.0.0.1:5"
+    assert advertised("", "fe80::1", 5) == "[fe80::1]:5"
+    assert advertised("host", "10.0.0.1", 5) == "host:5"
+    assert advertised("host:7", "10.0.0.1", 5) == "host:7"
+    assert advertised("host:0", "10.0.0.1", 5) == "host:5"
+    assert advertised("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
+    for every in ("0.0.0.0", "::"):  # noqa: S104
+        with pytest.raises(UsageError, match="at which address"):
+            advertised("", every, 5)

@@ -1,0 +1,279 @@
+"""Readers and a real master on one node: workers share its memory, and may die as they like."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import diesel_fs
+from diesel_fs.client import Dataset
+from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.fuse import launcher
+
+from ..server.program import until
+from ..trees import write
+
+FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
+LITTLE_MEMORY = 100_000
+WORKERS = 4
+TREE = Path(__file__).resolve().parents[2]
+
+
+class Node:
+    """This machine as a node, with a repository."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = (folder / "store").as_uri()
+        self.masters: set[int] = set()
+
+    def connect(self, **more: object) -> Dataset:
+        return diesel_fs.connect("ds", self.url, memory_bytes=LITTLE_MEMORY, **more)  # type: ignore[arg-type]  # by name
+
+    def join(self, **more: object) -> Dataset:
+        return self.connect(task="training", **more)
+
+    @property
+    def socket(self) -> Path:
+        [found] = (self.folder / "run/diesel/tasks").glob("*/0/socket")
+        return found
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """What the master says, to nobody who reads."""
+        with socket.socket(socket.AF_UNIX) as link:
+            here = os.open(self.socket.parent, os.O_PATH)
+            link.connect(f"/proc/self/fd/{here}/socket")
+            os.close(here)
+            link.settimeout(10)
+            link.sendall(struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0))
+            text = b""
+            while len(text) < 16 or len(text) < 16 + struct.unpack_from("<I", text, 8)[0]:
+                text += link.recv(1 << 16)
+        found: dict[str, dict[str, int]] = json.loads(text[16:])
+        return found
+
+    def master(self) -> int:
+        """The master's process."""
+        with socket.socket(socket.AF_UNIX) as link:
+            here = os.open(self.socket.parent, os.O_PATH)
+            link.connect(f"/proc/self/fd/{here}/socket")
+            os.close(here)
+            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid: int = struct.unpack("3i", credentials)[0]
+        self.masters.add(pid)
+        return pid
+
+    def end(self) -> None:
+        with suppress(ValueError, OSError):
+            self.master()
+        for pid in self.masters:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    made = Node(tmp_path)
+    with diesel_fs.connect("ds", made.url, create=True) as dataset:
+        for path, content in FILES.items():
+            dataset.put(content, path)
+    yield made
+    made.end()
+
+
+def check(dataset: Dataset, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(FILES))
+    paths = [list(FILES)[at] for at in order.tolist()]
+    for path, content in zip(paths, dataset.read_many(paths), strict=True):
+        assert content == FILES[path], path
+    assert dataset.get(paths[0]) == FILES[paths[0]]
+
+
+def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
+    """Processes that were forked, as a DataLoader's, and one that comes by itself."""
+    with node.join() as dataset:
+        check(dataset, 0)
+        children = []
+        for seed in range(WORKERS):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    check(dataset, seed)
+                    check(dataset, seed + 10)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        for child in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with node.join() as other:
+            check(other, 9)
+            assert other.task_stats()["answers"]
+        told = node.stats()
+        assert told["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
+        assert dataset._reader.stats()["chunk_fetches"] == 0
+
+
+def test_F15_ten_thousand_workers_that_die_in_the_middle_of_a_read_leave_nothing(
+    node: Node,
+) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        here = node.folder / "s"
+        here.symlink_to(node.socket)  # a short path
+        identity, version = dataset.snapshot.identity.hex, str(dataset.version)
+        master = node.master()
+
+        def crash(count: int) -> None:
+            program = [sys.executable, "-m", "tests.task.crashing_workers"]
+            command = [*program, "s", identity, version, str(count)]
+            environment = {**os.environ, "PYTHONPATH": str(TREE)}
+            subprocess.run(command, check=True, timeout=400, cwd=node.folder, env=environment)
+
+        def held() -> tuple[int, int]:
+            """Descriptors, and bytes that are lent."""
+            return len(os.listdir(f"/proc/{master}/fd")), node.stats()["holdings"]["lent_bytes"]
+
+        before = held()
+        crash(500)
+        until(lambda: held() == before, "the master to let go of everything")
+        resident = _resident_bytes(master)
+        crash(9_500)
+        until(lambda: held() == before, "the master to let go of everything")
+        assert _resident_bytes(master) < resident + (8 << 20)
+        check(dataset, 1)
+        assert node.stats()["members"] == 1  # type: ignore[comparison-overlap]  # a number
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        view = next(iter(dataset.read_many(list(FILES)[:1])))
+        os.kill(node.master(), signal.SIGKILL)
+        check(dataset, 1)
+        assert view == next(iter(FILES.values())), "what it lent outlives it"
+        assert not dataset.task_stats()["answers"]
+        with node.join() as other:  # starts another
+
+            def is_used() -> object:
+                check(dataset, 2)
+                return dataset.task_stats()["answers"]
+
+            until(is_used, "the new master to be used")
+            check(other, 3)
+            assert other.task_stats()["answers"]
+
+
+def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: Node) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        fetched = node.stats()["chunks_from_store"]
+        dataset.put(b"new", "d0/new")
+        dataset.flush()
+        assert dataset.get("d0/new") == b"new"
+        check(dataset, 1)
+        told = node.stats()
+        assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]
+        assert dataset.task_stats()["answers"]
+
+
+def test_what_keeps_a_task_from_beginning_is_an_error_here(node: Node) -> None:
+    with pytest.raises(UsageError, match="which of the 3 nodes"):
+        node.join(world=3)
+    with pytest.raises(UsageError, match="find each other through Redis"):
+        node.join(rank=0, world=2, listen="127.0.0.1:0")
+    with pytest.raises(UsageError, match="bad --evict"):
+        node.join(evict="random")
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(UsageError, match="cannot listen"):
+        node.join(peers=[_place(taken)], task_key="k" * 32)
+    with pytest.raises(DieselError):
+        node.join(task_key="short", rank=0, world=1, peers=["127.0.0.1:1"], listen="127.0.0.1:0")
+
+
+def _place(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
+    folder = node.folder / "mount"
+    folder.mkdir()
+    command = [sys.executable, "-m", "dlcmd", "--url", node.url]
+    options = ["--task", "training", "--memory", "256M", "--session", session, "--follow"]
+    subprocess.run([*command, "mount", *options, "ds", folder], check=True, timeout=60)
+    try:
+        for path, content in FILES.items():
+            assert (folder / path).read_bytes() == content
+        with node.join() as dataset:
+            check(dataset, 0)
+            assert node.stats()["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # numbers
+            budget = node.stats()["holdings"]["memory_budget_bytes"]
+            assert budget == (256 - 32 << 20) * 3 // 4
+
+        def told() -> dict[str, object]:
+            task: dict[str, object] = launcher.stats(folder)["task"]  # type: ignore[assignment]  # as it is
+            return task
+
+        until(lambda: told().get("answers"), "the mount to tell of the task")
+        shown = subprocess.run(
+            [*command, "stats", folder], check=True, timeout=60, capture_output=True, text=True
+        )
+        assert "the task's cache:" in shown.stdout
+        with node.connect() as writer:
+            writer.put(b"new", "d0/new")
+        until((folder / "d0/new").exists, "the mount to follow")
+        assert (folder / "d0/new").read_bytes() == b"new"
+        until(lambda: node.stats()["version"] == told().get("version"), "the master to follow")
+        for path, content in list(FILES.items())[::50]:
+            assert (folder / path).read_bytes() == content
+    finally:
+        launcher.umount(folder)
+
+
+@pytest.mark.fuse
+def test_a_mount_with_a_cache_folder_alone_has_a_task_of_its_own(node: Node) -> None:
+    folder, cache = node.folder / "mount", node.folder / "cache"
+    folder.mkdir()
+    with (
+        node.connect() as dataset,
+        diesel_fs.mount(
+            dataset, folder, memory_bytes=128 << 20, cache_dir=cache, cache_bytes=64 << 20
+        ),
+    ):
+        for path, content in FILES.items():
+            assert (folder / path).read_bytes() == content
+        assert node.stats()["holdings"]["disk_failures"] == 0
+        until(lambda: any(cache.rglob("*")), "the cache to be used")
+
+
+@pytest.mark.fuse
+def test_a_dataset_that_joins_is_mounted_through_its_task(node: Node) -> None:
+    folder = node.folder / "mount"
+    write(folder, {})
+    with node.join() as dataset, diesel_fs.mount(dataset, folder, memory_bytes=128 << 20):
+        for path, content in list(FILES.items())[::10]:
+            assert (folder / path).read_bytes() == content
+        assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
+        until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
