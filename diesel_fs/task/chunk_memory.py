@@ -5,10 +5,10 @@ Not owned: how chunks come and whether they are worth it (`holdings.py`), the me
 One trio loop, in which nothing here waits.
 
 The budget is for what stands here, is on its way, or is lent. What this node does not own comes
-where its own share has room beside it, and goes first; then goes what the policy says. What is lent is asked back instead, and goes when it is returned:
-it takes its room until then anyway, and serves. Bytes that are being sent when their chunk goes are
-not counted. Where the machine has no memory, descriptors or mappings, the budget is what is here,
-for a while.
+where its own share has room beside it, and goes first; then goes what the policy says. What is lent
+is asked back instead, and goes when it is returned: it takes its room until then anyway, and
+serves. Bytes that are being sent when their chunk goes are not counted. Where the machine has no
+memory, descriptors or mappings, the budget is what is here, for a while.
 """
 
 import logging

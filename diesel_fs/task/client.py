@@ -248,7 +248,8 @@ class TaskStore(StoreWrapper):
         """Let go of the master. Views that were handed out stay valid, and are returned to the
         master with the last of them. Repeatable."""
         self._mapped.give_up_all()
-        self._link.settle()
+        if self._mapped.has_unmapped:
+            self._link.settle()
         self._ended.set()
         if not self._mapped.has_mapped:
             self._link.close()
@@ -272,9 +273,16 @@ class TaskStore(StoreWrapper):
         places: list[int] = []
         found: list[memoryview | None] = [None] * len(parts)
         for place, (name, start, size) in enumerate(parts):
-            check_range(name, start, size)
-            number = self._number(name)
-            if number >= 0 and 0 < size <= WINDOW_BYTES and start + size <= self._sizes[number]:
+            number = self._named.get(name, -1)
+            if number < 0:
+                check_range(name, start, size)
+                number = self._number(name)
+            if (
+                number >= 0
+                and start >= 0
+                and 0 < size <= WINDOW_BYTES
+                and start + size <= self._sizes[number]
+            ):
                 wanted.append((number, start, size))
                 places.append(place)
         for place, content in zip(places, self._gotten(wanted), strict=True):

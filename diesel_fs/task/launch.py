@@ -42,8 +42,7 @@ OTHERS_FIRST_S = 2.0
 seen there."""
 
 DESCRIPTORS_MIN = 512
-"""Open files of a master besides its connections to other nodes: its clients, and chunks that can be
-lent."""
+"""Open files of a master besides its connections to other nodes: for clients, and for chunks."""
 
 _NOBODY, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
 _LOOK_S = 0.02

@@ -48,13 +48,13 @@ class Mapping:
     process may have.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended", "_pid")
+    __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended")
 
     def __init__(
         self, descriptor: int, size: int, flags: int, ended: Callable[[], None] | None = None
     ) -> None:
-        """`ended` is called when it is unmapped, wherever that happens, unless in a forked child:
-        it must do next to nothing. Raises OSError.
+        """`ended` is called when it is unmapped, wherever that happens: it must do next to nothing.
+        Raises OSError.
         """
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, flags, descriptor, 0)
@@ -62,7 +62,7 @@ class Mapping:
             number = ctypes.get_errno()
             self._address = 0
             raise OSError(number, os.strerror(number))
-        self._address, self._bytes, self._ended, self._pid = address, size, ended, os.getpid()
+        self._address, self._bytes, self._ended = address, size, ended
         self.__array_interface__ = {
             "data": (address, False),
             "shape": (size,),
@@ -77,7 +77,7 @@ class Mapping:
     def __del__(self, unmap: Callable[[int, int], object] = _libc.munmap) -> None:
         if self._address:
             unmap(self._address, self._bytes)
-            if self._ended is not None and os.getpid() == self._pid:
+            if self._ended is not None:
                 self._ended()
 
 

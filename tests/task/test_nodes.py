@@ -16,6 +16,8 @@ from typing import cast
 
 import pytest
 
+from diesel_fs.task.membership import TTL_S
+
 from ..server.program import is_running, until
 from .nodes import Nodes, needs_links
 from .running import DATASET, Outcome, Reader, RunningTask, is_right
@@ -173,9 +175,9 @@ def test_F1_kill_9_of_a_mount_leaves_the_other_nodes_reading(task: RunningTask) 
 
 def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
-    epochs(readers)
+    usual_s = max(each.s for each in epochs(readers, batch=16, pace_s=0.05))
     for seed, reader in enumerate(readers):
-        reader.begin(seed, pace_s=0.2)
+        reader.begin(seed, batch=16, pace_s=0.05)
     time.sleep(0.3)
     hung = task.masters(3)
     kill(hung, signal.SIGSTOP)
@@ -185,7 +187,9 @@ def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTas
     finally:
         kill(hung, signal.SIGCONT)
     assert all_right(outcomes)
-    assert max(each.worst_s for each in outcomes[:3]) < TIMEOUT_S
+    others = outcomes[:3]
+    assert max(each.worst_s for each in others) < TIMEOUT_S
+    # Who waited each time would wait as long as it is registered.
     assert outcomes[3].worst_s < 10  # its own reader gives it up after 5 s
     task.gathered()
     until(lambda: asked_again(task, readers), "node 3 being asked again", 40)
