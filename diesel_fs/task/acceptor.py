@@ -22,7 +22,18 @@ from ..errors import CorruptError, DieselError
 from . import hello, wire
 from .channel import Channel, Gone, Inbox, TlsChannel
 from .handshake import HELLO_S, Me, Refused, admitted, secured
-from .wire import ALL_GIVEN, FAILED, GIVEN, HEAD_BYTES, LOAD, PART_BYTES, Parts, Raw, RequestHead
+from .wire import (
+    ALL_GIVEN,
+    FAILED,
+    GIVEN,
+    HEAD_BYTES,
+    LOAD,
+    PART_BYTES,
+    WORKING,
+    Parts,
+    Raw,
+    RequestHead,
+)
 
 log = logging.getLogger("diesel.task")
 
@@ -317,6 +328,8 @@ class Acceptor:
         """An answer to what is not, or not all, in memory."""
         try:
             load = bool(head.flags & LOAD)
+            if load:  # a store may take longer than this master ever does
+                await connection.send(head.id, WORKING, b"", ())
             statuses, views = await self._found(connection.rank, parts, load=load)
             await connection.send(head.id, head.kind, statuses, views)
         except Gone:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +91,10 @@ class TaskStore(StoreWrapper):
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
+        revive: Callable[[], object] | None = None,
     ) -> None:
-        """`path` is the master's socket. Nothing is sent before something is read."""
+        """`path` is the master's socket. Nothing is sent before something is read. `revive` starts
+        another in the place of a master that was killed."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._identity = snapshot.identity
@@ -101,7 +104,7 @@ class TaskStore(StoreWrapper):
         self._mapped = MappedChunks()
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
-            deadline_s=deadline_s, pause_s=pause_s,
+            deadline_s=deadline_s, pause_s=pause_s, revive=revive,
         )  # fmt: skip
         self._paid_s = np.zeros(len(self._sizes), np.float32)
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
@@ -117,7 +120,7 @@ class TaskStore(StoreWrapper):
     def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
         """The store of who joins a task: its master is there, or is started. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
-            store = cls(inner, join(request), snapshot)
+            store = cls(inner, join(request), snapshot, revive=partial(join, request))
             if store.connect():
                 break  # else it has just ended, deserted; or it will not have us, which is logged
         return store

@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
 from typing import NamedTuple
 from uuid import UUID
@@ -205,8 +206,13 @@ class MasterLink:
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
+        revive: Callable[[], object] | None = None,
     ) -> None:
-        """`mapped` is what it has lent: told when the master wants chunks back, or has gone."""
+        """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
+
+        `revive` starts a master in the place of one that was killed; it may take its time, and is
+        called in a thread. Who ends by itself takes its socket along, and is not revived.
+        """
         self._path = os.fspath(path)
         self._identity = identity
         self._version = version
@@ -216,6 +222,7 @@ class MasterLink:
         self._failed_s = self._not_before_s = 0.0
         self._said = ""
         self._closed = False
+        self._revive = revive
         self.rank = -1
         self.exchanged_s = 0.0
         self.counts = {"requests": 0, "failures": 0, "not_asked": 0}
@@ -225,6 +232,7 @@ class MasterLink:
     def _begin_again(self) -> None:
         self._lock = threading.Lock()
         self._probing = threading.Lock()
+        self._reviving = threading.Lock()
         self._idle: list[Connection] = []
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -390,6 +398,8 @@ class MasterLink:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
         except Failed as error:
             self._note_failure(start_s, str(error))
+            if self._revive is not None and os.path.lexists(self._path):
+                threading.Thread(target=self._bring_back, name="diesel-revive", daemon=True).start()
             return None
         finally:
             if probes:
@@ -400,6 +410,18 @@ class MasterLink:
                 self._mapped.forget()
             self._open.add(connection)
         return connection
+
+    def _bring_back(self) -> None:
+        assert self._revive is not None
+        if self._reviving.acquire(blocking=False):
+            try:
+                self._revive()
+            except DieselError as error:
+                log.warning("the task has no master on this node: %s", error)
+            else:
+                self.retry()
+            finally:
+                self._reviving.release()
 
     def _give_back(self, connection: Connection) -> None:
         self.exchanged_s = time.monotonic()

@@ -43,7 +43,7 @@ master fetches that another will own in a moment crosses the network once more."
 
 GATHER_RENEW_S = 0.25
 
-LOAD_S = 4.0
+LOAD_S = 3.0
 """Who asks for a chunk that is on its way waits so long: a client gives its master up after 5 s."""
 
 _BEFORE_MAX = 8  # memberships that are remembered, for what has moved since

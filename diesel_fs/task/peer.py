@@ -31,6 +31,10 @@ log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
 
+WORKING_S = 2.5
+"""How much longer who is fetching for us is waited for, once it has said so: the store is slow, and
+everybody's reads of that chunk wait for this one fetch."""
+
 _BUFFER_BYTES = 16 << 10  # small answers come by one call; of large ones this much is copied
 
 _BULK_BYTES = 1 << 20  # answers that are larger wait for each other,
@@ -47,6 +51,7 @@ class _Asked:
         "due_s",
         "is_late",
         "is_sent",
+        "is_worked_on",
         "kind",
         "parts",
         "room",
@@ -61,7 +66,7 @@ class _Asked:
         self.count = 0 if parts is None else len(parts)
         self.room: memoryview | None = room  # None: nobody wants the bytes any more
         self.size = size
-        self.is_sent = self.is_late = False
+        self.is_sent = self.is_late = self.is_worked_on = False
         self.sent_s = self.due_s = 0.0
         self.asker: trio.lowlevel.Task | None = None
         self.statuses: Statuses | None = None
@@ -352,7 +357,8 @@ class Peer:
             self._bulk_bytes -= asked.size
         if self._freed:
             self._freed.unpark_all()
-        self._breaker.took(trio.current_time() - asked.sent_s, asked.size)
+        if not asked.is_worked_on:  # else it says how long the store takes
+            self._breaker.took(trio.current_time() - asked.sent_s, asked.size)
         _wake(asked)
 
     # Answers
@@ -369,6 +375,12 @@ class Peer:
             if asked is None:
                 raise CorruptError("an answer to what was not asked")
             wire.check_answer(head, asked.kind, asked.count, asked.size)
+            if head.kind == wire.WORKING:
+                inbox.start += HEAD_BYTES
+                if not asked.is_worked_on:
+                    asked.is_worked_on = True
+                    asked.due_s += WORKING_S
+                continue
             await inbox.hold(HEAD_BYTES + head.counted)
             start = inbox.start + HEAD_BYTES
             inbox.start = start + head.counted

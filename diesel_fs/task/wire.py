@@ -33,7 +33,7 @@ HEAD_BYTES = 16
 PART_BYTES = 12
 REQUEST_BYTES_MAX = HEAD_BYTES + PARTS_MAX * PART_BYTES
 
-READ, HOLDS, PING = 1, 2, 3
+READ, HOLDS, PING, WORKING = 1, 2, 3, 4
 LOAD = 1
 """Flag of a READ, and of a LEND: fetch what is not here."""
 
@@ -143,7 +143,7 @@ def parse_answer(content: Raw, start: int = 0) -> AnswerHead:
     """What begins at `start`. Raises CorruptError. Whether it fits what was asked, the asker knows:
     `check_answer` and `given_bytes`."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
-    if zero or none or kind not in (READ, HOLDS, PING) or count > PARTS_MAX:
+    if zero or none or kind not in (READ, HOLDS, PING, WORKING) or count > PARTS_MAX:
         raise CorruptError("no answer")
     return AnswerHead(number, kind, count, payload_bytes)
 
@@ -151,6 +151,8 @@ def parse_answer(content: Raw, start: int = 0) -> AnswerHead:
 def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> None:
     """That an answer may be one to a request of this kind for so many parts, of at most so many
     bytes. Raises CorruptError."""
+    if head.kind == WORKING and kind == READ and not (head.counted or head.payload_bytes):
+        return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
         raise CorruptError("an answer to something else than was asked")
     if kind != READ and head.payload_bytes != bytes_max:

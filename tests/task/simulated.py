@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.cache.ownership import Ownership
+from diesel_fs.task.breaker import PATIENCE_MAX_S, PAUSE_S
+from diesel_fs.task.master import RENEW_S
+from diesel_fs.task.membership import TTL_S
 
-RENEW_S, TTL_S = 2.0, 6.0
-TIMEOUT_S = 1.0  # what an answer that does not come costs
-SUSPENDED_S = 1.0
 ROUND_TRIP_S = 0.0005
 
 Owners = npt.NDArray[np.int64]
@@ -211,8 +211,8 @@ class Task:
         if master.suspended.get(owner, 0.0) > self.now_s:
             return "store", 0.0
         if not self._answers(owner):
-            master.suspended[owner] = self.now_s + SUSPENDED_S
-            return "store, after a time-out", TIMEOUT_S
+            master.suspended[owner] = self.now_s + PAUSE_S
+            return "store, after a time-out", PATIENCE_MAX_S
         master.asked.add(owner)
         other = self.masters[owner]
         if self.holds(owner, chunk):

@@ -222,6 +222,27 @@ def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
     run(main)
 
 
+def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
+    async def main() -> None:
+        async def behave(hand: Hand) -> None:
+            for pause_s in (2.0, 10.0):
+                head, _ = await hand.request()
+                await hand.say(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
+                await trio.sleep(pause_s)
+                await hand.say(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.rest()
+
+        async with by_hand(behave) as port, asking(port) as peer:
+            usual_ms = peer.stats()["patience_ms"]
+            assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
+            assert peer.stats()["patience_ms"] == usual_ms, "a store's time is not the peer's"
+            begun_s = trio.current_time()
+            assert (await read(peer, SMALL, load=True))[0] == [FAILED]
+            assert 2.4 < trio.current_time() - begun_s < 4
+
+    run(main)
+
+
 LIES = {
     "another request": lambda head: wire.answer_head(head.id + 1, 1, b"\0", 4096) + bytes(4096),
     "another kind": lambda head: wire.answer_head(head.id, 2, b"", 1) + b"\0",

@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -173,18 +174,31 @@ def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         view = next(iter(dataset.read_many(list(FILES)[:1])))
-        os.kill(node.master(), signal.SIGKILL)
+        killed = node.master()
+        os.kill(killed, signal.SIGKILL)
         check(dataset, 1)
         assert view == next(iter(FILES.values())), "what it lent outlives it"
+
+        def is_used() -> object:
+            check(dataset, 2)
+            return dataset.task_stats()["answers"]
+
+        until(is_used, "a new master, which who reads has started")
+        assert node.master() != killed
+        check(dataset, 3)
+
+
+def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: Node) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        os.kill(node.master(), signal.SIGTERM)
+        until(lambda: not list((node.folder / "run").glob("diesel/tasks/*/0/socket")), "its end")
+        for seed in range(4):
+            check(dataset, seed)
+            time.sleep(0.5)
         assert not dataset.task_stats()["answers"]
-        with node.join() as other:  # starts another
-
-            def is_used() -> object:
-                check(dataset, 2)
-                return dataset.task_stats()["answers"]
-
-            until(is_used, "the new master to be used")
-            check(other, 3)
+        with node.join() as other:
+            check(other, 1)
             assert other.task_stats()["answers"]
 
 
