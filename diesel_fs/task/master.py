@@ -21,7 +21,7 @@ import trio
 
 from ..cache.ownership import Ownership
 from ..cache.shelves import ChunkKey, check_whole
-from ..errors import ConflictError, DieselError, FormatError
+from ..errors import ConflictError, DieselError, FormatError, PermissionDenied
 from ..layout import chunk_object
 from ..snapshot import Snapshot
 from ..storage.objects import ObjectStore
@@ -143,7 +143,8 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member until cancelled, or until a newer master has this node's rank. `first` says
+        """Be a member until cancelled, until a newer master has this node's rank, or until this one
+        may not be one any more. `first` says
         who is there; other masters come to `listeners`."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self._holdings.run)
@@ -165,7 +166,7 @@ class Master:
             self._look_now = trio.Event()
             try:
                 found = await trio.to_thread.run_sync(self._registry.renew, self._member)
-            except ConflictError as error:
+            except (ConflictError, PermissionDenied) as error:
                 log.error("this master ends: %s", error)
                 return
             except DieselError as error:  # who has been a member stays one for this node

@@ -1,0 +1,329 @@
+"""Masters in one loop: who is asked for a chunk, and what follows when members come and go."""
+
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import trio
+
+import diesel_fs
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.errors import ConflictError, MetadataError
+from diesel_fs.layout import chunk_object
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.storage.objects import ObjectStore, StoreWrapper
+from diesel_fs.task import master as module
+from diesel_fs.task.handshake import Me
+from diesel_fs.task.holdings import Fetch, Holdings
+from diesel_fs.task.master import Master
+from diesel_fs.task.membership import ANY_INSTANCE, Member, Membership, TaskName
+from diesel_fs.task.registry import Registry
+from diesel_fs.task.wire import SOURCE_HERE, SOURCE_NOBODY, Damaged, parts_of
+
+CHUNKS = 24
+SECRET = bytes(range(32))
+HOPE_S = 20.0
+
+
+class Reads(StoreWrapper):
+    """Counts who reads what from the store."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.of: Counter[str] = Counter()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.of[name] += 1
+        super().read_into(name, start, buffer)
+
+
+@dataclass
+class Board(Registry):
+    """Where masters register, in this process's memory."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+    away: bool = False
+
+    def renew(self, me: Member) -> Membership:
+        if self.away:
+            raise MetadataError("away")
+        there = self.members.setdefault(me.rank, me)
+        if there.instance != me.instance:
+            raise ConflictError("a newer master")
+        self.members[me.rank] = me
+        return Membership.of(self.members.values(), SECRET)
+
+    def leave(self, me: Member) -> None:
+        self.members.pop(me.rank, None)
+
+    def close(self) -> None: ...
+
+
+class Task:
+    """A dataset, and masters that read it; `content` is what its chunks hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = (folder / "store").as_uri()
+        self.dataset = diesel_fs.connect("ds", self.url, create=True)
+        for number in range(CHUNKS):
+            self.put(f"f{number:02}", number)
+        self.snapshot: Snapshot = self.dataset.snapshot
+        self.board = Board()
+        self.reads = Reads(self.dataset._repository.objects)
+
+    def put(self, path: str, seed: int) -> None:
+        self.dataset.put(Random(seed).randbytes(30_000 + 100 * seed), path)
+        self.dataset.flush()
+
+    def whole(self, snapshot: Snapshot, chunk: int) -> bytes:
+        """A chunk as it lies in the store, read by nobody who is counted."""
+        name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
+        return bytes(self.reads.inner.get(name))
+
+    @asynccontextmanager
+    async def node(
+        self, rank: int, *, world: int = 3, oneshot: bool = False, registry: Registry | None = None
+    ) -> AsyncIterator[tuple[Master, trio.CancelScope]]:
+        """A master while the `with` lasts, or until its scope is cancelled, which is its death."""
+        registry = registry or self.board
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            member = Member(rank, Random().randbytes(16), address, self.snapshot.version)
+            name = TaskName(self.snapshot.identity, "me", "t")
+            sizes = self.snapshot.chunk_sizes
+            me = Me(rank, member.instance, name, self.snapshot.version, SECRET, sizes)
+
+            def tiers(fetch: Fetch) -> Holdings:
+                return Holdings(
+                    self.snapshot.identity, self.snapshot.chunk_ids, sizes,
+                    memory_bytes=16 << 20, policy=POLICIES["lru"](), fetch=fetch,
+                )  # fmt: skip
+
+            made = Master(
+                me, member, self.snapshot, self.reads, registry, tiers, world=world, oneshot=oneshot
+            )
+            scope = trio.CancelScope()
+
+            async def live(*, task_status: trio.TaskStatus[None]) -> None:
+                with scope:
+                    await made.run(registry.renew(member), [listener], task_status=task_status)
+                made.holdings.close()
+
+            async with trio.open_nursery() as nursery:
+                await nursery.start(live)
+                yield made, scope
+                scope.cancel()
+
+    async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
+        """Read a part of each chunk, and compare; how many came from where."""
+        snapshot = node.snapshot
+        records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
+        window = memoryview(bytearray(20_000 * len(records)))
+        offsets, sources = await node.read(parts_of(records), window)
+        for (chunk, start, size), at, source in zip(records, offsets, sources, strict=True):
+            if source != SOURCE_NOBODY:
+                assert window[at : at + size] == self.whole(snapshot, chunk)[start : start + size]
+        if given:
+            assert SOURCE_NOBODY not in sources
+        return Counter(sources.tolist())
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    monkeypatch.setattr(module, "GATHER_RENEW_S", 0.02)
+    monkeypatch.setattr(module, "TTL_S", 0.3)
+    return Task(tmp_path)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def in_time() -> None:
+        with trio.fail_after(HOPE_S):
+            await main()
+
+    trio.run(in_time)
+
+
+async def soon(what: Callable[[], object]) -> None:
+    while not what():  # noqa: ASYNC110  # what is waited for has no event
+        await trio.sleep(0.01)
+
+
+def members(*nodes: Master) -> Callable[[], bool]:
+    return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
+
+
+def test_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            for node in (a, b, c, a):
+                found = await task.check(node)
+                assert sum(found[rank] for rank in (0, 1, 2) if rank != node.rank) > CHUNKS / 3
+                assert found[SOURCE_HERE] >= CHUNKS / 6
+            assert set(task.reads.of.values()) == {1}
+            assert len(task.reads.of) == CHUNKS
+
+    run(main)
+
+
+def test_F10_all_nodes_that_miss_a_chunk_at_once_cost_one_read(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            async with trio.open_nursery() as nursery:
+                for node in (a, b, c) * 3:
+                    nursery.start_soon(task.check, node)
+            assert set(task.reads.of.values()) == {1}
+
+    run(main)
+
+
+def test_a_dead_nodes_share_is_taken_over_and_given_back(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _):
+            async with task.node(2) as (c, death):
+                await soon(members(a, b, c))
+                share = (await task.check(c))[SOURCE_HERE]
+                await task.check(a)
+                death.cancel()  # it is still registered
+                found = await task.check(a, given=False)
+                assert found[SOURCE_NOBODY] == share, "what the dead one had is left to the reader"
+            del task.board.members[2]
+            await soon(members(a, b))
+            before = task.reads.of.total()
+            for node in (a, b, a):
+                await task.check(node)
+            assert task.reads.of.total() - before == share, "only its share is read again, once"
+            async with task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                before = task.reads.of.total()
+                assert (await task.check(c))[SOURCE_HERE] == share
+                assert (await task.check(a))[2] == share, "it is used again"
+                assert task.reads.of.total() == before, "it had its share from who took it over"
+
+    run(main)
+
+
+def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, oneshot=True) as (a, _),
+            task.node(1, oneshot=True) as (b, _),
+            task.node(2, oneshot=True) as (c, _),
+        ):
+            await soon(lambda: task.reads.of.total() >= CHUNKS)
+            for node in (a, b, c):
+                await task.check(node)
+            assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
+
+    run(main)
+
+
+def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=1) as (_, scope):
+            task.board.members[0] = replace(task.board.members[0], instance=b"r" * 16)
+            await trio.sleep(0.5)
+        assert not scope.cancelled_caught
+
+    run(main)
+
+
+def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            task.board.away = True
+            await trio.sleep(0.3)
+            assert (await task.check(a))[1] > 0
+            assert members(a, b)()
+
+    run(main)
+
+
+def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back(
+    task: Task,
+) -> None:
+    class Listed(Board):
+        def renew(self, me: Member) -> Membership:
+            self.members[me.rank] = me
+            listed = (
+                each if each.rank == me.rank else replace(each, instance=ANY_INSTANCE)
+                for each in self.members.values()
+            )
+            return Membership.of(listed, SECRET)
+
+    async def main() -> None:
+        board = Listed()
+        async with (
+            task.node(0, world=2, registry=board) as (a, _),
+            task.node(1, world=2, registry=board) as (b, death),
+        ):
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            death.cancel()
+            await soon(members(a))
+            assert (await task.check(a)) == {SOURCE_HERE: CHUNKS}
+
+    run(main)
+
+
+def test_nodes_of_another_version_are_none_until_they_come_along(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            await task.check(a)
+            await task.check(b)
+            task.put("new", 99)
+            newer = task.dataset.snapshot
+            before = task.reads.of.total()
+            await a.show(newer)
+            await soon(members(a))
+            found = await task.check(a)
+            assert found == {SOURCE_HERE: CHUNKS + 1}
+            await soon(members(b))
+            await task.check(b)
+            await b.show(newer)
+            await soon(members(a, b))
+            reads = task.reads.of.total() - before
+            assert (await task.check(b))[0] > 0
+            assert (await task.check(a))[1] > 0
+            assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
+
+    run(main)
+
+
+def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            for _ in range(3):
+                await a.damaged(Damaged(0, 0, 10, 1))
+            found = await task.check(a, given=False)
+            assert found[1] == 0
+            assert found[SOURCE_NOBODY] > 0
+            for chunk in range(CHUNKS):  # nothing is wrong with what stands here
+                await a.damaged(Damaged(chunk, 0, 10, SOURCE_HERE))
+            assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
+
+    run(main)
+
+
+def test_shares_are_what_ownership_says(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            found = [(await task.check(node))[SOURCE_HERE] for node in (a, b, c)]
+            assert sum(found) == CHUNKS
+            held = [np.frombuffer(node.held(), np.uint8) for node in (a, b, c)]
+            assert not np.bitwise_and.reduce(held).any(), "nobody holds what another owns"
+
+    run(main)
