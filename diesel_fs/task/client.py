@@ -338,22 +338,19 @@ class TaskStore(StoreWrapper):
             return found
         with reading as given:
             sources = given.sources
-            sizes = records[:, 2].tolist()
             has = (sources != wire.SOURCE_NOBODY).tolist()
-            room = None if rooms is not None else np.empty(sum(sizes), np.uint8).data
-            at = 0
-            for place, offset, size, is_given in zip(
-                absent, given.offsets.tolist(), sizes, has, strict=True
-            ):
+            starts, ends = given.offsets.tolist(), (given.offsets + records[:, 2]).tolist()
+            window = given.window
+            if rooms is None:  # one copy for all: the window is the connection's
+                window = np.empty(max(ends), np.uint8).data
+                window[:] = given.window[: len(window)]
+            for place, start, end, is_given in zip(absent, starts, ends, has, strict=True):
                 if not is_given:
                     continue
+                content = window[start:end]
                 if rooms is not None:
+                    rooms[place][:] = content
                     content = rooms[place]
-                else:
-                    assert room is not None
-                    content = room[at : at + size]
-                    at += size
-                content[:] = given.window[offset : offset + size]
                 found[place] = content
             sources = sources.copy()
         self._counts["master_reads"] += sum(has)
@@ -368,12 +365,16 @@ class TaskStore(StoreWrapper):
         """Map chunks that are worth it, as far as they are here."""
         chunks = records[:, 0]
         ripe = self._paid_s[chunks] >= LEND_S
+        if len(records) == 1 and not ripe[0] and records[0, 2] < EAGER_BYTES:
+            return {}
         if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
             wanted_bytes = np.bincount(
                 np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
             )
             ripe |= wanted_bytes[np.unique(chunks, return_inverse=True)[1]] >= EAGER_BYTES
         found: dict[int, memoryview] = {}
+        if not ripe.any():
+            return found
         for chunk in np.unique(chunks[ripe])[:LENDS_AT_ONCE].tolist():
             view = self._lent(chunk, fetch=False)
             self._paid_s[chunk] = 0.0  # also where it was not to be had: not at each read

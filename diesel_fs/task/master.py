@@ -257,6 +257,8 @@ class Master:
 
         `parts` lie in their chunks and fit the window together.
         """
+        if len(parts) == 1:
+            return _FIRST, await self._read_one(parts, window)
         owner = self._shares.owner[parts[:, 0]]
         order = np.argsort(owner, kind="stable")
         ends = np.cumsum(parts[order, 2], dtype=np.int64)
@@ -287,6 +289,20 @@ class Master:
         self._counts["for_clients"] += len(parts)
         self._counts["left_to_clients"] += int(np.count_nonzero(sources == SOURCE_NOBODY))
         return offsets, sources
+
+    async def _read_one(self, parts: Parts, window: memoryview) -> Sources:
+        """`read` of one part: what many share weighs more than reading it."""
+        rank, room = int(self._shares.owner[parts[0, 0]]), window[: int(parts[0, 2])]
+        source = SOURCE_NOBODY
+        if rank == self.rank:
+            source = SOURCE_HERE if (await self._read_here(parts, room))[0] else source
+        elif (known := self._peers.get(rank)) is not None:
+            given = (await known.peer.read(parts, room, load=True))[0] == GIVEN
+            source = rank if given else source
+            self._counts["from_peers"] += int(given)
+        self._counts["for_clients"] += 1
+        self._counts["left_to_clients"] += source == SOURCE_NOBODY
+        return np.array([source], np.uint16)
 
     async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
         """Put parts of this node's chunks one behind the other into `room`: which it was given."""
@@ -446,6 +462,8 @@ class _Known(NamedTuple):
     peer: Peer
     scope: trio.CancelScope
 
+
+_FIRST: Offsets = np.zeros(1, np.uint32)
 
 _COUNTS = (
     "of_other_versions", "for_clients", "left_to_clients", "from_peers", "not_mine",

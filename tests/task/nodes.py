@@ -84,7 +84,7 @@ class Socket:
     port: int
     peer: str
     peer_port: int
-    program: str
+    pid: int  # of a program that has it; 0 for none
 
 
 class Place:
@@ -215,15 +215,15 @@ class Place:
         for line in text.splitlines():
             ends = re.findall(r"(\S+):(\d+|\*)(?=\s|$)", line)
             (local, port), (peer, peer_port) = ends[0], ends[1]
-            named = re.search(r'users:\(\("([^"]*)"', line)
+            held = re.search(r"pid=(\d+)", line)
             there = "" if peer_port == "*" else peer.strip("[]")
-            found.append(
-                Socket(local.strip("[]"), int(port), there, int(peer_port) if there else 0,
-                       named[1] if named else "")
-            )  # fmt: skip
+            number = int(peer_port) if there else 0
+            pid = int(held[1]) if held else 0
+            found.append(Socket(local.strip("[]"), int(port), there, number, pid))
         if self._switch:
             return found
-        return [each for each in found if self.address in (each.local, each.peer)]
+        ours = set(self.pids())
+        return [each for each in found if each.local == self.address or each.pid in ours]
 
     # The link
 
@@ -362,18 +362,16 @@ class Nodes:
     def connections(self) -> list[tuple[str, str, int]]:
         """The TCP connections between nodes: who made it, to whom, to which port. An end counts
         as the acceptor's where its port is one that its node listens on."""
-        address = {node.address for node in self.nodes}
-        listens = {
-            (node.address, each.port) for node in self.nodes
-            for each in node.sockets(listening=True)
-        }  # fmt: skip
-        return sorted(
-            (each.local, each.peer, each.peer_port)
-            for node in self.nodes
-            for each in node.sockets()
-            if each.local == node.address and each.peer in address - {node.address}
-            and (each.local, each.port) not in listens
-        )  # fmt: skip
+        addresses = {node.address for node in self.nodes}
+        made: list[tuple[str, str, int]] = []
+        for node in self.nodes:
+            listens = {each.port for each in node.sockets(listening=True)}
+            made += [
+                (node.address, each.peer, each.peer_port)
+                for each in node.sockets()
+                if each.peer in addresses - {node.address} and each.port not in listens
+            ]
+        return sorted(made)
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

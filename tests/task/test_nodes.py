@@ -134,23 +134,51 @@ def test_F1_kill_9_of_a_master_costs_nobody_a_byte(task: RunningTask) -> None:
     for seed, reader in enumerate(readers):
         reader.begin(seed, pace_s=0.15)
     time.sleep(0.7)
-    kill(task.masters(3))
+    killed = task.masters(3)
+    kill(killed)
     outcomes = [reader.outcome() for reader in readers]
     assert all_right(outcomes)
     assert task.egress_bytes() > 0, "it was killed too late to matter"
     assert max(each.worst_s for each in outcomes[:3]) < TIMEOUT_S
+    # Its readers have another one, which all use as the one before.
+    until(lambda: readers[3].epoch(9) and task.masters(3), "another master", 40)
+    assert task.masters(3) != killed
+    task.gathered()
+    until(lambda: reads_nothing(task, readers), "all being cached again", 40)
+    assert task.figure(0, "peers", "3", "parts") > 0
+
+
+def test_F1_a_node_that_dies_is_taken_over_and_used_again_when_it_is_back(
+    task: RunningTask,
+) -> None:
+    readers = joined(task, range(NODES))
+    assert all_right(epochs(readers))
+    for seed, reader in enumerate(readers[:3]):
+        reader.begin(seed, pace_s=0.15)
+    time.sleep(0.7)
+    task.forget()
+    task.nodes[3].kill()
+    outcomes = [reader.outcome() for reader in readers[:3]]
+    assert all_right(outcomes)
+    assert task.egress_bytes() > 0, "it was killed too late to matter"
+    assert max(each.worst_s for each in outcomes) < TIMEOUT_S
     # Its share is taken over: what others read is cached again.
     task.gathered([0, 1, 2])
-    epochs(readers[:3])
+    until(lambda: reads_nothing(task, readers[:3]), "all being cached again", 40)
+    # It comes back, and is used again; others have what it had.
     task.forget()
-    assert all_right(epochs(readers[:3]))
-    assert task.egress_bytes() == 0
-    # It comes back, and is used again.
     back = task.reader(3).ready()
     task.gathered()
     assert all_right(epochs([back, *readers[:3]]))
-    assert task.egress_bytes() <= 0.05 * task.stored_bytes, "others have what it had"
-    until(lambda: task.figure(0, "peers", "3", "parts") > 0, "node 3 being asked")
+    assert task.egress_bytes() <= 0.05 * task.stored_bytes
+    until(lambda: asked_again(task, readers), "node 3 being asked", 40)
+
+
+def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
+    """Whether an epoch of all of these is done without the store."""
+    task.forget()
+    assert all_right(epochs(readers))
+    return task.egress_bytes() == 0
 
 
 def test_F1_kill_9_of_a_mount_leaves_the_other_nodes_reading(task: RunningTask) -> None:

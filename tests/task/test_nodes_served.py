@@ -12,7 +12,7 @@ import pytest
 from ..server.certificates import Authority
 from ..server.program import Server, until
 from .contents import make
-from .nodes import Nodes
+from .nodes import Nodes, separate
 from .running import CHUNK_BYTES, DATASET, Reader, is_right, stats_at
 
 FILES = 600
@@ -33,10 +33,12 @@ class Served:
     def reader(self, rank: int, **more: object) -> Reader:
         node = self.nodes[rank]
         url = f"{self.scheme}://{self.nodes.shared.address}:{PORTS[rank]}"
-        opened = {
+        opened: dict[str, object] = {
             "dataset": DATASET, "url": url, "task": "served", "rank": rank, "world": 2,
             "memory_bytes": 1 << 20, **more,
         }  # fmt: skip
+        if not separate():  # loopback, which no master takes of itself
+            opened["listen"] = f"{node.address}:0"
         reader = Reader(node, opened, FILES)
         self.stack.callback(reader.close)
         return reader
@@ -51,7 +53,9 @@ class Served:
         for port in METRICS:
             with self.nodes.shared.entered():
                 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-                with opener.open(f"http://{self.nodes.shared.address}:{port}/metrics", timeout=10) as answer:
+                with opener.open(
+                    f"http://{self.nodes.shared.address}:{port}/metrics", timeout=10
+                ) as answer:
                     text = answer.read().decode()
             lines = [line.split() for line in text.splitlines() if "tier_bytes_total{" in line]
             total += sum(float(number) for _, number in lines)
@@ -85,7 +89,8 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
         for port, metrics in zip(PORTS, METRICS, strict=True):
             stack.enter_context(
                 Server(
-                    tmp_path / f"server{port}", *options, "--metrics", f"{shared.address}:{metrics}",
+                    tmp_path / f"server{port}",
+                    *(*options, "--metrics", f"{shared.address}:{metrics}"),
                     listen=f"{shared.address}:{port}",
                     program=shared.command(sys.executable, "-m", "diesel_server"),
                     environment=shared.environment,
@@ -117,6 +122,8 @@ def test_S1_a_server_hands_the_secret_out_over_tls_alone(served: Served) -> None
     if served.scheme == "diesel+tls":
         assert is_right(reader.ready().epoch(1), FILES)
         return
+    if not separate():
+        pytest.skip("on loopback a server trusts whoever it serves")
     assert reader.process.wait(60) != 0
     assert "--task-key-file" in reader.log
     assert KEY not in reader.log
