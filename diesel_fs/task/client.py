@@ -27,7 +27,7 @@ from ..snapshot import Snapshot
 from ..snapshots import snapshot_descriptor
 from ..storage.objects import ObjectStore, StoreWrapper, check_range
 from . import wire
-from .launch import join
+from .launch import join, revived
 from .link import DEADLINE_S, PAUSE_S, WINDOW_BYTES, MasterLink
 from .mapped import MappedChunks
 from .request import TaskOptions, TaskRequest
@@ -91,7 +91,7 @@ class TaskStore(StoreWrapper):
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
-        revive: Callable[[], object] | None = None,
+        revive: Callable[[], bool] | None = None,
     ) -> None:
         """`path` is the master's socket. Nothing is sent before something is read. `revive` starts
         another in the place of a master that was killed."""
@@ -120,7 +120,7 @@ class TaskStore(StoreWrapper):
     def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
         """The store of who joins a task: its master is there, or is started. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
-            store = cls(inner, join(request), snapshot, revive=partial(join, request))
+            store = cls(inner, join(request), snapshot, revive=partial(revived, request))
             if store.connect():
                 break  # else it has just ended, deserted; or it will not have us, which is logged
         return store

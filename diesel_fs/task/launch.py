@@ -75,6 +75,16 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
     return place
 
 
+def revived(request: TaskRequest) -> bool:
+    """Start this node's master where there is none that is alive; whether that was so. Raises as
+    `join`."""
+    rank, world = node_of(os.environ, request.rank, request.world)
+    if is_alive(socket_of(replace(request, rank=rank, world=world))):
+        return False
+    join(request)
+    return True
+
+
 def is_alive(place: Path) -> bool:
     """Whether somebody takes connections at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:

@@ -206,12 +206,13 @@ class MasterLink:
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
-        revive: Callable[[], object] | None = None,
+        revive: Callable[[], bool] | None = None,
     ) -> None:
         """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
 
-        `revive` starts a master in the place of one that was killed; it may take its time, and is
-        called in a thread. Who ends by itself takes its socket along, and is not revived.
+        `revive` starts a master in the place of one that was killed, and says whether it has; it
+        may take its time, and is called in a thread. Who ends by itself takes its socket along, and
+        is not revived.
         """
         self._path = os.fspath(path)
         self._identity = identity
@@ -415,11 +416,10 @@ class MasterLink:
         assert self._revive is not None
         if self._reviving.acquire(blocking=False):
             try:
-                self._revive()
+                if self._revive():
+                    self.retry()
             except DieselError as error:
                 log.warning("the task has no master on this node: %s", error)
-            else:
-                self.retry()
             finally:
                 self._reviving.release()
 

@@ -195,9 +195,9 @@ class Master:
                 self._nursery.start_soon(self._keep, self._peers[rank])
                 log.info("node %d is at %s", rank, member.address)
         self._silent &= self._peers.keys()
+        await self._share_out()
         if len(self._peers) + 1 >= self._world:
             self._whole.set()
-        await self._share_out()
 
     async def _share_out(self) -> None:
         """Who owns what, by who is there."""
@@ -391,6 +391,8 @@ class Master:
 
         async def get(chunk: int) -> None:
             may_load = load and mine[rows[chunk][0]]
+            if not may_load and not self._holdings.holds(chunk):
+                return  # what is on its way here may be waiting for the node that asks
             try:
                 contents = await self._holdings.read(chunk, spans[chunk], load=may_load)
             except DieselError as error:

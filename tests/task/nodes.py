@@ -295,7 +295,9 @@ class Nodes:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
-        self.runtime = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-"))  # paths of sockets are short
+        self.runtime = Path(
+            tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        )  # paths of sockets are short
         name = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
         net = "10.77.0" if separate() else f"127.77.{os.getpid() % 250 + 1}"
         self.shared = Place(f"{name}-all", f"{net}.1", folder / "all", self.runtime / "all", "")
@@ -411,7 +413,10 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of runs that were killed, and what runs in them."""
+    """Remove the namespaces of runs that were killed, what runs in them, and their folders."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
+        if not is_running(int(left.name.removeprefix(_PREFIX).partition("-")[0])):
+            shutil.rmtree(left, ignore_errors=True)
     for name in [each.name for each in _NAMESPACES.glob(f"{_PREFIX}[0-9]*-*")]:
         owner = int(name.removeprefix(_PREFIX).partition("-")[0])
         if owner != os.getpid() and not is_running(owner):

@@ -5,7 +5,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +13,17 @@ import pytest
 
 from diesel_fs.cache.extents import ExtentReader
 from diesel_fs.cache.store import ContentReader
-from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.layout import chunk_object
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.storage.objects import ObjectStore, StoreWrapper
 from diesel_fs.task import client as client_module
 from diesel_fs.task import link as link_module
 from diesel_fs.task.client import TaskStore
 from diesel_fs.task.mapped import MappedChunks
-from diesel_fs.writer import PutOptions, put_tree
 
 from ..server.program import until
-from ..trees import write
+from .conftest import DEADLINE_S, FILES, LITTLE_MEMORY, PAUSE_S, Counting
 from .stand_in_master import (
     DAMAGED,
     HELLO,
@@ -38,80 +35,6 @@ from .stand_in_master import (
     Behaviour,
     StandIn,
 )
-
-FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
-    "text": b"the same words, " * 1000,
-    "large": os.urandom(3 * CHUNK_BYTES_MIN + 77),
-}
-DEADLINE_S, PAUSE_S = 1.5, 0.5
-"""A busy machine lets the tests' own master wait for its turn, too."""
-
-LITTLE_MEMORY = 1 << 10
-"""Nothing fits; chunks in memory are others'."""
-
-
-class Counting(StoreWrapper):
-    """The store itself: how often it is read."""
-
-    def __init__(self, inner: ObjectStore) -> None:
-        super().__init__(inner)
-        self.reads = 0
-        self.fails = False
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self.reads += 1
-        if self.fails:
-            raise ObjectStoreError("the store fails")
-        self.inner.read_into(name, start, buffer)
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    folder = tmp_path_factory.mktemp("task")
-    source = write(folder / "source", FILES)
-    with Repository.open((folder / "store").as_uri(), create=True) as opened:
-        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
-        put_tree(opened, "ds", source, options=options)
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def view(repository: Repository) -> Snapshot:
-    return repository.view("ds")
-
-
-@pytest.fixture(scope="module")
-def chunks(repository: Repository, view: Snapshot) -> dict[int, bytes]:
-    names = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
-    return {at: bytes(repository.objects.get(name)) for at, name in enumerate(names)}
-
-
-@pytest.fixture
-def behaviour() -> Behaviour:
-    return Behaviour()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "socket"
-
-
-@pytest.fixture
-def master(path: Path, chunks: dict[int, bytes], behaviour: Behaviour) -> Iterator[StandIn]:
-    with StandIn(path, chunks, behaviour) as standing:
-        yield standing
-
-
-@pytest.fixture
-def inner(repository: Repository) -> Counting:
-    return Counting(repository.objects)
-
-
-@pytest.fixture
-def store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
-    made = TaskStore(inner, path, view, deadline_s=DEADLINE_S, pause_s=PAUSE_S)
-    yield made
-    made.close()
 
 
 def name_of(view: Snapshot, chunk: int) -> str:

@@ -1,6 +1,7 @@
 """Masters in one loop: who is asked for a chunk, and what follows when members come and go."""
 
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from diesel_fs.task.holdings import Fetch, Holdings
 from diesel_fs.task.master import Master
 from diesel_fs.task.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.task.registry import Registry
-from diesel_fs.task.wire import SOURCE_HERE, SOURCE_NOBODY, Damaged, parts_of
+from diesel_fs.task.wire import ABSENT, SOURCE_HERE, SOURCE_NOBODY, Damaged, parts_of
 
 CHUNKS = 24
 SECRET = bytes(range(32))
@@ -37,9 +38,15 @@ class Reads(StoreWrapper):
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.of: Counter[str] = Counter()
+        self.pause = threading.Event()
+        self.pause.set()
+        self.waiting = 0
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.of[name] += 1
+        self.waiting += 1
+        assert self.pause.wait(HOPE_S)
+        self.waiting -= 1
         super().read_into(name, start, buffer)
 
 
@@ -325,5 +332,25 @@ def test_shares_are_what_ownership_says(task: Task) -> None:
             assert sum(found) == CHUNKS
             held = [np.frombuffer(node.held(), np.uint8) for node in (a, b, c)]
             assert not np.bitwise_and.reduce(held).any(), "nobody holds what another owns"
+
+    run(main)
+
+
+def test_who_is_asked_for_what_it_holds_waits_for_nobody(task: Task) -> None:
+    """Two that fetch one chunk from each other would wait until a time-out."""
+
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            theirs = [chunk for chunk in range(CHUNKS) if a._shares.owner[chunk] == 1]
+            task.reads.pause.clear()
+            async with trio.open_nursery() as nursery:
+                window = memoryview(bytearray(20_000))
+                nursery.start_soon(b.read, parts_of([(theirs[0], 0, 20_000)]), window)
+                await soon(lambda: task.reads.waiting)
+                with trio.fail_after(0.5):
+                    statuses, _ = await b.answer(0, parts_of([(theirs[0], 0, 10)]), load=False)
+                assert statuses == bytes([ABSENT])
+                task.reads.pause.set()
 
     run(main)

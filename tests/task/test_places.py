@@ -134,19 +134,20 @@ def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path: Path) -> Non
         "from tests.task.nodes import Nodes\n"
         "nodes = Nodes(pathlib.Path(sys.argv[1]), 1).__enter__()\n"
         "nodes[0].run('sh', '-c', 'setsid sleep 1000 & exit 0')\n"
-        "print(nodes[0].name, *nodes[0].pids(), flush=True)\n"
+        "print(nodes[0].name, nodes.runtime, *nodes[0].pids(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         cwd=harness.TREE, stdout=subprocess.PIPE, text=True, check=False, timeout=60,
     )  # fmt: skip
-    name, pid = done.stdout.split()
+    name, runtime, pid = done.stdout.split()
     assert Path("/run/netns", name).exists()
     assert is_running(int(pid))
     separate.cache_clear()
     assert separate()
     assert not Path("/run/netns", name).exists()
+    assert not Path(runtime).exists()
     until(lambda: not is_running(int(pid)), "its end")
 
 
