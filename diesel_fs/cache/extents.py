@@ -9,7 +9,7 @@ checked against its checksum (a mismatch is read again once). Not owned: a memor
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +85,19 @@ _ROW = np.dtype([("entry", "<i8"), *((name, "<i8") for name in _FIELDS if name !
 _Rows = npt.NDArray[np.void]
 
 
+class _Parts(NamedTuple):
+    """Extents by chunk and place in it, and the parts of them that are read in one piece each."""
+
+    rows: _Rows
+    cuts: list[int]
+    """Where in `rows` each part begins, and the end of the last."""
+    spans: list[_Span]
+
+    def of(self, part: int) -> _Rows:
+        """The extents of one part."""
+        return self.rows[self.cuts[part] : self.cuts[part + 1]]
+
+
 class ExtentReader:
     """Reads entries of one snapshot from one object store."""
 
@@ -96,6 +109,7 @@ class ExtentReader:
         )
         self._room = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
         self._read_s = 0.0  # a moving average
+        self._names: dict[int, str] = {}  # of chunks' objects: making one takes 10 us
         self._flights: dict[_Span, _Flight] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -109,13 +123,14 @@ class ExtentReader:
         if self._objects.joins_reads:
             yield from self._joined(parts)
             return
-        if self._is_slow and len(parts) > 1:
-            self._begin([_span_of(rows) for rows in parts])
-        for chunk, group in groupby(parts, lambda rows: int(rows["chunk"][0])):
+        if self._is_slow and len(parts.spans) > 1:
+            self._begin(parts.spans)
+        for chunk, group in groupby(range(len(parts.spans)), lambda part: parts.spans[part][0]):
             same = list(group)
+            spans = parts.spans[same[0] : same[-1] + 1]
             try:
-                for rows, held in zip(same, self._held(chunk, same), strict=True):
-                    yield self._checked(rows, held)
+                for part, held in zip(same, self._held(chunk, spans), strict=True):
+                    yield self._checked(parts.of(part), held)
             except ObjectMissing as error:
                 self._counts["lost"] += 1
                 log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
@@ -128,7 +143,14 @@ class ExtentReader:
         """
         if not (self._is_slow or self._flights or self._objects.joins_reads):
             return
-        spans = [_span_of(rows) for unit in units for rows in self._parts(unit)]
+        spans: list[_Span] = []
+        ahead_bytes = 0
+        for unit in units:
+            if ahead_bytes > AHEAD_BYTES_MAX:
+                break
+            some = self._parts(unit).spans
+            ahead_bytes += sum(size for _, _, size in some)
+            spans += some
         for span in self._flights.keys() - set(spans):
             flight = self._taken(span)
             if flight is not None and not flight.wanted:
@@ -169,37 +191,47 @@ class ExtentReader:
         if first < len(spans):
             yield spans[first:]
 
-    def _joined(self, parts: Sequence[_Rows]) -> Iterator[Batch]:
+    def _joined(self, parts: _Parts) -> Iterator[Batch]:
         """As `batches`, where the store takes many pieces in one request: parts of several chunks
         in a batch."""
-        rows_of = {_span_of(rows): rows for rows in parts}
-        groups = list(self._groups(list(rows_of)))
+        groups = list(self._groups(parts.spans))
         if len(groups) > 1:
-            self._begin(list(rows_of))
+            self._begin(parts.spans)
+        start = 0  # of a group, among the parts
         for group in groups:
             try:
                 held = self._held_together(group)
             except ObjectMissing:
-                yield from self._one_by_one(rows_of, group)
+                yield from self._one_by_one(parts, range(start, start + len(group)))
+                start += len(group)
                 continue
             first, size = 0, 0
             for at, span in enumerate(group):
                 size += span[2]
                 if size >= SPAN_BYTES or at + 1 == len(group):
-                    some = group[first : at + 1]
-                    pairs = zip(some, held[first : at + 1], strict=True)
-                    contents = [each for span, view in pairs for each in _cut(rows_of[span], view)]
-                    rows = np.concatenate([rows_of[span] for span in some])
-                    yield self._checked_contents(rows, contents)
+                    contents = [
+                        each
+                        for part in range(first, at + 1)
+                        for each in self._contents(parts, start + part, held[part])
+                    ]
+                    end = parts.cuts[start + at + 1]
+                    yield self._checked_contents(
+                        parts.rows[parts.cuts[start + first] : end], contents
+                    )
                     first, size = at + 1, 0
+            start += len(group)
 
-    def _one_by_one(
-        self, rows_of: Mapping[_Span, _Rows], spans: Sequence[_Span]
-    ) -> Iterator[Batch]:
+    @staticmethod
+    def _contents(parts: _Parts, part: int, held: memoryview) -> Sequence[memoryview]:
+        """The stored bytes of each extent of a part."""
+        one = parts.cuts[part + 1] - parts.cuts[part] == 1
+        return (held,) if one else _cut(parts.of(part), held)
+
+    def _one_by_one(self, parts: _Parts, some: range) -> Iterator[Batch]:
         """Batches of what is there, where a chunk of these is lost."""
-        for span in spans:
+        for part in some:
             try:
-                yield self._checked(rows_of[span], self._fetch(*span))
+                yield self._checked(parts.of(part), self._fetch(*parts.spans[part]))
             except ObjectMissing as error:
                 self._counts["lost"] += 1
                 log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
@@ -222,29 +254,27 @@ class ExtentReader:
             flight.wanted -= 1
         return flight
 
-    def _parts(self, entries: _SomeEntries) -> list[_Rows]:
+    def _parts(self, entries: _SomeEntries) -> _Parts:
         """The extents of these files, each part to be read in one piece."""
         rows = self._rows(np.asarray(entries, np.int64))
         rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
-        ends = rows["offset"] + rows["stored"]
+        starts, ends = rows["offset"].copy(), rows["offset"] + rows["stored"]
         new = np.diff(rows["chunk"]) != 0
         joins = self._objects.joins_reads
-        new |= rows["offset"][1:] - ends[:-1] > (JOINED_GAP_BYTES if joins else GAP_BYTES_MAX)
+        new |= starts[1:] - ends[:-1] > (JOINED_GAP_BYTES if joins else GAP_BYTES_MAX)
         span_bytes = SLOW_SPAN_BYTES if self._is_slow and not joins else SPAN_BYTES
-        parts = []
-        first = 0
-        for cut in [*(np.flatnonzero(new) + 1).tolist(), len(rows)]:
-            while first < cut:
-                limit = int(rows["offset"][first]) + span_bytes
-                fitting = int(np.searchsorted(ends[first:cut], limit, "right"))
-                last = first + max(fitting, 1)
-                parts.append(rows[first:last])
-                first = last
-        return parts
+        cuts = [0, *(np.flatnonzero(new) + 1).tolist(), len(rows)] if len(rows) else [0]
+        if len(rows) and (ends[np.array(cuts[1:]) - 1] - starts[cuts[:-1]] > span_bytes).any():
+            cuts = _cut_smaller(cuts, starts, ends, span_bytes)
+        firsts = np.array(cuts[:-1], np.int64)
+        sizes = np.maximum.reduceat(ends, firsts) - starts[firsts] if len(rows) else firsts
+        spans = zip(
+            rows["chunk"][firsts].tolist(), starts[firsts].tolist(), sizes.tolist(), strict=True
+        )
+        return _Parts(rows, cuts, list(spans))
 
-    def _held(self, chunk: int, parts: Sequence[_Rows]) -> Iterator[memoryview]:
+    def _held(self, chunk: int, spans: Sequence[_Span]) -> Iterator[memoryview]:
         """The stored bytes of parts of one chunk, each good until the next is asked for."""
-        spans = [_span_of(rows) for rows in parts]
         if self._flights.keys().isdisjoint(spans):
             largest = max(size for _, _, size in spans)
             if largest > len(self._room):
@@ -351,7 +381,11 @@ class ExtentReader:
         self._counts["fetched_bytes"] += span[2]
 
     def _name(self, chunk: int) -> str:
-        return chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
+        name = self._names.get(chunk)
+        if name is None:
+            name = chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
+            self._names[chunk] = name
+        return name
 
 
 def _cut(rows: _Rows, held: memoryview) -> list[memoryview]:
@@ -361,7 +395,17 @@ def _cut(rows: _Rows, held: memoryview) -> list[memoryview]:
     return [held[begin:end] for begin, end in places]
 
 
-def _span_of(rows: _Rows) -> _Span:
-    """What to read for a part: chunk, offset and size."""
-    begin = int(rows["offset"][0])
-    return int(rows["chunk"][0]), begin, int((rows["offset"] + rows["stored"]).max()) - begin
+def _cut_smaller(
+    cuts: list[int],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    span_bytes: int,
+) -> list[int]:
+    """More cuts, so that no part has more bytes than a span, where its first extent has not."""
+    found = [0]
+    for cut in cuts[1:]:
+        while found[-1] < cut:
+            first = found[-1]
+            limit = int(starts[first]) + span_bytes
+            found.append(first + max(int(np.searchsorted(ends[first:cut], limit, "right")), 1))
+    return found

@@ -12,7 +12,6 @@ import pytest
 
 from diesel_fs.cache import extents as extents_module
 from diesel_fs.cache.extents import FETCH_THREADS, ExtentReader
-from diesel_fs.cache.extents import _span_of as span_of
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.snapshot import Snapshot
@@ -189,7 +188,7 @@ def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view:
     assert slow.most == 1
     assert contents(reader, files) == expected(view)
     assert slow.most >= FETCH_THREADS // 2
-    assert slow.reads - before == len(reader._parts(files))
+    assert slow.reads - before == len(reader._parts(files).spans)
 
 
 def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
@@ -202,7 +201,7 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
     reader.ahead([large, text])
     reader.ahead([text, small])  # the plan has changed
     assert set(reader._flights) == {
-        span_of(part) for each in (text, small) for part in reader._parts(each)
+        span for each in (text, small) for span in reader._parts(each).spans
     }
     flights = [each.contents for each in reader._flights.values()]
     wait(flights, timeout=10)
@@ -291,7 +290,7 @@ def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None
     assert len(joining.requests) == 2
     reader.ahead([rest])
     reader.ahead([one])
-    assert set(reader._flights) == {span_of(part) for part in reader._parts(one)}
+    assert set(reader._flights) == set(reader._parts(one).spans)
     assert len(contents(reader, one)) == len(one)
     assert not reader._flights
 
