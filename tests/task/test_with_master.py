@@ -296,3 +296,26 @@ def test_a_dataset_that_joins_is_mounted_through_its_task(node: Node) -> None:
             assert (folder / path).read_bytes() == content
         assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
         until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
+
+
+def test_S13_what_somebody_has_put_into_the_cache_folder_is_not_believed(node: Node) -> None:
+    cache = node.folder / "cache"
+    how = {"cache_dir": cache, "cache_bytes": 64 << 20, "task_memory_bytes": 1 << 20}
+
+    def copies() -> list[Path]:
+        return [each for each in cache.rglob("*") if each.is_file() and len(each.name) == 32]
+
+    with node.join(**how) as dataset:
+        for seed in range(3):
+            check(dataset, seed)
+        until(lambda: copies() and node.stats()["holdings"]["disk_reads"], "the disk to be used")
+    os.kill(node.master(), signal.SIGKILL)
+    for copy in copies():
+        content = bytearray(copy.read_bytes())
+        content[len(content) // 3 :: 1000] = bytes(len(content[len(content) // 3 :: 1000]))
+        copy.write_bytes(content)
+    with node.join(**how) as dataset:
+        for seed in range(3):
+            check(dataset, seed)
+        assert dataset.task_stats()["answers"]
+        assert dataset._reader.stats()["healed"] == 0, "the master had looked before"
