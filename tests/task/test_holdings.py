@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -451,9 +453,35 @@ def test_J8_J9_a_machine_that_gives_no_memory_makes_the_budget_smaller(
     assert len([each for each in caplog.records if "holds" in each.message]) == 1
 
 
+def runs_alone(request: pytest.FixtureRequest) -> bool:
+    """Whether this process runs one test alone; else another has run it, and it has passed. For
+    those that count descriptors: who has run thousands of tests has some open."""
+    if os.environ.get(_ALONE):
+        return True
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid],
+        cwd=request.config.rootpath,
+        env={**os.environ, _ALONE: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout.decode()
+    assert b"1 passed" in done.stdout
+    return False
+
+
+_ALONE = "TEST_RUNS_ALONE"
+
+
 def test_F14_J9_descriptors_end_before_the_process_has_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if not runs_alone(request):
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     source = Source(range(100), 1000)
 
@@ -479,7 +507,9 @@ def test_F14_J9_descriptors_end_before_the_process_has_none(
     assert len(caplog.records) == 1
 
 
-def test_F14_no_descriptor_at_all_is_no_error_of_a_reader() -> None:
+def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
+    if not runs_alone(request):
+        return
     source = Source(range(3))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
