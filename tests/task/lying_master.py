@@ -40,7 +40,7 @@ async def answer(self: Master, rank: int, parts: Parts, *, load: bool) -> tuple[
 
 
 Master.answer_now = answer_now  # type: ignore[method-assign]  # that is the lie
-Master.answer = answer  # type: ignore[method-assign]
+Master.answer = answer  # type: ignore[method-assign]  # and here
 
 if __name__ == "__main__":
     sys.exit(main())

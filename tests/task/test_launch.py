@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from diesel_fs.task import addresses, launch
 from diesel_fs.task.addresses import advertised, listening
 from diesel_fs.task.launch import is_alive, join, socket_of
 from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
-from diesel_fs.urls import parse_url
+from diesel_fs.urls import RepositoryUrl, parse_url
 
 from ..server.program import is_running, until
 
@@ -296,10 +296,16 @@ def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
 FILE = parse_url("file:///data")
 
 
-def place(listen: str = "", advertise: str = "", *, rank: int = 0, world: int = 2, **more: object):  # type: ignore[no-untyped-def]
-    peers = more.get("peers", ())
-    url = more.get("url", FILE)
-    return listening(listen, advertise, rank=rank, world=world, peers=peers, url=url)  # type: ignore[arg-type]
+def place(
+    listen: str = "",
+    advertise: str = "",
+    *,
+    rank: int = 0,
+    world: int = 2,
+    peers: Sequence[str] = (),
+    url: RepositoryUrl = FILE,
+) -> tuple[str, int]:
+    return listening(listen, advertise, rank=rank, world=world, peers=peers, url=url)
 
 
 def test_F13_what_is_given_is_taken() -> None:

@@ -212,7 +212,7 @@ def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: 
         check(dataset, 1)
         told = node.stats()
         assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
-        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]
+        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
         assert dataset.task_stats()["answers"]
 
 
