@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,16 @@ def soon(what: Callable[[], object], hope_s: float = HOPE_S) -> None:
     while not what():
         assert time.monotonic() < end_s, "it never came about"
         time.sleep(0.02)
+
+
+def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
+    """Makes an attempt, given its number, until one passes: a machine may take idle pages away at
+    any moment (DESIGN 6, DAMON), but not each time.
+    """
+    for number in range(tries - 1):
+        with suppress(AssertionError):
+            return attempt(number)
+    return attempt(tries - 1)
 
 
 @dataclass
@@ -89,8 +99,8 @@ class Following:
     def from_pages(self) -> Iterator[None]:
         """What is read meanwhile is in the kernel's pages, so the mount is not asked for it.
 
-        A machine may page out what is idle, a page here and there (DESIGN 6, DAMON); a file that
-        was dropped is asked for whole.
+        A machine may page out what is idle (see `tried`), mostly a page here and there; a file
+        that was dropped is asked for whole.
         """
         before = self.read_bytes()
         yield

@@ -1,5 +1,6 @@
 """The control socket of a mount: plans from other processes, and who may send them."""
 
+import itertools
 import os
 import socket
 import stat
@@ -123,10 +124,13 @@ def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
     while not control.resident(order).all() and time.monotonic() < end_s:
         time.sleep(0.05)
     assert control.resident(order).all()
-    before = reads(at)
-    for path in view(at).paths(order[::97]):
-        (at / os.fsdecode(path)).read_bytes()
-    assert reads(at) == before
+    counts = [reads(at)]
+    for part in range(3):
+        for path in view(at).paths(order[part::97]):
+            (at / os.fsdecode(path)).read_bytes()
+        counts.append(reads(at))
+    # The machine may take an idle page away (DESIGN 6), not always one of these.
+    assert any(after == before for before, after in itertools.pairwise(counts))
     control.progress("mine", 300)
     assert streams(control)["mine"]["position"] == 300
     control.replace("mine", explicit(epoch=1, entries=order[:10]))
@@ -147,12 +151,12 @@ def streams(control: Control) -> dict[str, dict[str, object]]:
     return {str(each["name"]): {**each} for each in found if isinstance(each, dict)}
 
 
-def reads(at: Path) -> object:
+def reads(at: Path) -> int:
     """How many reads of files the server answered."""
     time.sleep(1.05)  # statistics stand still for a second
     found = stats(at)["reads"]
     assert isinstance(found, dict)
-    return found["hits"] + found["misses"]
+    return int(found["hits"]) + int(found["misses"])
 
 
 @pytest.mark.only_session("kernel")

@@ -29,6 +29,7 @@ from tests.fuse.followed_dataset import (
     mounted,
     noise,
     soon,
+    tried,
 )
 
 pytestmark = pytest.mark.fuse
@@ -96,6 +97,9 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Follow
     soon(lambda: ds.follow()["retired_versions"] == [])
 
 
+UNCHANGED = ("kept", "d/kept", "kind", "left/inner/f", "z")
+
+
 def cached(descriptor: int) -> int:
     return cached_bytes(descriptor, FILE_BYTES)
 
@@ -103,44 +107,60 @@ def cached(descriptor: int) -> int:
 def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: Following) -> None:
     """The same file is in other positions, and after a purge even in another chunk."""
     at = ds.at
-    for name in FILES:
-        assert (at / name).read_bytes() == FILES[name]
-    time.sleep(0.2)
-    ds.change({"changed": noise(21), "0": b"0", "d/0": b"0"}, gone=("gone",))
-    with ds.from_pages():
-        for name in ("kept", "d/kept", "kind", "left/inner/f", "z"):
-            assert (at / name).read_bytes() == FILES[name]
-    before = ds.read_bytes()
-    assert (at / "changed").read_bytes() == noise(21)
-    if ds.request.session == "pyfuse3":
-        assert ds.read_bytes() - before >= FILE_BYTES
+
+    def attempt(number: int) -> None:
+        for name in ("changed", *UNCHANGED):
+            (at / name).read_bytes()
+        time.sleep(0.2)
+        new = noise(21 + number)
+        ds.change({"changed": new, f"0{number}": b"0", f"d/0{number}": b"0"})
+        with ds.from_pages():
+            for name in UNCHANGED:
+                assert (at / name).read_bytes() == FILES[name]
+        before = ds.read_bytes()
+        assert (at / "changed").read_bytes() == new
+        if ds.request.session == "pyfuse3":
+            assert ds.read_bytes() - before >= FILE_BYTES
+
+    ds.change({}, gone=("gone",))
+    tried(attempt)
 
 
 @pytest.mark.only_session("kernel")
 def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: Following) -> None:
     """The helper goes on where it was: with other positions, and nodes that are no positions."""
     at = ds.at
-    (at / "kept").read_bytes()
-    ds.change({f"0{number}": noise(100 + number) for number in range(4)}, gone=("gone",))
-    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
-    with Control.connect(at) as control:
-        entries = [snapshot.lookup(name.encode()) for name in ("00", "01", "02", "03", "kept")]
-        control.announce("s", [explicit(epoch=0, entries=entries)])
-        soon(lambda: control.resident(entries).all())
+
+    def attempt(number: int) -> None:
+        new = [f"{number}{digit}" for digit in range(4)]
+        (at / "kept").read_bytes()
+        ds.change({name: noise(100 + int(name)) for name in new})
+        names = [*new, "kept"]
+        with Control.connect(at) as control:
+            entries = positions(at, names)
+            control.announce("s", [explicit(epoch=0, entries=entries)])
+            soon(lambda: control.resident(entries).all())
+            with ds.from_pages():
+                for name in new:
+                    assert (at / name).read_bytes() == noise(100 + int(name))
+                assert (at / "kept").read_bytes() == FILES["kept"]
+            control.withdraw("s")
+            ds.change({new[0]: noise(200), f"{number}00": b"first of all"})
+            entries = positions(at, names)
+        with Control.connect(at) as control:
+            assert control.resident(entries).tolist() == [False, True, True, True, True]
         with ds.from_pages():
-            for number in range(4):
-                assert (at / f"0{number}").read_bytes() == noise(100 + number)
-            assert (at / "kept").read_bytes() == FILES["kept"]
-        control.withdraw("s")
-        ds.change({"00": noise(200), "000": b"first of all"})
-        snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
-        names = ("00", "01", "02", "03", "kept")
-        entries = [snapshot.lookup(name.encode()) for name in names]
-    with Control.connect(at) as control:
-        assert control.resident(entries).tolist() == [False, True, True, True, True]
-    with ds.from_pages():
-        assert (at / "03").read_bytes() == noise(103)
-    assert (at / "00").read_bytes() == noise(200)
+            assert (at / new[3]).read_bytes() == noise(100 + int(new[3]))
+        assert (at / new[0]).read_bytes() == noise(200)
+
+    ds.change({}, gone=("gone",))
+    tried(attempt)
+
+
+def positions(at: Path, names: list[str]) -> list[int]:
+    """Where the mount's snapshot has these paths."""
+    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+    return [snapshot.lookup(name.encode()) for name in names]
 
 
 @pytest.mark.only_session("kernel")

@@ -266,7 +266,7 @@ def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen
 FOLLOWING_AS_USER = """if True:
     import os, sys
     from pathlib import Path
-    from tests.fuse.followed_dataset import FILES, begin, mounted, noise, soon
+    from tests.fuse.followed_dataset import FILES, begin, mounted, noise, soon, tried
     place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
     place.mkdir()
     ds = begin(place, sys.argv[2])
@@ -280,8 +280,12 @@ FOLLOWING_AS_USER = """if True:
         assert Path("inner/f").read_bytes() == FILES["left/inner/f"]
         assert (ds.at / "changed").read_bytes() == noise(90)
         assert sorted(os.listdir(ds.at)) == ["0new", "changed", "d", "gone", "kept", "kind", "z"]
-        with ds.from_pages():
+        def pages_stay(number):
             assert (ds.at / "kept").read_bytes() == FILES["kept"]
+            ds.change({f"0newer{number}": b"0"})
+            with ds.from_pages():
+                assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        tried(pages_stay)
         os.chdir("/")
         os.close(held)
         soon(lambda: ds.follow()["retired_versions"] == [])
