@@ -2,7 +2,7 @@
 
 Owned here: how it is detached, what it gets (one request on stdin, our environment without
 secrets), its report (JSON lines on stdout: `pid`, `warning`, `ready` or `error`), and its log. Not
-owned: what it does. Any thread.
+owned: what it does, and what its request means. Any thread.
 """
 
 import json
@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar, Self
 
-from .errors import DeadlineError, DieselError, PermissionDenied, revived
+from .errors import DeadlineError, DieselError, PermissionDenied, UsageError, revived
 
 LOG_LINES_SHOWN = 15
 
@@ -28,6 +29,44 @@ _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 # The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
 # interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a daemon is asked to be: fields of what JSON has, of tuples, or of other requests."""
+
+    BYTES_MAX: ClassVar[int]
+    """How long it may be as it travels."""
+
+    def to_json(self) -> bytes:
+        """The request as it travels. Raises UsageError where it is too long."""
+        text = json.dumps(asdict(self)).encode()
+        if len(text) > self.BYTES_MAX:
+            raise UsageError(f"a request of {len(text)} bytes (at most {self.BYTES_MAX})")
+        return text
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        """The request that was sent. Raises UsageError for anything else."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"not a request: {error}") from error
+        return cls.from_values(values)
+
+    @classmethod
+    def from_values(cls, values: object) -> Self:
+        """The request that JSON has made values of. Raises UsageError for anything else."""
+        if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
+            raise UsageError(f"not a {cls.__name__}: other fields than this version's")
+        return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
+
+
+def _field(kind: object, value: object) -> object:
+    """A field's value out of what JSON has made of it."""
+    if isinstance(kind, type) and issubclass(kind, Request):
+        return kind.from_values(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def start(
@@ -71,6 +110,12 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+def report(what: Mapping[str, object]) -> None:
+    """What a daemon says to whoever started it, who may be gone."""
+    with suppress(OSError):
+        os.write(1, json.dumps(what).encode() + b"\n")
+
+
 def _heard(
     report: FileIO, told: logging.Logger, what: str, deadline_s: float
 ) -> Mapping[str, object]:
@@ -106,8 +151,11 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
         yield log
 
 
-def last_lines(log: BinaryIO, start: int) -> str:
-    """The end of what has been logged since `start`, to be added to a message."""
+def add_last_lines(error: DieselError, log: BinaryIO, start: int) -> None:
+    """Adds to an error's message the end of what has been logged since `start`, but for the error
+    itself, which daemons log, too."""
     log.seek(start)
-    lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    return "".join(f"\n  | {line}" for line in lines)
+    said = tuple(filter(None, str(error).splitlines()))
+    lines = log.read().decode(errors="replace").splitlines()
+    others = [line for line in lines if not line.endswith(said)]
+    error.message += "".join(f"\n  | {line}" for line in others[-LOG_LINES_SHOWN:])

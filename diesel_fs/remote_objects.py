@@ -23,7 +23,16 @@ from .layout import MUTABLE_NAME, chunk_of_object, identity_of_object
 from .messages import Message
 from .rpc import Calls
 from .settings import READ_DEADLINE_S
-from .storage.objects import Bytes, Leftover, ObjectInfo, ObjectStore, check_mutable, check_range
+from .storage.objects import (
+    Bytes,
+    Leftover,
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    check_mutable,
+    check_range,
+    together,
+)
 from .wire_values import PARTS_MAX, parts_message
 
 AT_ONCE_BYTES = 16 << 20
@@ -105,25 +114,17 @@ class RemoteObjects(ObjectStore):
     ) -> Iterator[memoryview]:
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
-    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """Many in one request."""
-        begin = 0
-        while begin < len(parts):
-            end, total = begin, 0
-            while end < len(parts) and end - begin < PARTS_MAX:
-                if end > begin and total + parts[end][2] > AT_ONCE_BYTES:
-                    break
-                total += parts[end][2]
-                end += 1
-            yield from self._read_some(parts[begin:end], total)
-            begin = end
+        for some in together(parts, PARTS_MAX, AT_ONCE_BYTES):
+            yield from self._read_some(some)
 
-    def _read_some(self, parts: Sequence[tuple[str, int, int]], total: int) -> Iterator[memoryview]:
+    def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         known = {name: _of_chunk(name) for name, _, _ in parts}
         identities = {identity for identity, _ in known.values()}
         if len(identities) != 1:
             raise UsageError("parts of several datasets at once")
-        room = np.empty(total, np.uint8).data
+        room = np.empty(sum(size for _, _, size in parts), np.uint8).data
         wanted = [(known[name][1], start, size) for name, start, size in parts]
         self._read(identities.pop(), wanted, room)
         at = 0

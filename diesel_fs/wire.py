@@ -1,8 +1,8 @@
 """What clients and servers exchange, as bytes: `WIRE.md`.
 
-Owned here: greeting, frames, what a login signs, and every limit. Not owned: sockets and time
-(`rpc`), which requests there are, who may do what. Any bytes give a value or one error; nothing is
-allocated for a length before that is known to be allowed. Pure.
+Owned here: frames, what a login signs, and every limit. Not owned: how greetings look
+(`greeting.py`), sockets and time (`rpc`), which requests there are, who may do what. Any bytes give
+a value or one error; nothing is allocated for a length before that is known to be allowed. Pure.
 """
 
 import struct
@@ -11,26 +11,22 @@ from typing import NamedTuple
 
 import msgpack
 
-from .errors import CorruptError, ForeignError, MetadataError, UsageError
+from .errors import CorruptError, UsageError
+from .greeting import GREETING_BYTES as GREETING_BYTES
+from .greeting import NONCE_BYTES as NONCE_BYTES
+from .greeting import Greetings
 from .messages import Message, unpacked
-from .names import shown
 
 VERSION = 1
 
-GREETING_BYTES = 16
-NONCE_BYTES = 32
 BINDING_BYTES = 32
 NO_BINDING = bytes(BINDING_BYTES)
 SIGNATURE_BYTES = 64
 USER_BYTES_MAX = 64
-TAIL_BYTES_MAX = 4096
 
-_MAGIC = b"\x93DIESNET"
-_GREETING = struct.Struct("<8sH6s")
-_WELCOME = struct.Struct("<8sHHI")
+_GREETINGS = Greetings(b"\x93DIESNET", VERSION, "client", "server")
 _LENGTHS = struct.Struct("<II")
 LENGTHS_BYTES = _LENGTHS.size
-_GO_ON, _REFUSED = 0, 1
 _LOGIN = b"diesel-fs login 1\0"
 
 
@@ -51,59 +47,15 @@ ANSWER = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
 # greeting -----------------------------------------------------------------------------------------
 
 
-def greeting() -> bytes:
-    """What a client sends first."""
-    return _GREETING.pack(_MAGIC, VERSION, bytes(6))
-
-
-def parse_greeting(content: bytes) -> int:
-    """The version that a client speaks. Raises ForeignError for what is no greeting."""
-    if len(content) != GREETING_BYTES:
-        raise ForeignError("not a DIESEL-FS client: it sent no greeting")
-    magic, version, zeros = _GREETING.unpack(content)
-    if magic != _MAGIC or zeros != bytes(6):
-        raise ForeignError("not a DIESEL-FS client: it sent something else than a greeting")
-    return int(version)
-
-
-def welcome(nonce: bytes) -> bytes:
-    """The server's answer to a greeting that it takes."""
-    assert len(nonce) == NONCE_BYTES
-    return _WELCOME.pack(_MAGIC, VERSION, _GO_ON, NONCE_BYTES) + nonce
-
-
-def refusal(sentence: str) -> bytes:
-    """The server's answer to a greeting that it does not take."""
-    tail = sentence.encode()[:TAIL_BYTES_MAX]
-    return _WELCOME.pack(_MAGIC, VERSION, _REFUSED, len(tail)) + tail
+greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
+welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
+refusal, refused = _GREETINGS.refusal, _GREETINGS.refused
 
 
 def other_version(version: int) -> str:
     """What to tell a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
-
-
-def parse_welcome(content: bytes) -> tuple[bool, int, int]:
-    """Whether the server takes us, its version, and how long the tail is.
-
-    Raises ForeignError for what is no DIESEL-FS server.
-    """
-    if len(content) != GREETING_BYTES:
-        raise ForeignError("not a DIESEL-FS server: it sent no greeting")
-    magic, version, outcome, length = _WELCOME.unpack(content)
-    if magic != _MAGIC or outcome not in (_GO_ON, _REFUSED) or length > TAIL_BYTES_MAX:
-        raise ForeignError("not a DIESEL-FS server: it sent something else than a greeting")
-    if outcome == _GO_ON and (version != VERSION or length != NONCE_BYTES):
-        raise ForeignError(f"the server takes version {VERSION} and speaks version {version}")
-    return outcome == _GO_ON, version, length
-
-
-def refused(version: int, tail: bytes) -> MetadataError:
-    """The error that a refusal is."""
-    sentence = shown(tail)
-    reason = "gave no reason" if version == VERSION else f"speaks version {version} of the wire"
-    return MetadataError(f"the server refused: {sentence or reason}")
 
 
 def signed(nonce: bytes, binding: bytes, user: str) -> bytes:

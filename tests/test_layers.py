@@ -43,13 +43,14 @@ L1  order_lists: entries snapshot shuffle
 L1  messages: names
 L1  accounts: names
 L1  control_wire: entries messages plans shuffle snapshot
-L1  wire: messages names
+L1  greeting: names
+L1  wire: greeting messages
 L1  task
 L1  task.membership: names
 L1  task.rent
 L1  task.breaker
 L1  task.wire: names
-L1  task.hello: messages names task.wire wire
+L1  task.hello: greeting messages task.wire wire
 L1  task.registration: messages task.membership
 
 L2  storage/

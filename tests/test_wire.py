@@ -62,12 +62,22 @@ def test_any_bytes_are_a_greeting_or_foreign(content: bytes) -> None:
         assert content[:8] == b"\x93DIESNET"
 
 
+def test_what_is_reserved_and_what_is_too_long() -> None:
+    with pytest.raises(ForeignError):
+        wire.parse_greeting(wire.greeting()[:15] + b"\1")
+    said = wire.refusal("x" * 5000)
+    assert wire.parse_welcome(said[:16]) == (False, VERSION, len(said) - 16)
+
+
 @pytest.mark.parametrize(
-    "other", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\0\1\0\1\xfc\3\3" + b"x" * 5]
-)
-def test_F7_another_protocol_is_foreign(other: bytes) -> None:
-    with pytest.raises(ForeignError, match="not a DIESEL-FS"):
-        wire.parse_greeting(other[:16])
+    ("other", "named"),
+    [(b"GET / HTTP/1.1\r\n", "HTTP"), (b"HTTP/1.1 400 Bad ", "HTTP"),
+     (b"\x16\x03\x01\x02\0\1\0\1\xfc\3\3" + b"x" * 5, "TLS"), (b"\x15\3\1\0\2\2\n", "TLS")],
+)  # fmt: skip
+def test_F7_another_protocol_is_foreign_and_named(other: bytes, named: str) -> None:
+    for parse, end in ((wire.parse_greeting, "client"), (wire.parse_welcome, "server")):
+        with pytest.raises(ForeignError, match=f"not a DIESEL-FS {end}: .* it speaks {named}"):
+            parse(other[:16])
 
 
 @pytest.mark.parametrize("limits", [BEFORE_LOGIN, REQUEST, ANSWER])

@@ -17,7 +17,6 @@ kernel kills the helper and signals the server, which aborts the connection itse
 """
 
 import gc
-import json
 import logging
 import math
 import os
@@ -26,19 +25,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .. import clouds
+from .. import clouds, daemons
 from ..errors import DieselError
+from ..messages import described
 from . import kernel
 from .helper import help_mount
 from .holders import make_mark
 from .log_limit import LogLimit
 from .mountpoint import mounted_at, mounts
 from .request import MountRequest
-from .server import LEAVE, ORPHANED, READY, described, serve_mount
+from .server import LEAVE, ORPHANED, READY, Report, serve_mount
 from .source import SourceOpener
 
 log = logging.getLogger("diesel.mount")
@@ -75,23 +75,19 @@ def main(
         handlers=[lines], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     foreground = FOREGROUND in arguments
-    report = _no_report if foreground else _report_on_stdout
+    report = _no_report if foreground else daemons.report
     report({"pid": os.getpid()})
     try:
         request = MountRequest.from_json(sys.stdin.buffer.read())
     except DieselError as error:
+        log.error("%s", error)
         report(described(error))
         return error.exit_code
     supervisor = _Supervisor(request, opener or SourceOpener(), foreground, report, watchdog_s)
     return supervisor.run()
 
 
-def _no_report(_: dict[str, object]) -> None: ...
-
-
-def _report_on_stdout(what: dict[str, object]) -> None:
-    with suppress(OSError):  # whoever started us may be gone
-        os.write(1, json.dumps(what).encode() + b"\n")
+def _no_report(_: Mapping[str, object]) -> None: ...
 
 
 class _Supervisor:
@@ -102,7 +98,7 @@ class _Supervisor:
         request: MountRequest,
         opener: SourceOpener,
         foreground: bool,
-        report: Callable[[dict[str, object]], None],
+        report: Report,
         watchdog_s: float,
     ) -> None:
         self._request = request

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import daemons
-from ..daemons import last_lines, log_file
+from ..daemons import add_last_lines, log_file
 from ..errors import (
     BusyError,
     DeadlineError,
@@ -72,7 +72,7 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
                 umount(request.mountpoint, force=True)
             raise
         except DieselError as error:
-            error.message += last_lines(log, start)
+            add_last_lines(error, log, start)
             raise
 
 

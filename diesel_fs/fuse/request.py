@@ -1,13 +1,13 @@
 """What the mount daemon is asked to do: one value that travels to it over a pipe, never in argv."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..credentials import Credentials, parse_key
+from ..daemons import Request
 from ..errors import UsageError
 from ..settings import READ_DEADLINE_S
 from ..task.request import NO_TASK, TaskOptions
@@ -15,13 +15,13 @@ from ..urls import parse_url
 
 Policy = Literal["on-demand", "oneshot"]
 
-REQUEST_BYTES_MAX = 65_536
-"""What a pipe holds: a program that becomes its own daemon writes this to itself."""
-
 
 @dataclass(frozen=True, slots=True)
-class MountRequest:
+class MountRequest(Request):
     """A dataset, where to mount it, and how. Paths are absolute; 0 and "" mean: the default."""
+
+    BYTES_MAX: ClassVar[int] = 65_536
+    """What a pipe holds: a program that becomes its own daemon writes this to itself."""
 
     url: str
     dataset: str
@@ -57,24 +57,6 @@ class MountRequest:
     def credentials(self) -> Credentials | None:
         """Whose request it is. Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
-
-    def to_json(self) -> bytes:
-        """The request as it travels. Raises UsageError where it is too long."""
-        text = json.dumps(asdict(self)).encode()
-        if len(text) > REQUEST_BYTES_MAX:
-            raise UsageError(f"a mount request of {len(text)} bytes (at most {REQUEST_BYTES_MAX})")
-        return text
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "MountRequest":
-        """The request that was sent. Raises UsageError for anything else."""
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"not a mount request: {error}") from error
-        if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
-            raise UsageError("not a mount request: other fields than this version's")
-        return cls(**{**values, "joins": TaskOptions.from_values(values["joins"])})
 
     def check(self) -> None:
         """Raises UsageError for what cannot be had together."""

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, suppress
 
 import trio
@@ -22,6 +22,7 @@ import trio
 from ..errors import DieselError
 from ..following import FollowingVfs
 from ..hidden import HiddenFile
+from ..messages import described
 from ..nodes import Owner
 from ..settings import runtime_folder
 from ..shuffle import GROUP_SIZE_DEFAULT
@@ -72,7 +73,7 @@ SESSIONS: dict[str, type[Session]] = {
 }
 """By name, the best first: `auto` takes the first that the kernel supports."""
 
-Report = Callable[[dict[str, object]], None]
+Report = Callable[[Mapping[str, object]], None]
 
 
 def serve_mount(
@@ -91,8 +92,7 @@ def serve_mount(
     try:
         _Server(request, opener, report, beat, HelperLink(link), foreground).run()
     except DieselError as error:
-        if foreground:  # else it is told to whoever started us, with the end of the log
-            log.error("%s", error)
+        log.error("%s", error)
         report(described(error))
         return error.exit_code
     except Exception as error:
@@ -100,11 +100,6 @@ def serve_mount(
         report(described(DieselError(f"the mount failed: {error!r}")))
         return DieselError.exit_code
     return 0
-
-
-def described(error: DieselError) -> dict[str, object]:
-    """An error as it is reported."""
-    return {"error": type(error).__name__, "message": error.message, "advice": error.advice}
 
 
 class _Server:

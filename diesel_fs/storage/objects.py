@@ -103,6 +103,22 @@ class Leftover:
     pid: int
 
 
+Part = tuple[str, int, int]
+"""Of an object: its name, where the part starts, and its bytes."""
+
+
+def together(parts: Sequence[Part], count_max: int, bytes_max: int) -> Iterator[Sequence[Part]]:
+    """Parts in their order, as many at once as one request may have; a larger one is alone."""
+    begin = total = 0
+    for end, (_, _, size) in enumerate(parts):
+        if end > begin and (end - begin == count_max or total + size > bytes_max):
+            yield parts[begin:end]
+            begin, total = end, 0
+        total += size
+    if parts:
+        yield parts[begin:]
+
+
 class ObjectStore(ABC):
     """Named, immutable byte strings. (Only leases may change: `replace`.)
 
@@ -162,8 +178,8 @@ class ObjectStore(ABC):
             self.read_into(name, start, room[:size])
             yield room[:size].toreadonly()
 
-    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
-        """The bytes of parts of objects (name, start, size) of one dataset, in their order, in
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """The bytes of parts of objects of one dataset, in their order, in
         memory of their own. Raises as `read_into`."""
         for name, start, size in parts:
             room = memoryview(bytearray(size))

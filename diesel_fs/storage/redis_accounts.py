@@ -10,15 +10,14 @@ forked children.
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Self
 from uuid import UUID
 
 from diesel_fs.accounts import Accounts, account_line, parse_account
 from diesel_fs.errors import BusyError, CorruptError
 from diesel_fs.storage.accounts import NEVER, AccountState, AccountTable
-from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.redis_head import open_link
 from diesel_fs.storage.redis_keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
 from diesel_fs.storage.redis_link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
 from diesel_fs.storage.redis_replies import packed_dict
@@ -35,27 +34,9 @@ class RedisAccounts(AccountTable):
         self._link = link
 
     @classmethod
-    def open(
-        cls,
-        url: str,
-        *,
-        store: UUID,
-        deadline_s: float = DEADLINE_S,
-        environment: Mapping[str, str] | None = None,
-    ) -> Self:
-        """The table at a URL (`redis_address.py`), of the repository over that object store.
-
-        Raises ConfigError, MetadataError, NewerVersionError.
-        """
-        link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
-        commits = Commits(link, lambda: 0)
-        try:
-            link.patiently(commits.check_schema)
-            link.patiently(lambda: commits.bind(store))
-        except BaseException:
-            link.close()
-            raise
-        return cls(link)
+    def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
+        """The table at a URL, of the repository over that object store. Raises as `open_link`."""
+        return cls(open_link(url, deadline_s=deadline_s, store=store))
 
     def __repr__(self) -> str:
         return f"RedisAccounts({self._link.address})"

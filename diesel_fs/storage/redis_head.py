@@ -1,8 +1,8 @@
 """The head of each dataset in Redis: its marker, where its state is, and how it is asked.
 
 Owned here: what stands in the head's slot, read back as values or refused as damaged; that what was
-read since is of the dataset still. Not owned: how the state changes (`redis_commits.py`,
-`redis_generations.py`), keys (`redis_keys.py`).
+read since is of the dataset still; that a Redis which is opened is one of ours. Not owned: how the
+state changes (`redis_commits.py`, `redis_generations.py`), keys (`redis_keys.py`).
 
 Nothing is remembered. Safe from threads, processes and forked children.
 """
@@ -24,6 +24,7 @@ from diesel_fs.errors import (
     NoSuchDataset,
 )
 from diesel_fs.storage.metadata import Marker, Restarted
+from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_bucket_scripts import Script
 from diesel_fs.storage.redis_keys import (
     BUCKETS_MAX,
@@ -167,6 +168,31 @@ class Heads:
             return self.ask(script, [DatasetKeys(identity).marker], *arguments)
         except Unknown:
             raise no_such(identity) from None
+
+
+def open_link(
+    url: str,
+    *,
+    deadline_s: float,
+    store: UUID | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> RedisLink:
+    """The Redis at a URL (`redis_address.py`), once it is known to hold nothing of other programs
+    and, from now on, nothing of other repositories: `store` is the object store it belongs to.
+
+    Raises ConfigError, MetadataError where it cannot be reached, is a replica or throws keys away,
+    NewerVersionError.
+    """
+    link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
+    heads = Heads(link)
+    try:
+        link.patiently(heads.check_schema)
+        if store is not None:
+            link.patiently(lambda: heads.bind(store))
+    except BaseException:
+        link.close()
+        raise
+    return link
 
 
 def look_run(identity: UUID) -> ScriptCommand:

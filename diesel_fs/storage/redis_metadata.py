@@ -55,11 +55,10 @@ from diesel_fs.storage.metadata import (
     StampedRows,
 )
 from diesel_fs.storage.rebuilding import rebuild
-from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_commits import Begun, Commits, Leaving, Unsettled
 from diesel_fs.storage.redis_forgetting import Candidate, Lost, in_portions, leaving
 from diesel_fs.storage.redis_generations import Building, clean, new_generation
-from diesel_fs.storage.redis_head import Head, Refused, Unknown, has_lost, no_such
+from diesel_fs.storage.redis_head import Head, Refused, Unknown, has_lost, no_such, open_link
 from diesel_fs.storage.redis_keys import (
     DEAD_KEY,
     HOLES_PER_FIELD,
@@ -136,22 +135,10 @@ class RedisMetadata(MetadataStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """Open the store at a URL (`redis_address.py`); an empty Redis is an empty store.
-
-        `buckets` is over how many slots new datasets spread; `store` is the object store that it
-        must belong to. Raises ConfigError, MetadataError where it cannot be reached, is a replica
-        or throws keys away, NewerVersionError.
-        """
-        link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
-        opened = cls(link, clock_ns, buckets=buckets)
-        try:
-            link.patiently(opened._commits.check_schema)
-            if store is not None:
-                link.patiently(lambda: opened._commits.bind(store))
-        except BaseException:
-            link.close()
-            raise
-        return opened
+        """Open the store at a URL; an empty Redis is an empty store. `buckets` is over how many
+        slots new datasets spread. The rest, and what it raises: see `open_link`."""
+        link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
+        return cls(link, clock_ns, buckets=buckets)
 
     def __repr__(self) -> str:
         return f"RedisMetadata({self._link.address})"

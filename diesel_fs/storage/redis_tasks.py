@@ -11,13 +11,11 @@ and forked children.
 
 import functools
 import secrets
-from collections.abc import Mapping
 from typing import Self
 from uuid import UUID
 
 from diesel_fs.errors import BusyError, ConflictError, CorruptError, UsageError
-from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.redis_head import open_link
 from diesel_fs.storage.redis_keys import task_keys
 from diesel_fs.storage.redis_link import RedisLink, ScriptCommand, Word, log
 from diesel_fs.storage.redis_replies import damaged, listed, octets, whole
@@ -46,27 +44,10 @@ class RedisTasks(Registrations):
 
     @classmethod
     def open(
-        cls,
-        url: str,
-        *,
-        store: UUID,
-        deadline_s: float = DEADLINE_S,
-        ttl_s: float = TTL_S,
-        environment: Mapping[str, str] | None = None,
+        cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S, ttl_s: float = TTL_S
     ) -> Self:
-        """Those at a URL (`redis_address.py`), of the repository over that object store.
-
-        Raises ConfigError, MetadataError, NewerVersionError.
-        """
-        link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
-        commits = Commits(link, lambda: 0)
-        try:
-            link.patiently(commits.check_schema)
-            link.patiently(lambda: commits.bind(store))
-        except BaseException:
-            link.close()
-            raise
-        return cls(link, ttl_s)
+        """Those at a URL, of the repository over that object store. Raises as `open_link`."""
+        return cls(open_link(url, deadline_s=deadline_s, store=store), ttl_s)
 
     def __repr__(self) -> str:
         return f"RedisTasks({self._link.address})"

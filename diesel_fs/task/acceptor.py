@@ -67,9 +67,6 @@ class Serving(Protocol):
     ) -> tuple[bytes, list[memoryview]]:
         """A status for each part, and the bytes of those that are given."""
 
-    def held(self) -> bytes:
-        """A bit for each chunk that is here."""
-
 
 class _Knocking:
     """A connection that has not said hello."""
@@ -311,8 +308,7 @@ class Acceptor:
                     if not channel.put([said, *views], len(said) + size):
                         await channel.drain()
             else:
-                held = serving.held() if head.kind == wire.HOLDS else b""
-                await connection.send(head.id, head.kind, b"", [held])
+                await connection.send(head.id, head.kind, b"", ())
             counts["requests"] += 1
             counts["parts"] += head.counted
             counts["bytes"] += size

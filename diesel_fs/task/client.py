@@ -25,7 +25,7 @@ from ..layout import chunk_of_object, identity_of_object
 from ..repository import Repository
 from ..snapshot import Snapshot
 from ..snapshots import snapshot_descriptor
-from ..storage.objects import ObjectStore, StoreWrapper, check_range
+from ..storage.objects import ObjectStore, Part, StoreWrapper, check_range, together
 from . import wire
 from .launch import join, revived
 from .link import DEADLINE_S, PAUSE_S, WINDOW_BYTES, MasterLink
@@ -155,18 +155,10 @@ class TaskStore(StoreWrapper):
     ) -> Iterator[memoryview]:
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
-    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """Together, as many as one exchange takes. What is mapped is not copied."""
-        begin = 0
-        while begin < len(parts):
-            end, total = begin, 0
-            while end < len(parts) and end - begin < wire.PARTS_MAX:
-                total += parts[end][2]
-                if end > begin and total > WINDOW_BYTES:
-                    break
-                end += 1
-            yield from self._read_some(parts[begin:end])
-            begin = end
+        for some in together(parts, wire.PARTS_MAX, WINDOW_BYTES):
+            yield from self._read_some(some)
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         number = self._number(name)
@@ -270,7 +262,7 @@ class TaskStore(StoreWrapper):
                 self._named[name] = number
         return number
 
-    def _read_some(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+    def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """The contents of so many parts as one exchange takes, or of one of any size."""
         wanted: list[_Part] = []
         places: list[int] = []

@@ -8,7 +8,6 @@ It reports on stdout, one JSON object a line: its process number, then that it i
 wrong. Where it is killed, its registration ends by its time, and its socket is found dead.
 """
 
-import json
 import logging
 import os
 import secrets
@@ -25,10 +24,11 @@ from uuid import UUID
 
 import trio
 
-from .. import clouds
+from .. import clouds, daemons
 from ..cache.disk_shelf import DiskShelf, cache_place
 from ..cache.policy import POLICIES
 from ..errors import ConflictError, DieselError, UsageError
+from ..messages import described
 from ..repositories import open_repository
 from ..repository import Repository
 from ..snapshot import Snapshot
@@ -60,7 +60,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    _report({"pid": os.getpid()})
+    daemons.report({"pid": os.getpid()})
     try:
         raise_descriptor_limit()
         request = TaskRequest.from_json(sys.stdin.buffer.read())
@@ -68,18 +68,13 @@ def main() -> int:
             trio.run(_Daemon(request, stack).run)
     except DieselError as error:
         log.error("%s", error)
-        _report({"error": type(error).__name__, "message": error.message, "advice": error.advice})
+        daemons.report(described(error))
         return error.exit_code
     except Exception:
         log.exception("the master fails")
-        _report({"error": "DieselError", "message": "the master fails", "advice": "see its log"})
+        daemons.report(described(DieselError("the master fails", advice="see its log")))
         return DieselError.exit_code
     return 0
-
-
-def _report(what: dict[str, object]) -> None:
-    with suppress(OSError):  # whoever started us may be gone
-        os.write(1, json.dumps(what).encode() + b"\n")
 
 
 class _Daemon:
@@ -193,7 +188,7 @@ class _Daemon:
                 self._rank, self._name.name, self._member.address, self._snapshot.chunk_count,
                 self._snapshot.dataset, self._snapshot.version,
             )  # fmt: skip
-            _report({"ready": os.fspath(self._clients.path), "rank": self._rank})
+            daemons.report({"ready": os.fspath(self._clients.path), "rank": self._rank})
         master.holdings.close()
 
     async def _be_member(

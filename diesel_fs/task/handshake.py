@@ -110,10 +110,10 @@ async def _opened(host: str, port: int, me: Me, member: Member) -> Channel:
 async def _introduced(channel: Channel, me: Me, member: Member) -> None:
     first = hello.greeting()
     channel.put([first], len(first))
-    goes_on, _, length = hello.parse_welcome(await channel.exactly(hello.GREETING_BYTES))
+    goes_on, version, length = hello.parse_welcome(await channel.exactly(hello.GREETING_BYTES))
     tail = bytes(await channel.exactly(length))
     if not goes_on:
-        raise hello.refused(tail)
+        raise hello.refused(version, tail)
     binding = hello.NO_BINDING
     if isinstance(channel, TlsChannel):
         binding = digest_of(channel.certificate)

@@ -1,111 +1,46 @@
 """How masters greet each other, as bytes: `PEERS.md`, section 3.
 
-Owned here: greeting, hello, what its proofs cover, and the limits on them. Not owned: in which
-order they are said and who is refused why (`handshake.py`). Frames are those of `../wire.py`. Any
-bytes give a value or one error. Pure.
+Owned here: hello, what its proofs cover, and the limits on them. Not owned: in which order all is
+said and who is refused why (`handshake.py`). Greetings are as `../greeting.py` says, frames as
+`../wire.py`. Any bytes give a value or one error. Pure.
 """
 
 import hmac
-import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 from uuid import UUID
 
 import msgpack
 
-from ..errors import ForeignError, MetadataError
+from ..greeting import GREETING_BYTES as GREETING_BYTES
+from ..greeting import NONCE_BYTES as NONCE_BYTES
+from ..greeting import Greetings
 from ..messages import Fields, Message
-from ..names import shown
-from ..wire import Limits, frame, parse_head
+from ..wire import BINDING_BYTES, Limits, frame, parse_head
+from ..wire import NO_BINDING as NO_BINDING
 from .wire import RANK_MAX, Raw
 
 VERSION = 1
 
-GREETING_BYTES = 16
-NONCE_BYTES = 32
 PROOF_BYTES = 32
 INSTANCE_BYTES = 16
-BINDING_BYTES = 32
-NO_BINDING = bytes(BINDING_BYTES)
-TAIL_BYTES_MAX = 4096
 
 HELLO = Limits(4 << 10, 64, 0)
 """All that is read of whoever has not shown that it knows the secret."""
 
-_MAGIC = b"\x93DIESPER"
-_GREETING = struct.Struct("<8sH6s")
-_WELCOME = struct.Struct("<8sHHI")
-_GO_ON, _REFUSED = 0, 1
+_GREETINGS = Greetings(b"\x93DIESPER", VERSION, "master", "master")
 
 
 # greeting -----------------------------------------------------------------------------------------
 
 
-def greeting() -> bytes:
-    """What a connector sends first."""
-    return _GREETING.pack(_MAGIC, VERSION, bytes(6))
-
-
-def parse_greeting(content: Raw) -> int:
-    """The version that a connector speaks. Raises ForeignError for what is no greeting."""
-    if len(content) != GREETING_BYTES:
-        raise ForeignError("no greeting")
-    magic, version, zeros = _GREETING.unpack(content)
-    if magic != _MAGIC or zeros != bytes(6):
-        raise ForeignError(f"no greeting{_language(content)}")
-    return int(version)
-
-
-def welcome(nonce: bytes) -> bytes:
-    """The answer to a greeting that is taken."""
-    assert len(nonce) == NONCE_BYTES
-    return _WELCOME.pack(_MAGIC, VERSION, _GO_ON, NONCE_BYTES) + nonce
-
-
-def refusal(sentence: str) -> bytes:
-    """The answer to a greeting that is not taken."""
-    tail = sentence.encode()[:TAIL_BYTES_MAX]
-    return _WELCOME.pack(_MAGIC, VERSION, _REFUSED, len(tail)) + tail
+greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
+welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
+refusal, refused = _GREETINGS.refusal, _GREETINGS.refused
 
 
 def other_version(version: int) -> str:
     """What to tell a connector of another version."""
     return f"I speak version {VERSION} of the peers' wire, you {version}: run the same diesel-fs"
-
-
-class Welcome(NamedTuple):
-    """What an acceptor says to a greeting, and how many bytes of tail follow."""
-
-    goes_on: bool
-    version: int
-    tail_bytes: int
-
-
-def parse_welcome(content: Raw) -> Welcome:
-    """An acceptor's first words. Raises ForeignError for what is no master."""
-    if len(content) != GREETING_BYTES:
-        raise ForeignError("it sent no greeting")
-    magic, version, outcome, length = _WELCOME.unpack(content)
-    if magic != _MAGIC or outcome not in (_GO_ON, _REFUSED) or length > TAIL_BYTES_MAX:
-        raise ForeignError(f"it sent no greeting{_language(content)}")
-    if outcome == _GO_ON and (version != VERSION or length != NONCE_BYTES):
-        raise ForeignError(f"it takes version {VERSION} of the wire and speaks {version}")
-    return Welcome(outcome == _GO_ON, version, length)
-
-
-def refused(tail: Raw) -> MetadataError:
-    """The error that a refusal is."""
-    return MetadataError(f"it refused: {shown(bytes(tail)) or 'it gave no reason'}")
-
-
-def _language(content: Raw) -> str:
-    """What somebody speaks who does not speak this, where it shows."""
-    start = bytes(content[:5])
-    if start[:2] in (b"\x16\x03", b"\x15\x03"):
-        return ": it speaks TLS"
-    if start in (b"GET /", b"HEAD ", b"POST ", b"PUT /", b"OPTIO", b"HTTP/"):
-        return ": it speaks HTTP"
-    return ""
 
 
 # hello --------------------------------------------------------------------------------------------

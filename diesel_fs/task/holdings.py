@@ -234,10 +234,6 @@ class Holdings:
         self._memory.own(mine.astype(np.bool_))
         self._tell()
 
-    def held(self) -> bytes:
-        """A bit for each chunk, lowest first: whether it is in memory or on the disk."""
-        return np.packbits(self._memory.here | self._spill.standing, bitorder="little").tobytes()
-
     def show(self, ids: Sequence[ChunkId], sizes: npt.NDArray[np.uint64]) -> None:
         """Another version of the dataset: what is in both stays, and is this node's as it was.
 

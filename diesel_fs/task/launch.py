@@ -176,7 +176,7 @@ def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
             if not is_alive(place):
                 raise DieselError(f"the master of task {request.task!r} ended at once")
         except DieselError as error:
-            error.message += daemons.last_lines(file, start)
+            daemons.add_last_lines(error, file, start)
             raise
 
 

@@ -225,7 +225,7 @@ class Master:
         """Find out whether a node that is in a list, and does not register, is there."""
         rank, heard_s = known.member.rank, trio.current_time()
         while True:
-            if await known.peer.holds() is not None:
+            if await known.peer.is_there():
                 heard_s = trio.current_time()
             is_silent = trio.current_time() > heard_s + TTL_S
             if is_silent != (rank in self._silent):
@@ -368,10 +368,6 @@ class Master:
                 statuses.append(ABSENT if is_mine else NOT_MINE)
                 self._counts["not_mine"] += not is_mine
         return bytes(statuses), contents
-
-    def held(self) -> bytes:
-        """Which chunks this node holds."""
-        return self._holdings.held()
 
     # Getting chunks
 

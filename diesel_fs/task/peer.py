@@ -91,8 +91,6 @@ class Peer:
         self._looked = trio.Event()  # set when an attempt to connect is over
         self._unsent = trio.Event()
         self._timer = trio.CancelScope()  # is cancelled when the next request is due
-        self._doubt = trio.Event()
-        self._doubted_by = 0  # a ticket
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._bytes = self._bulk_bytes = 0
@@ -120,11 +118,9 @@ class Peer:
                 break
         return found
 
-    async def holds(self) -> bytes | None:
-        """A bit for each chunk that the peer holds; None where it does not say."""
-        room = bytearray(wire.held_bytes(len(self._me.sizes)))
-        statuses = await self._ask(wire.HOLDS, 0, None, memoryview(room), len(room))
-        return None if len(statuses) else bytes(room)
+    async def is_there(self) -> bool:
+        """Whether the peer answers at all."""
+        return not len(await self._ask(wire.PING, 0, None, memoryview(b""), 0))
 
     def damaged(self) -> None:
         """A part that it gave did not match its checksum."""
@@ -197,7 +193,6 @@ class Peer:
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(until_it_ends, self._send_rest)
-            nursery.start_soon(until_it_ends, self._settle_doubts)
             nursery.start_soon(until_it_ends, self._look_at_the_clock)
             nursery.start_soon(until_it_ends, self._receive)
         self._let_go(channel)
@@ -239,24 +234,6 @@ class Peer:
                     asked.is_late = True
                     _wake(asked)
 
-    async def _settle_doubts(self, channel: Channel) -> None:
-        """A peer that fetches for us may be late because its store is; if it is there, it says
-        so."""
-        while True:
-            await self._doubt.wait()
-            ticket = self._doubted_by
-            try:
-                ping = _Asked(wire.PING, None, memoryview(b""), 0)
-                ping.sent_s = trio.current_time()
-                await self._asking(ping, 0, ticket)
-                if ping.statuses is not None:
-                    self._heard(ticket)
-                elif self._breaker.refused(ticket, trio.current_time()):
-                    self._say_paused("it does not answer")
-            finally:
-                self._doubt, self._doubted_by = trio.Event(), 0
-                self._breaker.withdrawn(ticket)
-
     # One request
 
     async def _ask(
@@ -283,10 +260,8 @@ class Peer:
             self._breaker.withdrawn(ticket)
             return _all(BUSY, parts)
         self._counts["late" if asked.is_late else "failed"] += 1
-        if asked.is_late and flags and self._channel is not None:
-            if not self._doubted_by:
-                self._doubted_by = ticket
-                self._doubt.set()
+        if asked.is_late and asked.is_worked_on:  # its store is slow; or it has stopped meanwhile,
+            self._breaker.withdrawn(ticket)  # and does not even say so to the next request
         elif self._breaker.failed(ticket, trio.current_time()):
             self._say_paused("it does not answer")
         return _all(FAILED, parts)

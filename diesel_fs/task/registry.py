@@ -7,13 +7,11 @@ never changes), and what a master must remember between two renewals. Not owned:
 All calls block, for some seconds at most, and may be made from any thread; one goes on at a time.
 """
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
-from uuid import UUID
 
 from ..errors import (
     BusyError,
@@ -76,15 +74,6 @@ class Registry(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of connections. Repeatable."""
-
-
-def task_named(repository: Repository, identity: UUID, name: str) -> TaskName:
-    """The task of this user that has a name: of the account, or, without a server, of the user of
-    this machine, who should have the same number on all nodes. Raises UsageError.
-    """
-    if repository.credentials is not None:
-        return TaskName(identity, repository.credentials.user, name)
-    return TaskName(identity, f"uid:{os.geteuid()}", name)
 
 
 def open_registry(

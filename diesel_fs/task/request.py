@@ -6,21 +6,18 @@ is to be there at once.
 """
 
 import hashlib
-import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, Self, TypedDict
+from typing import ClassVar, Literal, Self, TypedDict
 from uuid import UUID
 
 from ..credentials import Credentials, parse_key
+from ..daemons import Request
 from ..errors import ConfigError, PermissionDenied, UsageError
 from .membership import TaskName
-
-REQUEST_BYTES_MAX = 256 << 10
-"""Some thousand peers, and a key."""
 
 KEY_BYTES_MAX = 4096
 
@@ -48,8 +45,11 @@ class TaskWords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOptions:
+class TaskOptions(Request):
     """A task and this node's part in it, as users say it. "", 0, None and () mean: the default."""
+
+    BYTES_MAX: ClassVar[int] = 256 << 10
+    """Some thousand peers, and a key."""
 
     task: str = ""
     task_key: str = field(default="", repr=False)  # what its key file holds
@@ -110,13 +110,6 @@ class TaskOptions:
             peer_tls=words.get("peer_tls", False),
         ).or_alone(what)
 
-    @classmethod
-    def from_values(cls, values: object) -> Self:
-        """The options that `asdict` made values of. Raises UsageError for anything else."""
-        if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
-            raise UsageError("not the options of a task: other fields than this version's")
-        return cls(**{**values, "peers": tuple(values["peers"])})
-
 
 NO_TASK = TaskOptions()
 
@@ -137,30 +130,14 @@ class TaskRequest(TaskOptions):
 
     @property
     def name(self) -> TaskName:
-        """Which task it is: of the account at a server, without one of this machine's user.
-        Raises UsageError."""
+        """Which task it is: of the account at a server; without one, of the user of this machine,
+        who should have the same number on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     @property
     def credentials(self) -> Credentials | None:
         """Whose request it is. Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
-
-    def to_json(self) -> bytes:
-        """The request as it travels. Raises UsageError where it is too long."""
-        text = json.dumps(asdict(self)).encode()
-        if len(text) > REQUEST_BYTES_MAX:
-            raise UsageError(f"a request of {len(text)} bytes (at most {REQUEST_BYTES_MAX})")
-        return text
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Self:
-        """The request that was sent. Raises UsageError for anything else."""
-        try:
-            values = json.loads(text)
-        except ValueError:
-            raise UsageError("not a request for a master: no JSON") from None
-        return cls.from_values(values)
 
 
 def own_task(what: str) -> str:

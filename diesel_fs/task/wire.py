@@ -33,7 +33,7 @@ HEAD_BYTES = 16
 PART_BYTES = 12
 REQUEST_BYTES_MAX = HEAD_BYTES + PARTS_MAX * PART_BYTES
 
-READ, HOLDS, PING, WORKING = 1, 2, 3, 4
+READ, PING, WORKING = 1, 3, 4  # 2 is free
 LOAD = 1
 """Flag of a READ, and of a LEND: fetch what is not here."""
 
@@ -120,7 +120,7 @@ def parse_request(content: Raw, start: int = 0) -> RequestHead:
     if kind == READ:
         if not 0 < count <= PARTS_MAX:
             raise CorruptError(f"a request for {count} parts (at most {PARTS_MAX})")
-    elif kind not in (HOLDS, PING) or flags or count:
+    elif kind != PING or flags or count:
         raise CorruptError("no request")
     return RequestHead(number, kind, flags, count)
 
@@ -143,7 +143,7 @@ def parse_answer(content: Raw, start: int = 0) -> AnswerHead:
     """What begins at `start`. Raises CorruptError. Whether it fits what was asked, the asker knows:
     `check_answer` and `given_bytes`."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
-    if zero or none or kind not in (READ, HOLDS, PING, WORKING) or count > PARTS_MAX:
+    if zero or none or kind not in (READ, PING, WORKING) or count > PARTS_MAX:
         raise CorruptError("no answer")
     return AnswerHead(number, kind, count, payload_bytes)
 
@@ -155,8 +155,6 @@ def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> Non
         return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
         raise CorruptError("an answer to something else than was asked")
-    if kind != READ and head.payload_bytes != bytes_max:
-        raise CorruptError("an answer of another length")
 
 
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
@@ -165,11 +163,6 @@ def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
     if int(statuses.max()) > FAILED:
         raise CorruptError("a status that does not exist")
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))
-
-
-def held_bytes(chunks: int) -> int:
-    """The payload of an answer to HOLDS, of a dataset of so many chunks."""
-    return (chunks + 7) // 8
 
 
 # the local protocol -------------------------------------------------------------------------------

@@ -202,11 +202,11 @@ class Connection:
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
-        said = bytes(await self._channel.exactly(wire.GREETING_BYTES))
+        said = await self._channel.exactly(wire.GREETING_BYTES)
         try:
             version = wire.parse_greeting(said)
         except ForeignError as error:
-            self.note_refusal("greeting", f"{error.message}{_looks_like(said)}")
+            self.note_refusal("greeting", error.message)
             return b"", b""
         if version != wire.VERSION:
             sentence = wire.other_version(version)
@@ -530,12 +530,3 @@ class Connection:
             if now != before:
                 self._service.cells.add(name, amount=now - before)
         self._counted = counts
-
-
-def _looks_like(said: bytes) -> str:
-    """What somebody may have wanted, for the log."""
-    if said[:2] == b"\x16\x03":
-        return ": it speaks TLS, and this port does not"
-    if said[:4] in (b"GET ", b"POST", b"HEAD", b"PUT ", b"PRI "):
-        return ": it speaks HTTP"
-    return ""

@@ -22,6 +22,7 @@ from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import StoreWrapper
 
+from ..small_disks import remount, small_disk
 from .shelved import Chunks, counted, file_of, files, held, idle, put, shelf_at
 
 
@@ -279,32 +280,20 @@ def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: P
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB with few inodes."""
-    yield from mounted(tmp_path / "small", "size=2m,nr_inodes=24,mode=700")
-
-
-def mounted(point: Path, options: str) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root mounts a tmpfs")
-    point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "diesel-test", str(point)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
+    with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
         yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 def test_J1_a_full_disk_is_no_error_of_a_reader(
-    small_disk: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it fills up under our feet."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
-    place = cache_place(small_disk)
+    place = cache_place(small)
     shelf = shelf_at(place)
-    (small_disk / "lost+found").write_bytes(bytes(3 << 19))
+    (small / "lost+found").write_bytes(bytes(3 << 19))
     kept = 0
     for key, content in chunks.items():
         reserved = shelf.reserve(key, len(content)) if not shelf._writes.rests else None
@@ -318,12 +307,12 @@ def test_J1_a_full_disk_is_no_error_of_a_reader(
     assert counted(shelf) == sum(path.stat().st_size for path in files(place))
 
 
-def test_J10_no_inodes_is_a_full_disk(small_disk: Path, chunks: Chunks) -> None:
-    shelf = shelf_at(cache_place(small_disk))
+def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
+    shelf = shelf_at(cache_place(small))
     with contextlib.suppress(OSError):
         for number in range(30):
-            (small_disk / f"other{number}").touch()
-    assert os.statvfs(small_disk).f_favail == 0
+            (small / f"other{number}").touch()
+    assert os.statvfs(small).f_favail == 0
     key, content = next(iter(chunks.items()))
     for _ in range(5):
         with pytest.raises(NoSpaceError):
@@ -425,7 +414,7 @@ def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -
 
 
 def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks: Chunks) -> None:
-    for point in mounted(tmp_path / "disk", "size=10m,mode=700"):
+    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
         shelf = shelf_at(cache_place(point))
         key, content = next(iter(chunks.items()))
         put(shelf, key, content)
@@ -444,11 +433,11 @@ def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks:
 def test_J4_a_file_system_that_becomes_read_only_still_serves(
     tmp_path: Path, chunks: Chunks
 ) -> None:
-    for point in mounted(tmp_path / "disk", "size=10m,mode=700"):
+    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
         shelf = shelf_at(cache_place(point))
         (key, content), (other, more), *_ = chunks.items()
         put(shelf, key, content)
-        subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
+        remount(point, "ro")
         for _ in range(4):
             with pytest.raises(NoSpaceError):
                 shelf.reserve(other, len(more))

@@ -125,18 +125,21 @@ def test_B3_what_is_damaged_is_left_out_and_named(
     assert "ds/n007" in caplog.text
 
 
+def lose(store: Counting, lost: str) -> None:
+    def missing(name: str, buffer: memoryview) -> None:
+        if name == lost:
+            raise ObjectMissing(f"no object {name}")
+
+    store.change = missing
+
+
 def test_a_chunk_that_is_lost_costs_its_own_files_alone(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = ExtentReader(view, store)
     [extent] = view.extents(view.lookup(b"n007"))
     lost = reader._name(extent.chunk)
-
-    def missing(name: str, buffer: memoryview) -> None:
-        if name == lost:
-            raise ObjectMissing(f"no object {name}")
-
-    store.change = missing
+    lose(store, lost)
     with caplog.at_level(logging.ERROR):
         found = contents(reader, view.files())
     inside = {
@@ -301,12 +304,7 @@ def test_a_lost_chunk_among_others_costs_its_own_files_alone(
     reader = ExtentReader(view, Joining(store))
     [extent] = view.extents(view.lookup(b"n007"))
     lost = reader._name(extent.chunk)
-
-    def missing(name: str, buffer: memoryview) -> None:
-        if name == lost:
-            raise ObjectMissing(f"no object {name}")
-
-    store.change = missing
+    lose(store, lost)
     with caplog.at_level(logging.ERROR):
         found = contents(reader, view.files())
     outside = {

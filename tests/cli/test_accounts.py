@@ -13,7 +13,7 @@ from diesel_fs import keys
 from diesel_fs.accounts import parse_accounts, parse_public_key, public_key_text
 from diesel_fs.credentials import KEY_PREFIX, parse_key
 from diesel_fs.storage.folder import FolderStore
-from tests.storage.redis_servers import RedisServer, shared_server
+from tests.storage.redis_servers import RedisServer, emptied_server
 from tests.trees import write
 
 from .conftest import Dlcmd
@@ -24,8 +24,7 @@ def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.Monk
     """The repository of the test, with its accounts in a file or in Redis."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
-        server = shared_server()
-        server.client().flushall()
+        server = emptied_server()
         url += f"?meta={server.url}"
         monkeypatch.setenv("DIESEL_URL", url)
     return url
@@ -209,8 +208,7 @@ def test_a_bucket_without_redis_has_no_accounts(dlcmd: Dlcmd) -> None:
 
 
 def test_accounts_are_of_one_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    server = shared_server()
-    server.client().flushall()
+    server = emptied_server()
     dlcmd("--url", f"{dlcmd.store.as_uri()}?meta={server.url}", "user", "add", "ann")
     other = f"{(tmp_path / 'other').as_uri()}?meta={server.url}"
     said = dlcmd("--url", other, "user", "add", "bo", code=2)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from diesel_fs.fuse import MountRequest, launcher, mount, umount
 from diesel_fs.fuse.mountpoint import is_alive, mounted_at
 from diesel_fs.fuse.session import MountOptions
 from diesel_fs.settings import state_folder
+from diesel_fs.task.request import TaskOptions
 from tests.fuse.conftest import PROGRAM, mounting, request_for
 
 pytestmark = pytest.mark.fuse
@@ -116,7 +117,10 @@ def test_the_owner_and_umask_that_are_shown(source: Path, tmp_path: Path, sessio
 def test_a_request_travels_whole() -> None:
     request = MountRequest("file:///x", "d", os.fsdecode(b"/m/\xff"), umask=0o22, offline=True)
     assert MountRequest.from_json(request.to_json()) == request
-    for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode()):
+    joins = TaskOptions(task="t", peers=("a:1", "b:2"), rank=0)
+    assert MountRequest.from_json(replace(request, joins=joins).to_json()).joins == joins
+    other = json.dumps({**asdict(request), "joins": {"task": "t"}}).encode()
+    for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode(), other):
         with pytest.raises(UsageError):
             MountRequest.from_json(text)
 
@@ -352,3 +356,11 @@ def test_logs_lie_in_the_users_state_folder(source: Path, tmp_path: Path, sessio
     own = tmp_path / "own.log"
     with mounting(source, tmp_path / "mount", session, log_file=str(own)):
         assert "is mounted on" in own.read_text()
+
+
+def test_why_a_mount_failed_is_seen_once_and_its_log_has_it(source: Path, tmp_path: Path) -> None:
+    at, log = tmp_path / "mount", tmp_path / "own.log"
+    at.mkdir()
+    found = refused(replace(request_for(source, at, "none such"), log_file=str(log)))
+    assert str(found).count("no session 'none such'") == 1
+    assert log.read_text().count("no session 'none such'") == 1

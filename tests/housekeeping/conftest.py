@@ -10,7 +10,7 @@ from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.repository import Repository
 from diesel_fs.writer import PutOptions, put_tree
 
-from ..storage.redis_servers import shared_server
+from ..storage.redis_servers import emptied_server
 from ..trees import write
 from .moved_clock import MovedClock, moved_clock
 
@@ -27,8 +27,7 @@ def repository(
 ) -> Iterator[Repository]:
     url = (tmp_path / "store").as_uri()
     if request.param == "redis":
-        shared_server().client().flushall()
-        url += f"?meta={shared_server().url}"
+        url += f"?meta={emptied_server().url}"
     with Repository.open(url, create=True) as opened:
         yield opened
 

@@ -25,7 +25,7 @@ from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import KeptVersion
 
-from ..storage.redis_servers import shared_server
+from ..storage.redis_servers import emptied_server
 from .moved_clock import DAY_S, HOUR_S, moved_clock
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "large"])
@@ -55,8 +55,7 @@ class PurgeModel(RuleBasedStateMachine):
         self.stack.enter_context(mock.patch("diesel_fs.housekeeping.UNDERSIZED_BYTES", 32768))
         self.url = (self.folder / "store").as_uri()
         if self.meta:
-            shared_server().client().flushall()
-            self.url += f"?meta={shared_server().url}"
+            self.url += f"?meta={emptied_server().url}"
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: Contents = {}
         self.versions: dict[int, Contents] = {}
@@ -135,7 +134,7 @@ class PurgeModel(RuleBasedStateMachine):
     def lose_all_metadata(self) -> None:
         self.dataset.close()
         if self.meta:
-            shared_server().client().flushall()
+            emptied_server()
         for file in (self.folder / "store").glob("meta.sqlite*"):
             file.unlink()
         with Repository.open(self.url, create=True) as repository:

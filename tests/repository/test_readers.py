@@ -27,6 +27,7 @@ from diesel_fs.repository import Repository, WriteSession, batch_of
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..client.test_client import in_child
+from ..small_disks import small_disk
 from ..trees import facts, write
 from ..writer.test_put import shown
 
@@ -284,19 +285,14 @@ def test_a_snapshot_never_outlives_the_chunks_it_came_from(
 
 
 def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small tmpfs")
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", small], check=True)
-    try:
-        with Repository.open((small / "store").as_uri(), create=True) as repository:
-            first = write(tmp_path / "first", {"a": b"1"})
-            put_tree(repository, "ds", first, options=PutOptions(jobs=1))
-            big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
-            with pytest.raises(NoSpaceError):
-                put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
-            assert shown(repository)[b"a"][3] == b"1"
-            assert verify(repository, "ds").sound
-    finally:
-        subprocess.run(["umount", small], check=True)
+    with (
+        small_disk(tmp_path / "small", "size=2m") as small,
+        Repository.open((small / "store").as_uri(), create=True) as repository,
+    ):
+        first = write(tmp_path / "first", {"a": b"1"})
+        put_tree(repository, "ds", first, options=PutOptions(jobs=1))
+        big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
+        with pytest.raises(NoSpaceError):
+            put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
+        assert shown(repository)[b"a"][3] == b"1"
+        assert verify(repository, "ds").sound

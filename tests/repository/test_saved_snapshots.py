@@ -14,6 +14,7 @@ from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
 from diesel_fs.writer import PutOptions, put_tree
 
+from ..small_disks import small_disk
 from ..trees import write
 
 FILES = {f"d{i % 7}/file-{i}": bytes([i % 251]) * i for i in range(500)}
@@ -84,15 +85,8 @@ def test_E8_what_becomes_of_the_file_later_does_not_matter(
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system that holds one snapshot and not two."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small tmpfs")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "none", folder], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "small", "size=96k") as point:
+        yield point
 
 
 def test_E9_a_full_disk_leaves_the_snapshot_before(

@@ -8,8 +8,8 @@ from typing import Protocol
 from diesel_fs.storage.metadata import MetadataStore
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.sqlite import SqliteMetadata
-from tests.storage.batches import Chunk
-from tests.storage.redis_servers import shared_cluster, shared_server
+from tests.storage.batches import Chunk, files
+from tests.storage.redis_servers import emptied_server, shared_cluster
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -41,8 +41,7 @@ def sqlite_opener(folder: Path, clock: Clock) -> Opener:
 
 
 def redis_opener(clock: Clock, buckets: int) -> Opener:
-    server = shared_server()
-    server.client().flushall()
+    server = emptied_server()
 
     def opened(*, deadline_s: float = 10.0) -> MetadataStore:
         return RedisMetadata.open(
@@ -50,6 +49,14 @@ def redis_opener(clock: Clock, buckets: int) -> Opener:
         )
 
     return opened
+
+
+def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
+    """One in Redis, with a dataset of one chunk."""
+    meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
+    meta.create(NAME, IDENTITY)
+    meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
+    return meta
 
 
 def cluster_opener(folder: Path, clock: Clock) -> Opener:

@@ -44,6 +44,17 @@ def until(true: Callable[[], object], what: str, seconds: float = START_S) -> No
         time.sleep(0.01)
 
 
+def once(work: Callable[[], object]) -> Callable[[], None]:
+    """Work that is done the first time only."""
+    left = [work]
+
+    def run() -> None:
+        if left:
+            left.pop()()
+
+    return run
+
+
 def program(name: str) -> str:
     """The path of a program of Redis's; skips the test where there is none."""
     found = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin:/usr/sbin")
@@ -192,6 +203,13 @@ def shared_server() -> RedisServer:
     server = RedisServer(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.close)
+    return server
+
+
+def emptied_server() -> RedisServer:
+    """The shared one, with nothing in it."""
+    server = shared_server()
+    server.client().flushall()
     return server
 
 

@@ -44,7 +44,7 @@ from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.stores import open_accounts
 from diesel_fs.urls import parse_url
 from tests.storage.batches import files
-from tests.storage.redis_servers import RedisServer, shared_cluster, shared_server, tell
+from tests.storage.redis_servers import RedisServer, emptied_server, shared_cluster, tell
 
 STORE = uuid.UUID(int=5)
 PUBLIC = keys.public_key(bytes(32))
@@ -60,8 +60,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     if request.param == "file":
         return lambda: AccountFile(tmp_path / "accounts")
     if request.param == "redis":
-        server = shared_server()
-        server.client().flushall()
+        server = emptied_server()
         return lambda: RedisAccounts.open(server.url, store=STORE)
     cluster = shared_cluster()
     cluster.flush()
@@ -183,8 +182,7 @@ def test_forked_children_may_use_it(table: AccountTable) -> None:
 
 def test_a_recovery_makes_no_accounts(tmp_path: Path) -> None:
     """And leaves those alone that are there."""
-    server = shared_server()
-    server.client().flushall()
+    server = emptied_server()
     meta = RedisMetadata.open(server.url, store=STORE)
     accounts = RedisAccounts.open(server.url, store=STORE)
     identity = uuid.UUID(int=7)

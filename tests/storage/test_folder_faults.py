@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import Bytes
+from tests.small_disks import remount, small_disk
 
 DATASET = "datasets/" + "ab" * 16
 CHUNKS = f"{DATASET}/chunks/aaaa"
@@ -302,20 +302,14 @@ def test_an_interrupted_put_leaves_nothing(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_disk(tmp_path / "disk", "size=1m") as point:
+        yield point
 
 
-def test_a_full_disk_takes_nothing_and_says_so(small_disk: Path) -> None:
-    store = FolderStore.create(small_disk / "store")
+def test_a_full_disk_takes_nothing_and_says_so(disk: Path) -> None:
+    store = FolderStore.create(disk / "store")
     with pytest.raises(NoSpaceError) as caught:
         store.put(NAME, [bytes(100_000)] * 30)
     assert caught.value.exit_code == 16
@@ -325,10 +319,10 @@ def test_a_full_disk_takes_nothing_and_says_so(small_disk: Path) -> None:
     assert store.stat(NAME).bytes == 300_000
 
 
-def test_O16_a_read_only_file_system_is_read(small_disk: Path) -> None:
-    FolderStore.create(small_disk / "store").put(NAME, PARTS)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    store = FolderStore.open(small_disk / "store")
+def test_O16_a_read_only_file_system_is_read(disk: Path) -> None:
+    FolderStore.create(disk / "store").put(NAME, PARTS)
+    remount(disk, "ro")
+    store = FolderStore.open(disk / "store")
     assert store.get(NAME) == b"something"
     assert [*store.names(DATASET)] == [NAME]
     with pytest.raises(PermissionDenied, match="read-only"):

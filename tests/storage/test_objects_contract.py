@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +28,7 @@ from diesel_fs.storage.objects import (
     ObjectStore,
     StoreWrapper,
     parse_marker,
+    together,
 )
 from tests.storage.faulty_store import Fault, FaultyStore
 from tests.storage.s3_server import Server
@@ -345,3 +347,19 @@ def test_stores_have_different_uuids() -> None:
         first, second = FolderStore.create(one), FolderStore.create(two)
         assert isinstance(first.store_id, uuid.UUID)
         assert first.store_id != second.store_id
+
+
+@given(st.lists(st.integers(0, 12)), st.integers(1, 4), st.integers(1, 20))
+def test_parts_go_together_up_to_both_limits(
+    sizes: list[int], count_max: int, bytes_max: int
+) -> None:
+    """No request is over a limit, unless by a single part, and none is less than it could be."""
+    parts = [("x", number, size) for number, size in enumerate(sizes)]
+    found = [*together(parts, count_max, bytes_max)]
+    assert [part for some in found for part in some] == parts
+    for some, following in pairwise([*found, []]):
+        total = sum(size for _, _, size in some)
+        assert 1 <= len(some) <= count_max
+        assert total <= bytes_max or len(some) == 1
+        if following:
+            assert len(some) == count_max or total + following[0][2] > bytes_max

@@ -17,7 +17,7 @@ from diesel_fs.storage.redis_keys import DatasetKeys
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.batches import Chunk, Entry, check, files, seen
 from tests.storage.redis_proxy import Proxy
-from tests.storage.redis_servers import RedisServer, shared_server
+from tests.storage.redis_servers import RedisServer, emptied_server
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -40,9 +40,7 @@ def shared(number: int) -> Chunk:
 
 @pytest.fixture
 def server() -> RedisServer:
-    server = shared_server()
-    server.client().flushall()
-    return server
+    return emptied_server()
 
 
 @pytest.fixture

@@ -30,19 +30,18 @@ from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_errors import Again, cause_of, meaning
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.batches import Chunk, check, files, insist
+from tests.storage.metadata_stores import IDENTITY, NAME, filled
 from tests.storage.redis_proxy import Proxy
 from tests.storage.redis_servers import (
     RedisCluster,
     RedisServer,
+    emptied_server,
     free_port,
     shared_cluster,
-    shared_server,
     tell,
     until,
 )
 
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
 SECRET = "canary-3f81"  # noqa: S105
 
 
@@ -56,17 +55,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def shared() -> RedisServer:
-    server = shared_server()
-    server.client().flushall()
-    return server
-
-
-def filled(url: str, deadline_s: float = 10) -> RedisMetadata:
-    """A store with a dataset of one chunk."""
-    meta = RedisMetadata.open(url, deadline_s=deadline_s)
-    meta.create(NAME, IDENTITY)
-    meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
-    return meta
+    return emptied_server()
 
 
 def bulky(number: int) -> Chunk:

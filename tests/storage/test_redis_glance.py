@@ -16,7 +16,7 @@ from diesel_fs.storage.redis_glance import Glance, NoReplies, Replies, packed
 from diesel_fs.storage.redis_keys import SCHEMA_KEY, DatasetKeys
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.batches import files
-from tests.storage.redis_servers import RedisServer, shared_server
+from tests.storage.redis_servers import RedisServer, emptied_server
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -53,9 +53,7 @@ class Looking:
 
 @pytest.fixture
 def server() -> RedisServer:
-    server = shared_server()
-    server.client().flushall()
-    return server
+    return emptied_server()
 
 
 @pytest.fixture(params=[1, 5])

@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -24,11 +23,17 @@ from diesel_fs.storage.redis_pieces import Piece
 from diesel_fs.storage.redis_rows import GenerationReader
 from diesel_fs.storage.redis_scripts import COMMIT
 from tests.storage.batches import Chunk, Entry, big, check, files, insist
+from tests.storage.metadata_stores import IDENTITY, NAME, filled
 from tests.storage.redis_proxy import Proxy
-from tests.storage.redis_servers import RedisServer, free_port, shared_server, tell, until
+from tests.storage.redis_servers import (
+    RedisServer,
+    emptied_server,
+    free_port,
+    once,
+    tell,
+    until,
+)
 
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
 KEYS = DatasetKeys(IDENTITY)
 
 
@@ -42,27 +47,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def shared() -> RedisServer:
-    server = shared_server()
-    server.client().flushall()
-    return server
-
-
-def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
-    """A store with a dataset of one chunk."""
-    meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
-    meta.create(NAME, IDENTITY)
-    meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
-    return meta
-
-
-def once(work: Callable[[], object]) -> Callable[[], None]:
-    left = [work]
-
-    def run() -> None:
-        if left:
-            left.pop()()
-
-    return run
+    return emptied_server()
 
 
 @pytest.mark.parametrize("what", ["changes", "children", "chunks"])

@@ -21,7 +21,7 @@ from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.redis_pieces import Piece
 from diesel_fs.storage.redis_scripts import APPLIED
 from tests.storage.batches import big, check, files, moved, seen, tombstones
-from tests.storage.redis_servers import RedisServer, shared_server
+from tests.storage.redis_servers import RedisServer, emptied_server, once, shared_server
 
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
@@ -29,9 +29,7 @@ IDENTITY = uuid.UUID(int=7)
 
 @pytest.fixture
 def server() -> RedisServer:
-    server = shared_server()
-    server.client().flushall()
-    return server
+    return emptied_server()
 
 
 @pytest.fixture
@@ -45,17 +43,6 @@ def meta(server: RedisServer) -> Iterator[RedisMetadata]:
 def other(server: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
     with closing(RedisMetadata.open(server.url)) as store:
         yield store
-
-
-def once(work: Callable[[], object]) -> Callable[[], None]:
-    """Work that is done the first time only."""
-    left = [work]
-
-    def run() -> None:
-        if left:
-            left.pop()()
-
-    return run
 
 
 def test_one_chunk_by_two_writers_counts_once(

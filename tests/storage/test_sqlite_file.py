@@ -25,6 +25,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage import sqlite_file
 from diesel_fs.storage.sqlite import SqliteMetadata
+from tests.small_disks import remount, small_disk
 from tests.storage.batches import check, files
 
 NAME = "flowers"
@@ -151,25 +152,14 @@ def test_a_reader_changes_nothing(meta: SqliteMetadata, path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts (again) a disk of 1 MiB with these options; its folder."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("this container may not mount a small disk")
-        return folder
-
-    yield mount
-    subprocess.run(["umount", folder], check=False, capture_output=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with small_disk(tmp_path / "disk", "size=1m") as point:
+        yield point
 
 
-def test_C8_a_full_disk_stops_commits_whole(small_disk: Callable[[str], Path]) -> None:
-    path = small_disk("size=1m") / "meta.sqlite"
+def test_C8_a_full_disk_stops_commits_whole(disk: Path) -> None:
+    path = disk / "meta.sqlite"
     done = []
     with closing(SqliteMetadata.open(path, create=True)) as meta:
         meta.create(NAME, IDENTITY)
@@ -182,15 +172,15 @@ def test_C8_a_full_disk_stops_commits_whole(small_disk: Callable[[str], Path]) -
             done.append(chunk)
         assert 0 < len(done) < 99
         check(meta, NAME, done)
-        small_disk("remount,size=64m")
+        remount(disk, "size=64m")
         commit(meta, 1000)
         check(meta, NAME, [*done, files(1000, b"f1000")])
 
 
-def test_O16_a_read_only_folder_is_refused_at_once(small_disk: Callable[[str], Path]) -> None:
-    path = small_disk("size=1m") / "meta.sqlite"
+def test_O16_a_read_only_folder_is_refused_at_once(disk: Path) -> None:
+    path = disk / "meta.sqlite"
     SqliteMetadata.open(path, create=True).close()
-    small_disk("remount,ro")
+    remount(disk, "ro")
     with pytest.raises(PermissionDenied, match="snapshot"):
         SqliteMetadata.open(path)
 

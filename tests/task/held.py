@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import ParamSpec, TypeVar
 from uuid import UUID
@@ -158,9 +158,9 @@ def descriptors() -> Mapping[str, int]:
     return +found
 
 
-@contextmanager
+@pytest.fixture(autouse=True)
 def memory_is_let_go() -> Iterator[None]:
-    """No chunk's memory is left when it ends."""
+    """No chunk's memory is left after a test, in a module that imports this."""
     before = descriptors()
     yield
     for _ in range(100):
@@ -188,6 +188,11 @@ def everything(source: Source) -> int:
 
 def in_memory(held: Holdings) -> set[int]:
     return set(held._memory.views)
+
+
+def holding(held: Holdings) -> set[int]:
+    """In memory or on the disk."""
+    return {number for number in range(len(held._sizes)) if held.holds(number)}
 
 
 async def missed(held: Holdings, number: int, times: int, size: int = 3000) -> int:

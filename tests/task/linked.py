@@ -91,9 +91,6 @@ class Standing:
         views = [self.view(*p) for p, each in zip(parts.tolist(), given, strict=True) if each]
         return statuses, views
 
-    def held(self) -> bytes:
-        return b"\x0d"
-
 
 def listening() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))

@@ -56,8 +56,6 @@ def test_requests_of_all_kinds() -> None:
             assert (head.id, statuses) == (5, bytes(2))
             assert payload == content(*SMALL) + content(1, 0, 10)
             assert (await answer(hand))[0] == (6, wire.PING, 0, 0)
-            await hand.say(wire.request(7, wire.HOLDS))
-            assert (await answer(hand))[2] == b"\x0d"
 
     run(main)
 

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,23 +20,18 @@ from diesel_fs.task.memory import Draft, raise_descriptor_limit, sealed_max
 from .held import (
     Source,
     everything,
+    holding,
     in_memory,
     made,
-    memory_is_let_go,
     missed,
     raw,
     running,
     simulated,
     total,
 )
+from .held import memory_is_let_go as memory_is_let_go
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
-
-
-@pytest.fixture(autouse=True)
-def no_memory_is_left() -> Iterator[None]:
-    with memory_is_let_go():
-        yield
 
 
 # What comes
@@ -64,9 +58,7 @@ def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
             assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
             parts[1, 0] = 2
             assert held.find_parts(parts) is None
-            assert held.holds(1)
-            assert not held.holds(2)
-            assert held.held() == b"\x02"
+            assert holding(held) == {1}
             stats = held.stats()
             assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
             assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)

@@ -17,7 +17,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import DieselError
 from diesel_fs.task.holdings import Holdings
 
-from .held import Source, chunk, descriptors, made, running
+from .held import Source, chunk, descriptors, holding, made, running
 
 CHUNKS = st.integers(0, 7)
 BORROWERS = st.integers(0, 2)
@@ -194,8 +194,7 @@ class Model:
         assert stats["memory_bytes"] == in_memory
         assert stats["memory_used_bytes"] == in_memory + gone <= self.budget
         assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
-        bits = np.unpackbits(np.frombuffer(held.held(), np.uint8), bitorder="little")
-        assert set(np.flatnonzero(bits).tolist()) == here
+        assert holding(held) == here
         for borrower in range(3):
             wanted = held.wanted_back(borrower)
             assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}

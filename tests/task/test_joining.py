@@ -26,9 +26,11 @@ from diesel_fs.repository import Repository
 from diesel_fs.rpc import Link
 from diesel_fs.stores import open_accounts
 from diesel_fs.task import registry as registry_module
+from diesel_fs.task.client import requested
 from diesel_fs.task.membership import Member, TaskName, secret_of
 from diesel_fs.task.registration import Standing, join_in, join_message, told_in
-from diesel_fs.task.registry import Registry, open_registry, task_named
+from diesel_fs.task.registry import Registry, open_registry
+from diesel_fs.task.request import TaskOptions
 from diesel_fs.urls import parse_url
 from diesel_server.certificate import load_certificate
 from diesel_server.directory import Known
@@ -107,8 +109,9 @@ def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: Behind) ->
 
 def test_the_task_is_of_the_account(two: Behind) -> None:
     with two.open("ann") as repository:
-        identity = repository.dataset("ds").identity
-        assert task_named(repository, identity, "t") == TaskName(identity, "ann", "t")
+        view = repository.view("ds")
+        asked = requested(TaskOptions(task="t"), repository, view, memory_bytes=0)
+        assert asked.name == TaskName(view.identity, "ann", "t")
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])

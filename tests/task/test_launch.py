@@ -27,6 +27,7 @@ from diesel_fs.errors import (
 from diesel_fs.task import addresses, launch
 from diesel_fs.task.addresses import advertised, listening
 from diesel_fs.task.launch import is_alive, join, socket_of
+from diesel_fs.task.membership import TaskName
 from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
 from diesel_fs.urls import RepositoryUrl, parse_url
 
@@ -177,10 +178,21 @@ def test_its_error_is_raised_with_the_end_of_its_log(node: Node, request_: TaskR
         join(request_, program=STUB)
     assert (refused.value.exit_code, refused.value.advice) == (14, "start it")
     node.does("dies")
-    with pytest.raises(DieselError, match="did not come up"):
+    with pytest.raises(DieselError, match=r"did not come up\n  \| a line of the log"):
         join(request_, program=STUB)
     node.does("good")
     assert is_alive(join(request_, program=STUB))
+
+
+def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(
+    node: Node, request_: TaskRequest, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(UsageError) as refused:
+        join(replace(request_, evict="bad", log_file=str(log)))
+    assert str(refused.value).count("bad --evict") == 1
+    assert log.read_text().count("bad --evict") == 1
+    assert not node.starts()
 
 
 def test_one_that_says_nothing_is_killed(
@@ -232,7 +244,7 @@ def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest
     )
     assert TaskRequest.from_json(asked.to_json()) == asked
     assert SECRET not in repr(asked)
-    for text in (b"", b"[]", b"{}", b"x", asked.to_json()[:-2]):
+    for text in (b"", b"[]", b"{}", b"x", b"[" * 100_000, b"\xff", asked.to_json()[:-2]):
         with pytest.raises(UsageError):
             TaskRequest.from_json(text)
     place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
@@ -242,6 +254,16 @@ def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest
     shown += Path(f"/proc/{started['pid']}/environ").read_bytes()
     assert SECRET.encode() not in shown
     assert is_alive(place)
+
+
+def test_a_request_that_is_too_long_is_refused(request_: TaskRequest) -> None:
+    with pytest.raises(UsageError, match="at most 262144"):
+        replace(request_, peers=("a:1",) * 50_000).to_json()
+
+
+def test_a_task_is_of_the_account_or_of_the_user_of_this_machine(request_: TaskRequest) -> None:
+    assert request_.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
+    assert replace(request_, user="ann").name == TaskName(UUID(int=5), "ann", "training")
 
 
 def test_a_node_that_is_alone_needs_neither_redis_nor_peers(

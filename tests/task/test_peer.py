@@ -56,7 +56,7 @@ def test_parts_that_are_at_hand_come_at_once() -> None:
                 assert statuses == [GIVEN] * len(records)
             assert node.acceptor.stats()["at_once"] == 6
             assert peer.stats()["connections"] == 1
-            assert await peer.holds() == b"\x0d"
+            assert await peer.is_there()
 
     run(main)
 
@@ -243,6 +243,32 @@ def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
     run(main)
 
 
+def test_F2_who_stops_while_it_is_fetching_is_left_alone_soon() -> None:
+    """What it says that it is fetching is waited for; what is asked from then on is a failure."""
+
+    async def main() -> None:
+        async def behave(hand: Hand) -> None:
+            for _ in range(8):
+                head, _ = await hand.request()
+                await hand.say(wire.answer_head(head.id, wire.WORKING, b"", 0))
+            await hand.rest()
+
+        async with by_hand(behave) as port, asking(port) as peer:
+
+            async def one() -> None:
+                assert (await read(peer, SMALL, load=True))[0] == [FAILED]
+
+            await gather(*[one] * 8)
+            assert peer.stats()["state"] == "asked"
+            begun_s = trio.current_time()
+            for _ in range(3):
+                await one()
+            assert peer.stats()["state"] == "paused"
+            assert trio.current_time() - begun_s < 3.5
+
+    run(main, jumping())
+
+
 LIES = {
     "another request": lambda head: wire.answer_head(head.id + 1, 1, b"\0", 4096) + bytes(4096),
     "another kind": lambda head: wire.answer_head(head.id, 2, b"", 1) + b"\0",
@@ -299,6 +325,7 @@ def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
         port = listener.getsockname()[1]
         listener.close()
         async with asking(port) as peer:
+            assert not await peer.is_there()
             assert (await read(peer, SMALL))[0] == [BUSY]
             assert peer.stats()["state"] == "paused"
             begun_s = trio.current_time()

@@ -1,7 +1,6 @@
 """Registrations in a real Redis, alone and as a cluster: who is in a task, until when, and what of
 it is left."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from diesel_fs.task.registry import (
     Registered,
     Registry,
     open_registry,
-    task_named,
 )
 from tests.storage.redis_servers import RedisServer, shared_cluster, shared_server, tell, until
 from tests.storage.test_redis_faults import COMMANDS
@@ -449,8 +447,7 @@ def test_peers_that_make_no_sense(peers: list[str], secret: bytes | None) -> Non
 
 def test_a_repository_has_its_place(tmp_path: Path, alone: Place) -> None:
     with Repository.open(tmp_path.joinpath("a").as_uri(), create=True) as file:
-        task = task_named(file, UUID(int=7), "resnet")
-        assert task == TaskName(UUID(int=7), f"uid:{os.geteuid()}", "resnet")
+        task = TaskName(UUID(int=7), "uid:7", "resnet")
         with pytest.raises(UsageError) as error:
             open_registry(file, task)
         assert "--peers" in error.value.advice

@@ -23,7 +23,7 @@ def test_greetings_come_back() -> None:
     assert hello.parse_welcome(hello.welcome(b"n" * 32)[:16]) == (True, 1, 32)
     no = hello.refusal("too many connections")
     assert hello.parse_welcome(no[:16]) == (False, 1, 20)
-    assert hello.refused(no[16:]).message == "it refused: too many connections"
+    assert hello.refused(1, no[16:]).message == "the master refused: too many connections"
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,14 @@ def test_requests_come_back() -> None:
     found, size = wire.parse_parts(said, 2, SIZES, start=wire.HEAD_BYTES)
     assert found.tolist() == parts.tolist()
     assert size == 8
-    for kind in (wire.HOLDS, wire.PING):
-        assert wire.parse_request(wire.request(9, kind)) == (9, kind, 0, 0)
+    assert wire.parse_request(wire.request(9, wire.PING)) == (9, wire.PING, 0, 0)
 
 
 @pytest.mark.parametrize(
     "head",
     [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 2, 0, 1, 0), (1, 1, 0, 1, 1, 0),
      (1, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 4097, 0), (1, 1, 0, 0, 0xFFFFFFFF, 0),
-     (1, 2, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0)],
+     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0)],
 )  # fmt: skip
 def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
@@ -134,11 +133,11 @@ def test_answers_come_back() -> None:
 
 def test_F5_answers_to_something_else_are_refused() -> None:
     head = wire.AnswerHead(1, wire.READ, 2, 9)
-    for wrong in ((wire.HOLDS, 2, 9), (wire.READ, 1, 9), (wire.READ, 2, 8)):
+    for wrong in ((wire.PING, 2, 9), (wire.READ, 1, 9), (wire.READ, 2, 8)):
         with pytest.raises(CorruptError):
             wire.check_answer(head, *wrong)
     with pytest.raises(CorruptError):
-        wire.check_answer(wire.AnswerHead(1, wire.HOLDS, 0, 3), wire.HOLDS, 0, 4)
+        wire.check_answer(wire.AnswerHead(1, wire.PING, 0, 3), wire.PING, 0, 0)
     with pytest.raises(CorruptError):
         wire.given_bytes(wire.parts_of([(0, 0, 1)]), np.array([5], np.uint8))
 

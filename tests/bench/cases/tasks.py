@@ -37,6 +37,8 @@ CLIENT_BYTES = 8 << 20
 """Of each client alone: nearly nothing of a dataset, so what it reads is its master's to give."""
 MASTER_PART = 1.5 / NODES  # of the dataset, that each node has memory for
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
+SMALL_CHUNK_BYTES = 512 << 10
+"""Of what half of the dataset is to be: of a node's ten large ones, four or five would fit."""
 POLICY_BATCHES = 100
 WARM_S = 120.0
 SAMPLE = 2_000  # files that are read one by one from the store, to know how fast that goes
@@ -97,13 +99,18 @@ class Running:
     """A task of some nodes, with a client on each."""
 
     def __init__(
-        self, stack: ExitStack, bench: Workbench, shape: Shape, source: Path, nodes: Nodes
+        self,
+        stack: ExitStack,
+        bench: Workbench,
+        shape: Shape,
+        source: Path,
+        nodes: Nodes,
+        chunk_bytes: int,
     ) -> None:
-        self._stack = stack
         self.shape = shape
         self.source = source
         self.nodes = nodes
-        chunk_bytes = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
+        chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
         self.task = stack.enter_context(
             RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes)
         )
@@ -178,12 +185,14 @@ class Running:
 
 
 @contextmanager
-def _running(bench: Workbench, wanted: Shape, count: int = NODES) -> Iterator[Running]:
+def _running(
+    bench: Workbench, wanted: Shape, count: int = NODES, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Running]:
     shape, source = prepared(bench, wanted)
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
         nodes = stack.enter_context(Nodes(folder / "nodes", count))
-        running = Running(stack, bench, shape, source, nodes)
+        running = Running(stack, bench, shape, source, nodes, chunk_bytes)
         stack.callback(running.stop)
         yield running
 
@@ -466,7 +475,7 @@ def _inverse(value: float) -> float:
 def policies(bench: Workbench) -> list[Row]:
     """Half of T4 fits the caches together: what share of random reads finds its chunk there."""
     rows = []
-    with _running(bench, T4) as running:
+    with _running(bench, T4, chunk_bytes=SMALL_CHUNK_BYTES) as running:
         half = running.task.stored_bytes // 2 // NODES
         for policy in ("lru", "lfu", "none"):
 

@@ -1,0 +1,26 @@
+"""Disks that are soon full, for tests: file systems in memory, where this process may mount any."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(point: Path, options: str) -> Iterator[Path]:
+    """A new folder on which one is mounted with these options; skips the test where none can be."""
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "diesel-test", str(point)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def remount(point: Path, options: str) -> None:
+    """The same disk with other options: `ro`, or another `size=`."""
+    subprocess.run(["mount", "-o", f"remount,{options}", str(point)], check=True)
