@@ -15,8 +15,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -91,12 +92,13 @@ class TaskStore(StoreWrapper):
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
-        revive: Callable[[], bool] | None = None,
+        request: TaskRequest | None = None,
     ) -> None:
-        """`path` is the master's socket. Nothing is sent before something is read. `revive` starts
-        another in the place of a master that was killed."""
+        """`path` is the master's socket. Nothing is sent before something is read. With `request`,
+        a master that was killed is started again."""
         super().__init__(inner)
         self._path = os.fspath(path)
+        self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
@@ -104,7 +106,8 @@ class TaskStore(StoreWrapper):
         self._mapped = MappedChunks()
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
-            deadline_s=deadline_s, pause_s=pause_s, revive=revive,
+            deadline_s=deadline_s, pause_s=pause_s,
+            revive=None if request is None else partial(revived, request, Path(path)),
         )  # fmt: skip
         self._paid_s = np.zeros(len(self._sizes), np.float32)
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
@@ -120,7 +123,7 @@ class TaskStore(StoreWrapper):
     def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
         """The store of who joins a task: its master is there, or is started. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
-            store = cls(inner, join(request), snapshot, revive=partial(revived, request))
+            store = cls(inner, join(request), snapshot, request=request)
             if store.connect():
                 break  # else it has just ended, deserted; or it will not have us, which is logged
         return store
@@ -213,7 +216,8 @@ class TaskStore(StoreWrapper):
         """The store for another version of the dataset, through the same master, which is told of
         that version. This one stays as it is."""
         self.show(snapshot)
-        return TaskStore(self.inner, self._path, snapshot)
+        request = self._request and replace(self._request, version=snapshot.version)
+        return TaskStore(self.inner, self._path, snapshot, request=request)
 
     def stats(self) -> dict[str, object]:
         """What the master says of itself, and what came from where here."""

@@ -38,7 +38,7 @@ from . import local
 from .addresses import advertised, listening
 from .handshake import Me
 from .holdings import Fetch, Holdings
-from .launch import socket_of
+from .launch import forget, socket_of
 from .master import Master
 from .membership import INSTANCE_BYTES, Member, Membership, node_of
 from .memory import raise_descriptor_limit
@@ -189,6 +189,7 @@ class _Daemon:
                 self._snapshot.dataset, self._snapshot.version,
             )  # fmt: skip
             daemons.report({"ready": os.fspath(self._clients.path), "rank": self._rank})
+        forget(self._clients.path)
         master.holdings.close()
 
     async def _be_member(

@@ -3,8 +3,11 @@
 Owned here: where its socket lies, who of several processes starts it, and what its start needs. Not
 owned: what it does (`__main__.py`), speaking to it (`link.py`).
 
-A task has a folder in the user's runtime folder, a node of it one in that: `socket`, and `lock`,
-which is held while a master is being started. Any thread, any process.
+A task has a folder in the user's runtime folder, a node of it one in that: `socket`; `lock`, which
+is held while a master is being started; and `options`, what it was started with, secrets and
+addresses with passwords left out. A master that ends by itself takes that along, so whoever finds
+it beside a dead socket knows that the master was killed, and which node it was: who has joined
+without naming one must not become another. Any thread, any process.
 """
 
 import fcntl
@@ -17,12 +20,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from .. import daemons
 from ..available_memory import fair_bytes
-from ..errors import BusyError, DieselError, UsageError
+from ..errors import (
+    BusyError,
+    ConflictError,
+    DieselError,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
 from ..settings import private_folder, runtime_folder, state_folder
 from ..urls import SERVER_SCHEMES, parse_url
 from .addresses import listening
@@ -44,7 +54,11 @@ seen there."""
 DESCRIPTORS_MIN = 512
 """Open files of a master besides its connections to other nodes: for clients, and for chunks."""
 
+_FOR_GOOD = (ConflictError, NotFoundError, PermissionDenied, UsageError)
+"""What trying again does not mend."""
+
 _NOBODY, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
+_OPTIONS = "options"
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
@@ -66,23 +80,34 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
         alive = [each for each in _sockets(folder) if is_alive(each)]
         if len(alive) == 1:
             return alive[0]
+        killed = [each.with_name("socket") for each in sorted(folder.glob(f"*/{_OPTIONS}"))]
+        if not alive and len(killed) == 1:
+            revived(request, killed[0], program=program)
+            if is_alive(killed[0]):
+                return killed[0]
     place = private_folder(folder / str(rank)) / "socket"
     if is_alive(place) or (not _is_first(environment) and _comes(place, OTHERS_FIRST_S)):
         return place
-    with _locked(place.with_name("lock")):
-        if not is_alive(place):
-            _start(replace(request, rank=rank, world=world), place, program)
+    _start_alone(replace(request, rank=rank, world=world), place, program)
     return place
 
 
-def revived(request: TaskRequest) -> bool:
-    """Start this node's master where there is none that is alive; whether that was so. Raises as
-    `join`."""
-    rank, world = node_of(os.environ, request.rank, request.world)
-    if is_alive(socket_of(replace(request, rank=rank, world=world))):
+def revived(request: TaskRequest, place: Path, *, program: Sequence[str] = MASTER) -> bool:
+    """Start the master at a socket again where it was killed; whether that was so. Raises as
+    `join`: after an error that passes it may be called again, after another it does nothing."""
+    if is_alive(place):
         return False
-    join(request)
-    return True
+    try:
+        return _start_again(request, place, program)
+    except _FOR_GOOD:
+        forget(place)
+        raise
+
+
+def forget(place: Path) -> None:
+    """The master at a socket ends by itself: nobody is to start it again."""
+    with suppress(OSError):
+        place.with_name(_OPTIONS).unlink()
 
 
 def is_alive(place: Path) -> bool:
@@ -139,6 +164,37 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _start_alone(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
+    """Starts a master where there is none by now. Raises DieselError."""
+    with _locked(place.with_name("lock")):
+        if not is_alive(place):
+            _start(request, place, program)
+            _remember(request, place)
+
+
+def _start_again(request: TaskRequest, place: Path, program: Sequence[str]) -> bool:
+    """Starts a master that was killed as the node that it was; False where it ended by itself.
+    Whatever the request does not say stays what it was. Raises DieselError."""
+    try:
+        before = TaskRequest.from_json(place.with_name(_OPTIONS).read_bytes())
+    except (OSError, UsageError):
+        return False
+    default = TaskRequest()
+    said = {each.name: getattr(request, each.name) for each in fields(TaskRequest)}
+    said = {name: value for name, value in said.items() if value != getattr(default, name)}
+    _start_alone(replace(before, **said), place, program)
+    return True
+
+
+def _remember(request: TaskRequest, place: Path) -> None:
+    """Keeps what a master was started with, but for what is secret, or may hold a password."""
+    said = replace(request, url="", user="", key="", task_key="").to_json()
+    new = place.with_name(f"{_OPTIONS}.new")
+    with suppress(OSError):  # no space: it will not be started again
+        new.write_bytes(said)
+        new.replace(place.with_name(_OPTIONS))
 
 
 def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:

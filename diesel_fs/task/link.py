@@ -211,8 +211,7 @@ class MasterLink:
         """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
 
         `revive` starts a master in the place of one that was killed, and says whether it has; it
-        may take its time, and is called in a thread. Who ends by itself takes its socket along, and
-        is not revived.
+        may take its time, and is called in a thread, whenever there is none to connect to.
         """
         self._path = os.fspath(path)
         self._identity = identity
@@ -221,7 +220,7 @@ class MasterLink:
         self._deadline_s = deadline_s
         self._first_pause_s = self._pause_s = pause_s
         self._failed_s = self._not_before_s = 0.0
-        self._said = ""
+        self._said = self._said_of_none = ""
         self._closed = False
         self._revive = revive
         self.rank = -1
@@ -399,7 +398,7 @@ class MasterLink:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
         except Failed as error:
             self._note_failure(start_s, str(error))
-            if self._revive is not None and os.path.lexists(self._path):
+            if self._revive is not None:
                 threading.Thread(target=self._bring_back, name="diesel-revive", daemon=True).start()
             return None
         finally:
@@ -418,8 +417,11 @@ class MasterLink:
             try:
                 if self._revive():
                     self.retry()
+                self._said_of_none = ""
             except DieselError as error:
-                log.warning("the task has no master on this node: %s", error)
+                if str(error) != self._said_of_none:
+                    log.warning("the task has no master on this node: %s", error)
+                self._said_of_none = str(error)
             finally:
                 self._reviving.release()
 

@@ -13,13 +13,14 @@ import pytest
 
 from diesel_fs.cache.extents import ExtentReader
 from diesel_fs.cache.store import ContentReader
-from diesel_fs.errors import ObjectMissing, ObjectStoreError
+from diesel_fs.errors import MetadataError, ObjectMissing, ObjectStoreError
 from diesel_fs.layout import chunk_object
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task import client as client_module
 from diesel_fs.task import link as link_module
 from diesel_fs.task.client import TaskStore
+from diesel_fs.task.link import MasterLink
 from diesel_fs.task.mapped import MappedChunks
 
 from ..server.program import until
@@ -473,6 +474,27 @@ def test_F1_a_master_that_dies_and_comes_back(
         store._mapped.give_up_all()
         store._link.settle()
         assert not any(back.bodies(RETURN)), "it is not told of what another had lent"
+
+
+def test_F1_a_master_that_could_not_be_started_again_at_once_is_later(
+    path: Path, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    """Nothing is left of a start that fails, no socket either."""
+    tries: list[str] = []
+
+    def revive() -> bool:
+        tries.append("a try")
+        if len(tries) < 3:
+            raise MetadataError("no Redis here")
+        return False
+
+    link = MasterLink(
+        path, view.identity, view.version, MappedChunks(), pause_s=0.02, revive=revive
+    )
+    until(lambda: link.connect() or len(tries) >= 3, "the last try")
+    with StandIn(path, chunks, Behaviour()):
+        until(link.connect, "the master to be used")
+    link.close()
 
 
 def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: StandIn) -> bool:

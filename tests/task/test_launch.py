@@ -26,7 +26,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.task import addresses, launch
 from diesel_fs.task.addresses import advertised, listening
-from diesel_fs.task.launch import is_alive, join, socket_of
+from diesel_fs.task.launch import forget, is_alive, join, revived, socket_of
 from diesel_fs.task.membership import TaskName
 from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
 from diesel_fs.urls import RepositoryUrl, parse_url
@@ -156,6 +156,79 @@ def test_without_a_rank_the_only_master_of_the_task_is_meant(
     assert join(request_, program=STUB) == place
     join(replace(given, rank=2), program=STUB)
     assert join(request_, program=STUB).parent.name == "0"
+
+
+def _killed(node: Node, place: Path) -> None:
+    node.kill()
+    until(lambda: not is_alive(place), "its end")
+
+
+def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
+    asked = started["request"]
+    return [asked[each] for each in ("rank", "world", "listen", "cache_dir", "version")]
+
+
+@pytest.mark.parametrize("how", ["who reads", "who comes"])
+def test_F8_a_killed_master_is_started_again_as_the_node_that_it_was(
+    node: Node, request_: TaskRequest, tmp_path: Path, how: str
+) -> None:
+    """Also by who has not said which node this is: another one has rank 0."""
+    folder = str(tmp_path / "cache")
+    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
+    place = join(given, program=STUB)
+    nameless = replace(request_, version=5)
+    _killed(node, place)
+    if how == "who reads":
+        assert revived(nameless, place, program=STUB)
+    else:
+        assert join(nameless, program=STUB) == place
+    assert is_alive(place)
+    assert [_node_of(each) for each in node.starts()] == [
+        [3, 4, "127.0.0.1:0", folder, version] for version in (3, 5)
+    ]
+    assert not revived(nameless, place, program=STUB), "it is there"
+
+
+def test_a_master_that_could_not_be_started_again_is_tried_again(
+    node: Node, request_: TaskRequest
+) -> None:
+    place = join(request_, program=STUB)
+    _killed(node, place)
+    node.does("error")
+    for _ in range(2):
+        with pytest.raises(MetadataError):
+            revived(request_, place, program=STUB)
+    node.does("good")
+    assert revived(request_, place, program=STUB)
+    _killed(node, place)
+    with pytest.raises(UsageError):
+        revived(replace(request_, world=2, listen="nonsense"), place, program=STUB)
+    assert not revived(request_, place, program=STUB), "not after what does not pass"
+
+
+def test_a_master_that_ended_by_itself_is_not_started_again(
+    node: Node, request_: TaskRequest
+) -> None:
+    place = join(replace(request_, rank=3, world=4, listen="127.0.0.1:0"), program=STUB)
+    forget(place)
+    _killed(node, place)
+    assert not revived(request_, place, program=STUB)
+    assert join(request_, program=STUB).parent.name == "0"
+
+
+def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskRequest) -> None:
+    url = f"{request_.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
+    asked = replace(request_, task_key=SECRET, key=SECRET, user="me", url=url)
+    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+    for each in place.parent.iterdir():
+        if each != place:
+            assert SECRET.encode() not in each.read_bytes(), each
+    _killed(node, place)
+    assert revived(asked, place, program=STUB)
+    [first, second] = (each["request"] for each in node.starts())
+    assert [second[each] for each in ("url", "user", "key", "task_key")] == [
+        first[each] for each in ("url", "user", "key", "task_key")
+    ]
 
 
 def test_all_but_the_first_process_of_a_node_wait_for_that(

@@ -170,9 +170,14 @@ def _resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node) -> None:
+@pytest.mark.parametrize("version", ["the first", "another"])
+def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node, version: str) -> None:
     with node.join() as dataset:
         check(dataset, 0)
+        if version == "another":
+            dataset.put(b"new", "d0/new")
+            dataset.flush()
+            check(dataset, 0)
         view = next(iter(dataset.read_many(list(FILES)[:1])))
         killed = node.master()
         os.kill(killed, signal.SIGKILL)
@@ -185,6 +190,7 @@ def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node) -> None:
 
         until(is_used, "a new master, which who reads has started")
         assert node.master() != killed
+        assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
         check(dataset, 3)
 
 
@@ -193,7 +199,7 @@ def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: 
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
         until(lambda: not list((node.folder / "run").glob("diesel/tasks/*/0/socket")), "its end")
-        for seed in range(4):
+        for seed in range(10):  # it is looked for after one second, and after two more
             check(dataset, seed)
             time.sleep(0.5)
         assert not dataset.task_stats()["answers"]
