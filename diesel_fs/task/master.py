@@ -181,6 +181,8 @@ class Master:
 
     async def _meet(self, found: Membership) -> None:
         """Go over to other members, where there are others."""
+        if found.secret != self._me.secret:
+            self._go_by(found.secret)
         counting = found.counting(self.snapshot.version)
         others = {each.rank: each for each in counting if each.rank != self.rank}
         known = {rank: peer.member for rank, peer in self._peers.items()}
@@ -198,6 +200,16 @@ class Master:
         await self._share_out()
         if len(self._peers) + 1 >= self._world:
             self._whole.set()
+
+    def _go_by(self, secret: bytes) -> None:
+        """The task has another secret: where all registrations were forgotten at once, the first
+        who registers may be a new master, which has made one. All go over to that."""
+        log.info("the task has another secret now")
+        self._me = replace(self._me, secret=secret)
+        self._acceptor.show(self._me)
+        for known in self._peers.values():
+            known.scope.cancel()
+        self._peers.clear()
 
     async def _share_out(self) -> None:
         """Who owns what, by who is there."""

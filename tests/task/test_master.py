@@ -57,6 +57,7 @@ class Board(Registry):
 
     members: dict[int, Member] = field(default_factory=dict)
     away: bool = False
+    secret: bytes = SECRET
 
     def renew(self, me: Member) -> Membership:
         if self.away:
@@ -65,7 +66,7 @@ class Board(Registry):
         if there.instance != me.instance:
             raise ConflictError("a newer master")
         self.members[me.rank] = me
-        return Membership.of(self.members.values(), SECRET)
+        return Membership.of(self.members.values(), self.secret)
 
     def leave(self, me: Member) -> None:
         self.members.pop(me.rank, None)
@@ -105,7 +106,8 @@ class Task:
             member = Member(rank, Random().randbytes(16), address, self.snapshot.version)
             name = TaskName(self.snapshot.identity, "me", "t")
             sizes = self.snapshot.chunk_sizes
-            me = Me(rank, member.instance, name, self.snapshot.version, SECRET, sizes)
+            first = registry.renew(member)
+            me = Me(rank, member.instance, name, self.snapshot.version, first.secret, sizes)
 
             def tiers(fetch: Fetch) -> Holdings:
                 return Holdings(
@@ -120,7 +122,7 @@ class Task:
 
             async def live(*, task_status: trio.TaskStatus[None]) -> None:
                 with scope:
-                    await made.run(registry.renew(member), [listener], task_status=task_status)
+                    await made.run(first, [listener], task_status=task_status)
                 made.holdings.close()
 
             async with trio.open_nursery() as nursery:
@@ -254,6 +256,30 @@ def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
             assert members(a, b)()
 
     run(main)
+
+
+def test_C3_a_new_secret_is_everybodys(task: Task) -> None:
+    """Redis has been away for longer than registrations last, and a new node was first after it."""
+
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _):
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            task.board.members.clear()
+            task.board.secret = SECRET[::-1]
+            async with task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                for node in (a, b, c):
+                    for other in {0, 1, 2} - {node.rank}:
+                        await soon_given(task, node, other)
+
+    run(main)
+
+
+async def soon_given(task: Task, node: Master, rank: int) -> None:
+    """Until another node gives what it has: for a moment they may not agree."""
+    while not (await task.check(node, given=False))[rank]:  # noqa: ASYNC110  # no event
+        await trio.sleep(0.05)
 
 
 def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back(
