@@ -325,6 +325,7 @@ class TaskStore(StoreWrapper):
                     found[place] = mapped[chunk][start : start + size]
                 else:
                     left.append(place)
+            self._counts["mapped_reads"] += len(absent) - len(left)
             absent = left
             if not absent:
                 return found

@@ -584,3 +584,17 @@ def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: Stand
     assert STATS in master.kinds()
     master.does.refuses = "no"
     assert store.stats()["answers"] is False
+
+
+def test_each_read_is_counted_once_where_it_came_from(
+    store: TaskStore, master: StandIn, view: Snapshot
+) -> None:
+    """Also the read for which a chunk is mapped."""
+    master.does.has = lambda chunk: chunk != 2
+    room = memoryview(bytearray(100))
+    for chunk in (1, 2):
+        for _ in range(20):
+            store.read_into(name_of(view, chunk), 500, room)
+    assert 1 in master.lent
+    counts = store._counts
+    assert counts["mapped_reads"] + counts["master_reads"] == counts["store_reads"] == 20
