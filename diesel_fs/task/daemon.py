@@ -135,7 +135,7 @@ class _Daemon:
             )
         except OSError as error:
             raise UsageError(
-                f"cannot listen for other nodes on {host}:{port}: {error.strerror}",
+                f"cannot listen for other nodes on {host}:{port}: {os.strerror(error.errno or 0)}",
                 advice="name another address or port by --listen",
             ) from error
 
