@@ -81,6 +81,7 @@ class LocalServer:
             with trio.move_on_after(linger_s if not self._borrowers else float("inf")) as patience:
                 await self._came_or_went.wait()
             if patience.cancelled_caught:
+                log.info("nobody has used this master for %g s: it ends", linger_s)
                 return
 
     async def _serve(self, ours: socket.socket, pid: int) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trio
 
 import diesel_fs
 from diesel_fs.client import Dataset
 from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.fuse import launcher
+from diesel_fs.task.local import LocalServer
 
 from ..server.program import until
 from ..trees import write
@@ -206,6 +208,12 @@ def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: 
         with node.join() as other:
             check(other, 1)
             assert other.task_stats()["answers"]
+
+
+def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "diesel.task"):
+        trio.run(LocalServer(None).until_deserted, 0.01)  # type: ignore[arg-type]  # nobody comes
+    assert "nobody has used this master for 0.01 s: it ends" in caplog.text
 
 
 def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: Node) -> None:
