@@ -179,6 +179,7 @@ class _Daemon:
 
             nursery.start_soon(until_the_end, _signalled)
             await nursery.start(self._be_member, master, first, nursery.cancel_scope)
+            self._clients.listen()
             nursery.start_soon(clients.serve, self._clients.socket)
             nursery.start_soon(
                 until_the_end, partial(clients.until_deserted, self._request.linger_s)

@@ -276,7 +276,9 @@ def _mapped_window(files: list[int]) -> mmap.mmap:
 
 
 class LocalSocket:
-    """A listening socket at a path in a folder that is this user's alone."""
+    """A socket at a path in a folder that is this user's alone. Before `listen` whoever connects is
+    refused at once: a master that is still coming up, which may take as long as Redis does, must
+    not let readers wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -290,11 +292,14 @@ class LocalSocket:
             finally:
                 os.close(folder)
             self._number = path.stat().st_ino
-            self.socket.listen(BACKLOG)
             self.socket.setblocking(False)
         except BaseException:
             self.socket.close()
             raise
+
+    def listen(self) -> None:
+        """From now on clients may come."""
+        self.socket.listen(BACKLOG)
 
     def close(self) -> None:
         """Nobody comes any more. Where another master has put its own socket there, that stays."""

@@ -27,6 +27,7 @@ from diesel_fs.errors import (
 from diesel_fs.task import addresses, launch
 from diesel_fs.task.addresses import advertised, listening
 from diesel_fs.task.launch import forget, is_alive, join, revived, socket_of
+from diesel_fs.task.local import LocalSocket
 from diesel_fs.task.membership import TaskName
 from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
 from diesel_fs.urls import RepositoryUrl, parse_url
@@ -294,6 +295,17 @@ def test_a_socket_in_a_deep_folder(
         listener.listen()
         assert is_alive(place)
         assert join(request_, program=STUB) == place
+
+
+def test_a_master_that_is_coming_up_lets_nobody_wait(tmp_path: Path) -> None:
+    coming = LocalSocket(tmp_path / "socket")
+    try:
+        assert coming.path.exists()
+        assert not is_alive(coming.path)
+        coming.listen()
+        assert is_alive(coming.path)
+    finally:
+        coming.close()
 
 
 def test_F14_too_few_descriptors_for_so_many_nodes_are_said_at_the_start(
