@@ -98,6 +98,15 @@ class _Parts(NamedTuple):
         return self.rows[self.cuts[part] : self.cuts[part + 1]]
 
 
+@dataclass(slots=True)
+class _Unit:
+    """Entries that `batches` will be asked for."""
+
+    parts: _Parts
+    bytes: int
+    is_begun: bool = False
+
+
 class ExtentReader:
     """Reads entries of one snapshot from one object store."""
 
@@ -111,6 +120,8 @@ class ExtentReader:
         self._read_s = 0.0  # a moving average
         self._names: dict[int, str] = {}  # of chunks' objects: making one takes 10 us
         self._flights: dict[_Span, _Flight] = {}
+        self._flying_bytes = 0
+        self._units: dict[bytes, _Unit] = {}  # what is ahead, by its entries
         self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
@@ -119,7 +130,8 @@ class ExtentReader:
         What is damaged or has no chunk any more is logged, counted and left out. Raises
         ObjectStoreError: the store fails.
         """
-        parts = self._parts(entries)
+        unit = self._units.get(entries.tobytes())
+        parts = self._parts(entries) if unit is None else unit.parts
         if self._objects.joins_reads:
             yield from self._joined(parts)
             return
@@ -143,39 +155,56 @@ class ExtentReader:
         """
         if not (self._is_slow or self._flights or self._objects.joins_reads):
             return
-        spans: list[_Span] = []
+        before, self._units = self._units, {}
         ahead_bytes = 0
-        for unit in units:
+        for entries in units:
             if ahead_bytes > AHEAD_BYTES_MAX:
                 break
-            some = self._parts(unit).spans
-            ahead_bytes += sum(size for _, _, size in some)
-            spans += some
-        for span in self._flights.keys() - set(spans):
-            flight = self._taken(span)
-            if flight is not None and not flight.wanted:
-                flight.contents.cancel()
-        self._begin(spans)
+            key = entries.tobytes()
+            unit = before.pop(key, None) or self._units.get(key) or self._unit(entries)
+            ahead_bytes += unit.bytes
+            self._units[key] = unit
+        for unit in before.values():
+            for span in unit.parts.spans:
+                flight = self._taken(span)
+                if flight is not None and not flight.wanted:
+                    flight.contents.cancel()
+        self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
+
+    def _unit(self, entries: _SomeEntries) -> _Unit:
+        parts = self._parts(entries)
+        return _Unit(parts, sum(size for _, _, size in parts.spans))
 
     @property
     def _is_slow(self) -> bool:
         return self._read_s > SLOW_READ_S
 
-    def _begin(self, spans: Sequence[_Span]) -> None:
-        held_bytes = sum(size for _, _, size in self._flights)
-        wanted = []
+    def _begin_units(self, units: Sequence[_Unit]) -> None:
+        """Begin to read these, as far as there is room."""
+        spans = [span for unit in units for span in unit.parts.spans]
+        begun = self._begin(spans)
+        for unit in units:
+            begun -= len(unit.parts.spans)
+            unit.is_begun = begun >= 0
+
+    def _begin(self, spans: Sequence[_Span]) -> int:
+        """Begin to read the first of these that there is room for; how many those are."""
+        wanted: dict[_Span, None] = {}
+        begun = 0
         for span in spans:
-            held_bytes += span[2] * (span not in self._flights)
-            if held_bytes > AHEAD_BYTES_MAX:
-                break
-            if span not in self._flights:
-                wanted.append(span)
+            if span not in self._flights and span not in wanted:
+                if self._flying_bytes + span[2] > AHEAD_BYTES_MAX:
+                    break
+                wanted[span] = None
+                self._flying_bytes += span[2]
+            begun += 1
         if self._threads is None and wanted:
             self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        for group in self._groups(wanted):
+        for group in self._groups([*wanted]):
             assert self._threads is not None
             flight = _Flight(self._threads.submit(self._fetch_all, group), len(group))
             self._flights.update(dict.fromkeys(group, flight))
+        return begun
 
     def _groups(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The requests for these, in order."""
@@ -252,6 +281,7 @@ class ExtentReader:
         flight = self._flights.pop(span, None)
         if flight is not None:
             flight.wanted -= 1
+            self._flying_bytes -= span[2]
         return flight
 
     def _parts(self, entries: _SomeEntries) -> _Parts:

@@ -9,7 +9,7 @@ import io
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -294,47 +294,47 @@ class ContentReader:
         As in `_read_window`, what is done for each file is little.
         """
         columns, rows = self.snapshot.columns, np.array(wanted, np.int64)
-        flags, stored = columns.flags[rows], columns.stored[rows]
+        flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
         bytes_max = min(TOGETHER_BYTES, self._cache.budget_bytes // 4)
-        is_one = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0)
-        is_one &= (stored > 0) & (stored <= bytes_max)
-        chunks, ends = columns.chunk[rows].tolist(), np.cumsum(np.where(is_one, stored, 0))
+        alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0)
+        alone &= (stored > 0) & (stored <= bytes_max)
+        ends = np.cumsum(np.where(alone, stored, 0))
+        chunks, offsets = (each[rows].astype(np.int64) for each in (columns.chunk, columns.offset))
+        is_raw = (flags >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
         start = 0
         while start < len(wanted):
             before = int(ends[start - 1]) if start else 0
             end = int(np.searchsorted(ends, before + bytes_max, "right"))
             some = slice(start, max(min(end, start + TOGETHER_ENTRIES), start + 1))
-            parts = {
-                place: Extent(number, offset, raw, codec, checksum, 0, size)
-                for place, one, number, offset, raw, codec, checksum, size in zip(
-                    range(some.start, some.stop),
-                    is_one[some].tolist(),
-                    chunks[some],
-                    columns.offset[rows[some]].tolist(),
-                    stored[some].tolist(),
-                    (flags[some] >> layout.CODEC_SHIFT & 0xFF).tolist(),
-                    columns.checksum[rows[some]].tolist(),
-                    columns.size[rows[some]].tolist(),
-                    strict=True,
-                )
-                if one and self._cache.peek(number) is None
-            }
-            contents = dict(zip(parts, self._fetch_parts(parts.values()), strict=False))
-            for place, index in enumerate(wanted[some], start):
-                if place not in contents:
-                    yield self.read(index)
-                    continue
-                extent, raw = parts[place], contents[place]
-                if extent.codec == Codec.RAW and xxh3_64_intdigest(raw) == extent.checksum:
-                    yield raw
-                else:
-                    yield self._check(index, extent, raw, None)
             start = some.stop
+            here = [self._cache.peek(number) is not None for number in chunks[some].tolist()]
+            places = np.flatnonzero(alone[some] & ~np.array(here)) + some.start
+            contents = self._fetch_parts(chunks[places], offsets[places], stored[places])
+            if len(contents) != len(places):  # one cannot be read, and says why when it is asked
+                yield from map(self.read, wanted[some])
+                continue
+            digests = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
+            is_right = is_raw[places] & (digests == columns.checksum[rows[places]])
+            if len(places) == some.stop - some.start and is_right.all():
+                yield from contents
+                continue
+            found = dict(
+                zip(places.tolist(), zip(contents, is_right.tolist(), strict=True), strict=True)
+            )
+            for place, index in enumerate(wanted[some], some.start):
+                content, right = found.get(place, (None, False))
+                if content is None:
+                    yield self.read(index)
+                elif right:
+                    yield content
+                else:  # it is compressed, or damaged
+                    [extent] = self.snapshot.extents(index)
+                    yield self._check(index, extent, content, None)
 
-    def _fetch_parts(self, extents: Iterable[Extent]) -> list[memoryview]:
-        """The stored bytes of extents; of none where one cannot be read: then each is asked for by
-        itself, and says why."""
-        wanted = [(self._object(each.chunk), each.offset, each.stored) for each in extents]
+    def _fetch_parts(self, chunks: _Column, offsets: _Column, sizes: _Column) -> list[memoryview]:
+        """The stored bytes of parts of chunks; nothing where one of them cannot be read."""
+        names = map(self._object, chunks.tolist())
+        wanted = list(zip(names, offsets.tolist(), sizes.tolist(), strict=True))
         try:
             found = list(self._objects.read_parts(wanted))
         except DieselError:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,6 @@ BEAT_S = 1.0
 
 _JOIN_ATTEMPTS = 2
 
-_Part = tuple[int, int, int]  # chunk, start, bytes
-
 
 def requested(
     joins: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
@@ -101,6 +99,7 @@ class TaskStore(StoreWrapper):
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
+        self._size_column = snapshot.chunk_sizes.astype(np.int64)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._named: dict[str, int] = {}
         self._mapped = MappedChunks()
@@ -140,18 +139,12 @@ class TaskStore(StoreWrapper):
         if number < 0 or not len(room) or start + len(room) > self._sizes[number]:
             self.inner.read_into(name, start, buffer)
             return
-        at = 0
-        while at < len(room):
-            size = min(len(room) - at, WINDOW_BYTES)
-            part = number, start + at, size
-            [found] = self._gotten([part], [room[at : at + size]])
-            if found is None:
+        for at in range(0, len(room), WINDOW_BYTES):
+            piece = room[at : at + WINDOW_BYTES]
+            if not self._read_one(number, start + at, piece):
                 self._counts["store_reads"] += 1
                 self.inner.read_into(name, start + at, room[at:])
                 return
-            if found.obj is not room.obj:
-                room[at : at + size] = found
-            at += size
 
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
@@ -266,104 +259,120 @@ class TaskStore(StoreWrapper):
                 self._named[name] = number
         return number
 
-    def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+    def _read_some(self, parts: Sequence[Part]) -> Iterable[memoryview]:
         """The contents of so many parts as one exchange takes, or of one of any size."""
-        wanted: list[_Part] = []
-        places: list[int] = []
+        names, starts, sizes = zip(*parts, strict=True)
+        numbers = list(map(self._named.get, names))
+        if None in numbers:
+            for part in parts:
+                check_range(*part)
+            numbers = list(map(self._number, names))
+        wanted = np.array((numbers, starts, sizes), np.int64)
+        chunk, start, size = wanted
+        fits = (wanted >= 0).all(0) & (size > 0) & (size <= WINDOW_BYTES)
+        fits &= start + size <= self._size_column[chunk]
         found: list[memoryview | None] = [None] * len(parts)
-        for place, (name, start, size) in enumerate(parts):
-            number = self._named.get(name, -1)
-            if number < 0:
-                check_range(name, start, size)
-                number = self._number(name)
-            if (
-                number >= 0
-                and start >= 0
-                and 0 < size <= WINDOW_BYTES
-                and start + size <= self._sizes[number]
-            ):
-                wanted.append((number, start, size))
-                places.append(place)
-        for place, content in zip(places, self._gotten(wanted), strict=True):
+        places = np.flatnonzero(fits)
+        if len(places):
+            self._get(wanted.T[places].astype(np.uint32, "C"), places.tolist(), found)
+        absent = [place for place, content in enumerate(found) if content is None]
+        small = [place for place in absent if sizes[place] <= WINDOW_BYTES]
+        self._counts["store_reads"] += len(small)
+        rest = self.inner.read_parts([parts[place] for place in small])
+        for place, content in zip(small, rest, strict=True):
             found[place] = content
-        absent = [place for place, content in enumerate(found) if content is None]
-        if absent:
-            small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
-            self._counts["store_reads"] += len(small)
-            rest = self.inner.read_parts([parts[place] for place in small])
-            for place, content in zip(small, rest, strict=True):
-                found[place] = content
-        for place, content in enumerate(found):
-            if content is not None:
-                yield content.toreadonly()
-                continue
-            name, start, size = parts[place]
-            room = np.empty(size, np.uint8).data
-            self.read_into(name, start, room)
-            yield room.toreadonly()
+        for place in absent:
+            if found[place] is None:  # larger than a window
+                room = np.empty(sizes[place], np.uint8).data
+                self.read_into(names[place], starts[place], room)
+                found[place] = room.toreadonly()
+        return [content for content in found if content is not None]
 
-    def _gotten(
-        self, parts: Sequence[_Part], rooms: Sequence[memoryview] | None = None
-    ) -> list[memoryview | None]:
-        """What the master gives of parts that fit the window; None for the rest. `rooms`: where
-        that goes which is not mapped."""
+    def _get(self, records: wire.Parts, places: list[int], found: list[memoryview | None]) -> None:
+        """Put parts that fit the window into `found`, each at its place, as far as the master has
+        them."""
         find = self._mapped.find
-        found: list[memoryview | None] = []
-        for chunk, start, size in parts:
-            view = find(chunk)
-            found.append(None if view is None else view[start : start + size])
-        absent = [place for place, content in enumerate(found) if content is None]
-        self._counts["mapped_reads"] += len(found) - len(absent)
-        if not absent:
-            return found
-        records = np.array([parts[place] for place in absent], np.uint32).reshape(-1, 3)
-        if mapped := self._map_worthwhile(records):
-            left = []
-            for place, chunk in zip(absent, records[:, 0].tolist(), strict=True):
-                if chunk in mapped:
-                    _, start, size = parts[place]
-                    found[place] = mapped[chunk][start : start + size]
-                else:
-                    left.append(place)
-            self._counts["mapped_reads"] += len(absent) - len(left)
-            absent = left
-            if not absent:
-                return found
-            records = np.array([parts[place] for place in absent], np.uint32).reshape(-1, 3)
+        mapped = {chunk: find(chunk) for chunk in set(records[:, 0].tolist())}
+        if any(view is not None for view in mapped.values()):
+            rows = self._cut(mapped, records, places, found)
+            records, places = records[rows], [places[row] for row in rows]
+        if lent := self._map_worthwhile(records):
+            rows = self._cut(lent, records, places, found)
+            records, places = records[rows], [places[row] for row in rows]
+        if not places:
+            return
         reading = self._link.read(records)
         if reading is None:
-            return found
+            return
         with reading as given:
-            sources = given.sources
-            has = (sources != wire.SOURCE_NOBODY).tolist()
-            starts, ends = given.offsets.tolist(), (given.offsets + records[:, 2]).tolist()
-            window = given.window
-            if rooms is None:  # one copy for all: the window is the connection's
-                window = np.empty(max(ends), np.uint8).data
-                window[:] = given.window[: len(window)]
-            for place, start, end, is_given in zip(absent, starts, ends, has, strict=True):
-                if not is_given:
-                    continue
-                content = window[start:end]
-                if rooms is not None:
-                    rooms[place][:] = content
-                    content = rooms[place]
-                found[place] = content
-            sources = sources.copy()
-        self._counts["master_reads"] += sum(has)
-        self._recent.append((records, sources))
+            sources, starts = given.sources.copy(), given.offsets.tolist()
+            ends = (given.offsets + records[:, 2]).tolist()
+            copy = np.empty(max(ends), np.uint8).data  # of all at once: the window is not ours
+            copy[:] = given.window[: len(copy)]
+        window = copy.toreadonly()
+        has = sources != wire.SOURCE_NOBODY
+        for place, start, end, is_given in zip(places, starts, ends, has.tolist(), strict=True):
+            if is_given:
+                found[place] = window[start:end]
+        self._note(records, sources, int(np.count_nonzero(has)))
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
             cost_s = READ_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
             np.add.at(self._paid_s, here[:, 0], cost_s)
-        return found
+
+    def _cut(
+        self,
+        views: Mapping[int, memoryview | None],
+        records: wire.Parts,
+        places: list[int],
+        found: list[memoryview | None],
+    ) -> list[int]:
+        """Put what is mapped into `found`. The rows of the rest."""
+        rows = []
+        for row, (place, part) in enumerate(zip(places, records.tolist(), strict=True)):
+            chunk, start, size = part
+            view = views.get(chunk)
+            if view is None:
+                rows.append(row)
+            else:
+                found[place] = view[start : start + size].toreadonly()
+        self._counts["mapped_reads"] += len(places) - len(rows)
+        return rows
+
+    def _read_one(self, chunk: int, start: int, room: memoryview) -> bool:
+        """Fill the room with one part, where the master has it: in few calls, as each is one of
+        very many."""
+        size = len(room)
+        view = self._mapped.find(chunk)
+        if view is None and (self._paid_s.item(chunk) >= LEND_S or size >= EAGER_BYTES):
+            view = self._lent(chunk, fetch=False)
+            self._paid_s[chunk] = 0.0
+        if view is not None:
+            self._counts["mapped_reads"] += 1
+            room[:] = view[start : start + size]
+            return True
+        records = np.array(((chunk, start, size),), np.uint32)
+        reading = self._link.read(records)
+        if reading is None:
+            return False
+        with reading as given:
+            sources = given.sources.copy()
+            source, at = sources.item(0), given.offsets.item(0)
+            if source != wire.SOURCE_NOBODY:
+                room[:] = given.window[at : at + size]
+        if source == wire.SOURCE_HERE:
+            self._paid_s[chunk] += READ_S + PART_S + size / BYTES_PER_S
+        self._note(records, sources, int(source != wire.SOURCE_NOBODY))
+        return source != wire.SOURCE_NOBODY
+
+    def _note(self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int) -> None:
+        self._counts["master_reads"] += given
+        self._recent.append((records, sources))
 
     def _map_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
         """Map chunks that are worth it, as far as they are here."""
         chunks = records[:, 0]
         ripe = self._paid_s[chunks] >= LEND_S
-        if len(records) == 1 and not ripe[0] and records[0, 2] < EAGER_BYTES:
-            return {}
         if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
             wanted_bytes = np.bincount(
                 np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from diesel_fs.cache import extents as extents_module
@@ -296,6 +297,47 @@ def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None
     assert set(reader._flights) == set(reader._parts(one).spans)
     assert len(contents(reader, one)) == len(one)
     assert not reader._flights
+
+
+def test_units_that_stay_ahead_are_looked_at_once(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ExtentReader(view, Joining(store))
+    looked: list[int] = []
+    parts = reader._parts
+
+    def counted(entries: npt.NDArray[np.int64]) -> object:
+        looked.append(len(entries))
+        return parts(entries)
+
+    monkeypatch.setattr(reader, "_parts", counted)
+    units = np.array_split(np.random.default_rng(3).permutation(view.files()), 12)
+    for first in range(len(units)):
+        reader.ahead(units[first : first + 5])
+        assert contents(reader, units[first])
+    assert looked == [len(unit) for unit in units]
+
+
+def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "AHEAD_BYTES_MAX", 200_000)
+    reader = ExtentReader(view, Joining(store))
+    whole, draw = expected(view), np.random.default_rng(4)
+    units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
+    most = 0
+    for _ in range(60):
+        some = [units[at] for at in draw.choice(len(units), 6)]
+        reader.ahead(some)
+        flying_bytes = sum(size for _, _, size in reader._flights)
+        most = max(most, flying_bytes)
+        assert flying_bytes == reader._flying_bytes <= 200_000
+        wanted = some[int(draw.integers(3))]  # not always the first
+        there = {each: whole[each] for each in wanted.tolist() if each in whole}
+        assert contents(reader, wanted) == there
+    assert most > 100_000
+    reader.ahead([])
+    assert (reader._flights, reader._flying_bytes) == ({}, 0)
 
 
 def test_a_lost_chunk_among_others_costs_its_own_files_alone(
