@@ -3,7 +3,7 @@
 #
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
 #   make demo      packs a folder of images, mounts it, trains on it, cleans up
-#   make test      all tests         (make test ARGS="-k snapshot -x" for some)
+#   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
@@ -23,6 +23,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
+JOBS ?= 2
 SECONDS ?= 60
 
 # torchvision names one exact torch; its wheel is often built for CUDA where torch is not, and then
@@ -45,7 +46,7 @@ demo: $(MADE)/demo
 	@$(VENV)/bin/python -m deploy.demo
 
 test: $(MADE)/tools $(MADE)/demo | system-test
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-s3: $(MADE)/tools | system-s3
 	@$(VENV)/bin/python -m tests.storage.swift_server $(VENV)/bin/python -m pytest -k cloud \

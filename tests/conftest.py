@@ -3,9 +3,11 @@
 (pytest's own `faulthandler_timeout` dumps the stacks of this process; see pyproject.toml.)
 """
 
+import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("fuse"):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests marked `alone` run while no other process of this checkout is in a test."""
+    with _turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _turn(*, alone: bool) -> Iterator[None]:
+    """Who waits to be alone holds the door, else others would go in forever."""
+    with open(__file__, "rb") as door, Path(__file__).with_name("__init__.py").open("rb") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:  # closing would not do: a test may have left a child that has it open, too
+            fcntl.flock(room, fcntl.LOCK_UN)

@@ -239,6 +239,7 @@ AS_NOBODY = f"""if True:
 """
 
 
+@pytest.mark.alone  # it opens folders that are to be private
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_S6_another_user_is_not_answered(at: Path) -> None:
     """The folder keeps others out; and where it did not, the socket asks who they are."""

@@ -15,7 +15,7 @@ from diesel_fs.fuse import stats
 from tests.fuse.conftest import Mounted, mounting
 from tests.fuse.test_hidden import fresh_stats
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # it drops the machine's caches
 
 FILES = 2000
 FILE_BYTES = 12_000
