@@ -99,7 +99,7 @@ class TaskStore(StoreWrapper):
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
-        self._size_column = snapshot.chunk_sizes.astype(np.int64)
+        self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)  # -1: no chunk
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._named: dict[str, int] = {}
         self._mapped = MappedChunks()
@@ -269,7 +269,7 @@ class TaskStore(StoreWrapper):
             numbers = list(map(self._number, names))
         wanted = np.array((numbers, starts, sizes), np.int64)
         chunk, start, size = wanted
-        fits = (wanted >= 0).all(0) & (size > 0) & (size <= WINDOW_BYTES)
+        fits = (start >= 0) & (size > 0) & (size <= WINDOW_BYTES)
         fits &= start + size <= self._size_column[chunk]
         found: list[memoryview | None] = [None] * len(parts)
         places = np.flatnonzero(fits)
