@@ -68,7 +68,7 @@ def connect(
     one. `task_key` is the task's secret (or in DIESEL_TASK_KEY); `task_memory_bytes`, and
     `cache_dir` with `cache_bytes`, are this node's part; `peers`, `listen`, `advertise`, `policy`,
     `evict` and `peer_tls` mean what they do for `dlcmd mount`. The first process of a node that
-    joins settles all this for its node.
+    joins settles all this for its node; who wants something else is warned.
 
     With `create`, the repository and the dataset are made where they are missing. Raises
     NoSuchDataset, ObjectStoreError, MetadataError, UsageError.

@@ -26,7 +26,8 @@ from typing import BinaryIO
 import numpy as np
 
 from . import snapshot_layout as layout
-from .cache.store import ContentFile, ContentReader
+from .cache.content_file import ContentFile
+from .cache.store import ContentReader
 from .entries import MODE_MASK, Kind, Stat, name_fault
 from .errors import (
     FormatError,

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.store import ContentFile, ContentReader
+from diesel_fs.cache.content_file import ContentFile
+from diesel_fs.cache.store import ContentReader
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.extract import GetReport, get, get_tar, in_chunk_order
 from diesel_fs.repository import Repository

@@ -61,9 +61,10 @@ L2  rpc_connection: storage/ keys
 L2  rpc: storage/ keys rpc_connection
 L2  task.request
 L2  task.mapped
-L2  task.link: task.mapped
+L2  task.client_connection: task.mapped
+L2  task.link: task.client_connection task.mapped
 L2  task.addresses: storage/ rpc_connection
-L2  task.launch: task.addresses task.link task.request
+L2  task.launch: task.addresses task.client_connection task.request
 L2  task.tls
 L2  task.channel
 L2  task.handshake: task.channel task.tls
@@ -92,6 +93,7 @@ L3  housekeeping: repository snapshots catalogue leases pins tombstones rewritin
 L3  cache.followed
 L3  cache.chunks: cache.followed
 L3  cache.store: cache.chunks cache.followed
+L3  cache.content_file: cache.store
 L3  cache.extents
 L3  cache.budget
 L3  cache.shelves

@@ -73,10 +73,12 @@ def octal(text: str) -> int:
     "--advertise", metavar="HOST[:PORT]", default="", help="What other nodes are told instead."
 )
 @click.option(
-    "--cache-dir", type=click.Path(path_type=Path), help="Keep chunks here, too; of a node alone"
-    " where no task is named.",
+    "--cache-dir", type=click.Path(path_type=Path), help="Keep chunks here, too, also for the next"
+    " job: what is in memory when it ends is written here. Of a node alone where no task is named.",
 )  # fmt: skip
-@click.option("--cache-size", type=size, default="0", help="How much there.")
+@click.option(
+    "--cache-size", type=size, default="0", help="How much there.  [default: half of what is free]"
+)
 @click.option(
     "--evict",
     type=click.Choice(["lru", "lfu", "none"]),

@@ -5,7 +5,6 @@ against its checksum when it enters this process's memory (a mismatch is read ag
 owned: the memory (`chunks.py`), the meaning of entries (`snapshot.py`). Thread-safe, fork-safe.
 """
 
-import io
 import threading
 import weakref
 from collections import Counter
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +25,9 @@ from ..entries import Codec, Kind, shown
 from ..errors import CorruptError, DieselError, ForeignError, UsageError
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
-from ..storage.objects import ObjectStore
+from ..storage.objects import ObjectStore, Part
 from .chunks import LENT_FRACTION, ChunkCache, LoadedChunk
 from .followed import WHOLE_CHUNK_FRACTION, Followed
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 WINDOW_ENTRIES = 4096
 """How far `read_many` looks ahead, or less far, so that the chunks it holds fit the budget."""
@@ -65,6 +61,14 @@ class _Window:
     whole: dict[int, int]
     followed: Followed | None = None
     closing: dict[int, _Column] = field(default_factory=dict)
+
+
+class _Group(NamedTuple):
+    """Files that are read together: those at `places` from `parts`, which may be under way."""
+
+    rows: _Column
+    places: _Column
+    parts: Iterator[memoryview]
 
 
 class ContentReader:
@@ -289,60 +293,76 @@ class ContentReader:
             yield content
 
     def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
-        """The contents of files whose chunks are not worth reading whole, in few requests.
+        """The contents of files whose chunks are not worth reading whole, in few requests, of which
+        one is ahead where the store allows.
 
         As in `_read_window`, what is done for each file is little.
         """
-        columns, rows = self.snapshot.columns, np.array(wanted, np.int64)
+        groups = self._groups_begun(np.array(wanted, np.int64))
+        following = next(groups, None)
+        while following is not None:
+            group, following = following, next(groups, None)
+            yield from self._contents(group)
+
+    def _groups_begun(self, rows: _Column) -> Iterator["_Group"]:
+        """Files that are read together; each group is asked for before the one before is read."""
+        columns = self.snapshot.columns
         flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
         bytes_max = min(TOGETHER_BYTES, self._cache.budget_bytes // 4)
         alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0)
         alone &= (stored > 0) & (stored <= bytes_max)
         ends = np.cumsum(np.where(alone, stored, 0))
         chunks, offsets = (each[rows].astype(np.int64) for each in (columns.chunk, columns.offset))
-        is_raw = (flags >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
         start = 0
-        while start < len(wanted):
+        while start < len(rows):
             before = int(ends[start - 1]) if start else 0
             end = int(np.searchsorted(ends, before + bytes_max, "right"))
             some = slice(start, max(min(end, start + TOGETHER_ENTRIES), start + 1))
-            start = some.stop
             here = [self._cache.peek(number) is not None for number in chunks[some].tolist()]
-            places = np.flatnonzero(alone[some] & ~np.array(here)) + some.start
-            contents = self._fetch_parts(chunks[places], offsets[places], stored[places])
-            if len(contents) != len(places):  # one cannot be read, and says why when it is asked
-                yield from map(self.read, wanted[some])
-                continue
-            digests = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
-            is_right = is_raw[places] & (digests == columns.checksum[rows[places]])
-            if len(places) == some.stop - some.start and is_right.all():
-                yield from contents
-                continue
-            found = dict(
-                zip(places.tolist(), zip(contents, is_right.tolist(), strict=True), strict=True)
-            )
-            for place, index in enumerate(wanted[some], some.start):
-                content, right = found.get(place, (None, False))
-                if content is None:
-                    yield self.read(index)
-                elif right:
-                    yield content
-                else:  # it is compressed, or damaged
-                    [extent] = self.snapshot.extents(index)
-                    yield self._check(index, extent, content, None)
+            places = np.flatnonzero(alone[some] & ~np.array(here))
+            at = places + start
+            names = map(self._object, chunks[at].tolist())
+            parts = list(zip(names, offsets[at].tolist(), stored[at].tolist(), strict=True))
+            yield _Group(rows[some], places, self._begun(parts))
+            start = some.stop
 
-    def _fetch_parts(self, chunks: _Column, offsets: _Column, sizes: _Column) -> list[memoryview]:
-        """The stored bytes of parts of chunks; nothing where one of them cannot be read."""
-        names = map(self._object, chunks.tolist())
-        wanted = list(zip(names, offsets.tolist(), sizes.tolist(), strict=True))
+    def _begun(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """The stored bytes of parts; of none where it is known already that one cannot be read."""
         try:
-            found = list(self._objects.read_parts(wanted))
+            return self._objects.read_parts(parts)
         except DieselError:
-            return []
-        self._counts["misses"] += len(found)
-        self._counts["range_fetches"] += bool(found)
-        self._counts["fetched_bytes"] += sum(map(len, found))
-        return found
+            return iter(())
+
+    def _contents(self, group: "_Group") -> Iterator[memoryview]:
+        """Of the files of a group."""
+        places, rows = group.places, group.rows
+        try:
+            stored = list(group.parts)
+        except DieselError:
+            stored = []
+        self._counts["misses"] += len(stored)
+        self._counts["range_fetches"] += bool(stored)
+        self._counts["fetched_bytes"] += sum(map(len, stored))
+        if len(stored) != len(places):  # one cannot be read, and says why when it is asked for
+            yield from map(self.read, rows.tolist())
+            return
+        columns, at = self.snapshot.columns, rows[places]
+        digests = np.fromiter(map(xxh3_64_intdigest, stored), np.uint64, len(stored))
+        is_right = (columns.flags[at] >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
+        is_right &= digests == columns.checksum[at]
+        if len(places) == len(rows) and is_right.all():
+            yield from stored
+            return
+        found = dict(zip(places.tolist(), zip(stored, is_right.tolist(), strict=True), strict=True))
+        for place, index in enumerate(rows.tolist()):
+            content, right = found.get(place, (None, False))
+            if content is None:
+                yield self.read(index)
+            elif right:
+                yield content
+            else:  # it is compressed, or damaged
+                [extent] = self.snapshot.extents(index)
+                yield self._check(index, extent, content, None)
 
     def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
         """The chunks worth reading whole for a window, in order of first use."""
@@ -549,26 +569,6 @@ def _let_go(cache: "weakref.ref[ChunkCache]", number: int) -> None:
 def _room(size: int) -> memoryview:
     """Memory to read into. A bytearray would be filled with zeros first, while all threads wait."""
     return np.empty(size, np.uint8).data
-
-
-class ContentFile(io.RawIOBase):
-    """The content of one file as a stream, for whoever wants `read(n)`. Raises as `read` does."""
-
-    def __init__(self, reader: ContentReader, index: int) -> None:
-        super().__init__()
-        self._reader = reader
-        self._index = index
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        room = memoryview(buffer).cast("B")
-        content = self._reader.read(self._index, self._at, len(room))
-        room[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 _COUNTS = (

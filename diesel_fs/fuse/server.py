@@ -14,8 +14,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
@@ -102,6 +102,15 @@ def serve_mount(
     return 0
 
 
+class _Teller(logging.Handler):
+    def __init__(self, report: Report) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report({"warning": record.getMessage()})
+
+
 class _Server:
     """One mount, from `run` to its end."""
 
@@ -147,7 +156,8 @@ class _Server:
     async def _run(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, LEAVE, ORPHANED) as signals:  # none before
             self._control = self._control_socket()
-            self._session = self._mounted()
+            with self._telling():
+                self._session = self._mounted()
             found = mounted_at(self._request.mountpoint)
             self._device = found.device if found else ""
             self._abort_file = kernel.open_abort(self._device)
@@ -170,6 +180,16 @@ class _Server:
                 if self._control is not None:
                     self._control.close()
                 self._close()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What the task warns of is a warning of the mount meanwhile."""
+        teller, task = _Teller(self._report), logging.getLogger("diesel.task")
+        task.addHandler(teller)
+        try:
+            yield
+        finally:
+            task.removeHandler(teller)
 
     def _mounted(self) -> Session:
         """The session that serves, mounted. Raises DieselError."""

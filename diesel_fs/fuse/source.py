@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from uuid import UUID
@@ -184,7 +184,10 @@ class SourceOpener:
         store = self._stores.get(snapshot.version)
         if store is None:
             memory_bytes = Memory.of(request).task_bytes
-            asked = requested(request.joins, repository, snapshot, memory_bytes=memory_bytes)
+            asked = replace(
+                requested(request.joins, repository, snapshot, memory_bytes=memory_bytes),
+                memory_guessed=not request.memory_bytes,
+            )
             store = TaskStore.joined(repository.objects, asked, snapshot)
             self._stores[snapshot.version] = store
             self._shown_version = self._shown_version or snapshot.version

@@ -41,7 +41,8 @@ end
 """
 
 # masters ends | rank instance, since (0: it is new), what is kept of it, secret if there is none
-# yet (or nothing), lifetime in us, state that it knows, most masters
+# yet (or nothing), lifetime in us, state that it knows, most masters. Told: since, state, secret,
+# what was kept of the master whose place it has taken, whether its own registration was gone
 JOIN = script(
     _TASK
     + """
@@ -69,10 +70,12 @@ if not secret and ARGV[5] ~= '' then
 end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.ceil(ttl / 1000)) end
 local state = redis.call('HGET', KEYS[1], 'state')
-local told = {'ok', text(since), state, secret or ''}
+local told = {'ok', text(since), state, secret or '', '', ''}
+if before and before:sub(1, 16) ~= ARGV[2] then told[5] = before:sub(25) end
+if not before and tonumber(ARGV[3]) > 0 then told[6] = 'gone' end
 if state ~= ARGV[7] then
   local ranks = redis.call('ZRANGE', KEYS[2], 0, -1)
-  told[5], told[6] = ranks, redis.call('HMGET', KEYS[1], unpack(ranks))
+  told[7], told[8] = ranks, redis.call('HMGET', KEYS[1], unpack(ranks))
 end
 return told
 """

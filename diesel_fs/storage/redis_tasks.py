@@ -9,6 +9,7 @@ Whatever is found that nobody of us has written counts as not there. Safe from t
 and forked children.
 """
 
+import contextlib
 import functools
 import secrets
 from typing import Self
@@ -70,8 +71,8 @@ class RedisTasks(Registrations):
                 raise BusyError(f"task {task.name!r} has {MEMBERS_MAX} masters already")
         since, state = whole(reply[1]), whole(reply[2])
         secret = b"" if me.keyed else octets(reply[3], SECRET_BYTES)
-        members = _members(reply[4], reply[5]) if len(reply) > 4 else None
-        return Told(since, state, secret, members)
+        members = _members(reply[6], reply[7]) if len(reply) > 6 else None
+        return Told(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
 
     def leave(self, task: TaskName, me: Member) -> None:
         """See `Registrations`. Raises as `join`."""
@@ -87,6 +88,14 @@ class RedisTasks(Registrations):
         if not found:
             raise damaged("an answer without a word about registrations")
         return found
+
+
+def _address(me: Member, kept: object) -> str:
+    """Of the master whose place this one has taken; nothing where there was none."""
+    with contextlib.suppress(UsageError):
+        if isinstance(kept, bytes):
+            return unpacked_member(me.rank, me.instance, kept).address
+    return ""
 
 
 def _members(ranks: object, values: object) -> tuple[Member, ...]:

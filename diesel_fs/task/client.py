@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +28,9 @@ from ..snapshot import Snapshot
 from ..snapshots import snapshot_descriptor
 from ..storage.objects import ObjectStore, Part, StoreWrapper, check_range, together
 from . import wire
+from .client_connection import WINDOW_BYTES
 from .launch import join, revived
-from .link import DEADLINE_S, PAUSE_S, WINDOW_BYTES, MasterLink
+from .link import DEADLINE_S, PAUSE_S, Begun, MasterLink
 from .mapped import MappedChunks
 from .request import TaskOptions, TaskRequest
 
@@ -74,6 +75,18 @@ def requested(
         version=snapshot.version,
         memory_bytes=memory_bytes,
     )
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Parts that are read together: what has been found of them, and what the master is asked for,
+    each with its place among them."""
+
+    parts: Sequence[Part]
+    found: list[memoryview | None]
+    records: wire.Parts
+    places: list[int]
+    begun: Begun | None = None
 
 
 class TaskStore(StoreWrapper):
@@ -152,9 +165,20 @@ class TaskStore(StoreWrapper):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Together, as many as one exchange takes. What is mapped is not copied."""
-        for some in together(parts, wire.PARTS_MAX, WINDOW_BYTES):
-            yield from self._read_some(some)
+        """Together, as many as one exchange takes, and one exchange ahead: the first is under way
+        when this comes back. What is mapped is not copied."""
+        groups = together(parts, wire.PARTS_MAX, WINDOW_BYTES)
+        first = next(groups, None)
+        return iter(()) if first is None else self._read_groups(self._begin(first), groups)
+
+    def _read_groups(
+        self, begun: "_Wanted", groups: Iterator[Sequence[Part]]
+    ) -> Iterator[memoryview]:
+        for some in groups:
+            following = self._begin(some)
+            yield from self._finish(begun)
+            begun = following
+        yield from self._finish(begun)
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         number = self._number(name)
@@ -259,51 +283,54 @@ class TaskStore(StoreWrapper):
                 self._named[name] = number
         return number
 
-    def _read_some(self, parts: Sequence[Part]) -> Iterable[memoryview]:
-        """The contents of so many parts as one exchange takes, or of one of any size."""
+    def _begin(self, parts: Sequence[Part]) -> "_Wanted":
+        """Ask for so many parts as one exchange takes, or for one of any size."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._named.get, names))
         if None in numbers:
             for part in parts:
                 check_range(*part)
             numbers = list(map(self._number, names))
-        wanted = np.array((numbers, starts, sizes), np.int64)
-        chunk, start, size = wanted
+        columns = np.array((numbers, starts, sizes), np.int64)
+        chunk, start, size = columns
         fits = (start >= 0) & (size > 0) & (size <= WINDOW_BYTES)
         fits &= start + size <= self._size_column[chunk]
-        found: list[memoryview | None] = [None] * len(parts)
         places = np.flatnonzero(fits)
-        if len(places):
-            self._get(wanted.T[places].astype(np.uint32, "C"), places.tolist(), found)
+        wanted = _Wanted(
+            parts, [None] * len(parts), columns.T[places].astype(np.uint32, "C"), places.tolist()
+        )
+        if wanted.places:
+            find = self._mapped.find
+            self._cut(wanted, {chunk: find(chunk) for chunk in set(wanted.records[:, 0].tolist())})
+            self._cut(wanted, self._map_worthwhile(wanted.records))
+        if wanted.places:
+            wanted.begun = self._link.begin(wanted.records)
+        return wanted
+
+    def _finish(self, wanted: "_Wanted") -> Iterable[memoryview]:
+        """The contents of all."""
+        self._hear(wanted)
+        found, parts = wanted.found, wanted.parts
         absent = [place for place, content in enumerate(found) if content is None]
-        small = [place for place in absent if sizes[place] <= WINDOW_BYTES]
+        small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
         self._counts["store_reads"] += len(small)
         rest = self.inner.read_parts([parts[place] for place in small])
         for place, content in zip(small, rest, strict=True):
             found[place] = content
         for place in absent:
             if found[place] is None:  # larger than a window
-                room = np.empty(sizes[place], np.uint8).data
-                self.read_into(names[place], starts[place], room)
+                name, start, size = parts[place]
+                room = np.empty(size, np.uint8).data
+                self.read_into(name, start, room)
                 found[place] = room.toreadonly()
         return [content for content in found if content is not None]
 
-    def _get(self, records: wire.Parts, places: list[int], found: list[memoryview | None]) -> None:
-        """Put parts that fit the window into `found`, each at its place, as far as the master has
-        them."""
-        find = self._mapped.find
-        mapped = {chunk: find(chunk) for chunk in set(records[:, 0].tolist())}
-        if any(view is not None for view in mapped.values()):
-            rows = self._cut(mapped, records, places, found)
-            records, places = records[rows], [places[row] for row in rows]
-        if lent := self._map_worthwhile(records):
-            rows = self._cut(lent, records, places, found)
-            records, places = records[rows], [places[row] for row in rows]
-        if not places:
-            return
-        reading = self._link.read(records)
+    def _hear(self, wanted: "_Wanted") -> None:
+        """What the master gives of what it was asked for."""
+        reading = None if wanted.begun is None else wanted.begun.reading()
         if reading is None:
             return
+        records = wanted.records
         with reading as given:
             sources, starts = given.sources.copy(), given.offsets.tolist()
             ends = (given.offsets + records[:, 2]).tolist()
@@ -311,33 +338,34 @@ class TaskStore(StoreWrapper):
             copy[:] = given.window[: len(copy)]
         window = copy.toreadonly()
         has = sources != wire.SOURCE_NOBODY
-        for place, start, end, is_given in zip(places, starts, ends, has.tolist(), strict=True):
+        for place, start, end, is_given in zip(
+            wanted.places, starts, ends, has.tolist(), strict=True
+        ):
             if is_given:
-                found[place] = window[start:end]
+                wanted.found[place] = window[start:end]
         self._note(records, sources, int(np.count_nonzero(has)))
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
             cost_s = READ_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
             np.add.at(self._paid_s, here[:, 0], cost_s)
 
-    def _cut(
-        self,
-        views: Mapping[int, memoryview | None],
-        records: wire.Parts,
-        places: list[int],
-        found: list[memoryview | None],
-    ) -> list[int]:
-        """Put what is mapped into `found`. The rows of the rest."""
+    def _cut(self, wanted: "_Wanted", views: Mapping[int, memoryview | None]) -> None:
+        """Take from what is mapped what lies there."""
+        if not any(view is not None for view in views.values()):
+            return
         rows = []
-        for row, (place, part) in enumerate(zip(places, records.tolist(), strict=True)):
+        for row, (place, part) in enumerate(
+            zip(wanted.places, wanted.records.tolist(), strict=True)
+        ):
             chunk, start, size = part
             view = views.get(chunk)
             if view is None:
                 rows.append(row)
             else:
-                found[place] = view[start : start + size].toreadonly()
-        self._counts["mapped_reads"] += len(places) - len(rows)
-        return rows
+                wanted.found[place] = view[start : start + size].toreadonly()
+        self._counts["mapped_reads"] += len(wanted.places) - len(rows)
+        wanted.records = wanted.records[rows]
+        wanted.places = [wanted.places[row] for row in rows]
 
     def _read_one(self, chunk: int, start: int, room: memoryview) -> bool:
         """Fill the room with one part, where the master has it: in few calls, as each is one of

@@ -4,6 +4,10 @@ Owned here: what a master is wired from, its start in the order in which things 
 end: asked to (SIGTERM, SIGINT), used by nobody any more, or a newer master has its rank. Not owned:
 starting it (`launch.py`), all that it does meanwhile. One trio loop.
 
+Asked to end, or deserted, it first makes place for another master of this node, and leaves the
+task; then it brings what it has in memory to its disk. That ends after a while, and at once where
+another master comes, who is to have the memory, or where it is asked to end again.
+
 It reports on stdout, one JSON object a line: its process number, then that it is ready or what went
 wrong. Where it is killed, its registration ends by its time, and its socket is found dead.
 """
@@ -15,7 +19,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,10 +41,10 @@ from ..urls import parse_url
 from . import local
 from .addresses import advertised, listening
 from .handshake import Me
-from .holdings import Fetch, Holdings
-from .launch import forget, socket_of
+from .holdings import Fetch, Holdings, for_chunks
+from .launch import forget, is_followed, socket_of
 from .master import Master
-from .membership import INSTANCE_BYTES, Member, Membership, node_of
+from .membership import INSTANCE_BYTES, Member, Membership, node_of, split_address
 from .memory import raise_descriptor_limit
 from .registry import open_registry
 from .request import TaskRequest
@@ -51,7 +55,15 @@ log = logging.getLogger("diesel.task")
 LEAVE_S = 3.0
 """How long the end may wait for the registration to be ended; it ends by its time, too."""
 
+KEEP_S = 20.0
+"""How long it may take to keep what is in memory: SLURM kills 30 s after it has asked."""
+
+FOLLOWED_S = 0.1
+"""Between looks for another master meanwhile."""
+
 _BACKLOG = 256
+
+Signals = AsyncIterator[int]
 
 
 def main() -> int:
@@ -95,6 +107,9 @@ class _Daemon:
         self._registry = open_registry(repository, self._name, key=key, peers=request.peers)
         stack.callback(self._registry.close)
         self._disk = self._opened_disk()
+        memory_bytes, sizes = request.memory_bytes, self._snapshot.chunk_sizes
+        room_bytes = for_chunks(memory_bytes, sizes, has_disk=self._disk is not None)
+        self._warn_of_little(room_bytes, "--memory", "in memory")
         self._clients = local.LocalSocket(socket_of(replace(request, rank=self._rank)))
         stack.callback(self._clients.close)
         self._certificate = make_certificate() if request.peer_tls else None
@@ -115,7 +130,31 @@ class _Daemon:
             return None
         place = cache_place(Path(self._request.cache_dir), self._objects)
         limit = self._request.cache_bytes or shutil.disk_usage(place).free // 2
+        self._warn_of_little(limit, "--cache-size", "on the disk")
         return DiskShelf(place, self._objects.store_id, limit)
+
+    def _warn_of_little(self, room_bytes: int, option: str, where: str) -> None:
+        """Room for no chunk looks like a cache that does not work."""
+        largest = int(self._snapshot.chunk_sizes.max(initial=0))
+        if room_bytes < largest:
+            self._warn(
+                f"{option} leaves room for {room_bytes:,} bytes of chunks {where}, and the largest"
+                f" has {largest:,}: such are not kept there"
+            )
+
+    def _warn_of_another(self, address: str) -> None:
+        """The other master is told that it is over; who has started this one should know, too. On
+        the same machine it was this node's, and has been killed."""
+        if address and split_address(address)[0] != split_address(self._member.address)[0]:
+            self._warn(
+                f"this master has taken the place of another one of rank {self._rank}, at"
+                f" {address}: give each node a --rank of its own"
+            )
+
+    def _warn(self, text: str) -> None:
+        """Also those who have started it."""
+        log.warning("%s", text)
+        daemons.report({"warning": text})
 
     def _bound(self) -> socket.socket:
         request = self._request
@@ -142,15 +181,20 @@ class _Daemon:
     async def run(self) -> None:
         """Register, serve, and leave at the end. Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
-        try:
-            await self._serve(first)
-        finally:
-            with trio.move_on_after(LEAVE_S, shield=True), suppress(DieselError):
-                await trio.to_thread.run_sync(
-                    self._registry.leave, self._member, abandon_on_cancel=True
-                )
+        self._warn_of_another(first.replaced)
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            try:
+                master = await self._serve(first, signals)
+            finally:
+                with trio.move_on_after(LEAVE_S, shield=True), suppress(DieselError):
+                    await trio.to_thread.run_sync(
+                        self._registry.leave, self._member, abandon_on_cancel=True
+                    )
+            if master is not None and self._disk is not None:
+                await self._keep(master, signals)
 
-    async def _serve(self, first: Membership) -> None:
+    async def _serve(self, first: Membership, signals: Signals) -> Master | None:
+        """The master, when it is over; None where it may not be one any more."""
         me = Me(
             rank=self._rank,
             instance=self._member.instance,
@@ -171,13 +215,16 @@ class _Daemon:
             oneshot=self._request.policy == "oneshot",
         )
         clients = local.LocalServer(master)
+        is_over = False
         async with trio.open_nursery() as nursery:
 
             async def until_the_end(wait: Callable[[], Awaitable[object]]) -> None:
+                nonlocal is_over
                 await wait()
+                is_over = True
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(until_the_end, _signalled)
+            nursery.start_soon(until_the_end, partial(_signalled, signals))
             await nursery.start(self._be_member, master, first, nursery.cancel_scope)
             self._clients.listen()
             nursery.start_soon(clients.serve, self._clients.socket)
@@ -191,7 +238,23 @@ class _Daemon:
             )  # fmt: skip
             daemons.report({"ready": os.fspath(self._clients.path), "rank": self._rank})
         forget(self._clients.path)
-        master.holdings.close()
+        self._clients.close()
+        self._listener.close()
+        return master if is_over else None
+
+    async def _keep(self, master: Master, signals: Signals) -> None:
+        """What is in memory comes to the disk, as long as nobody minds."""
+        with trio.move_on_after(KEEP_S):
+            async with trio.open_nursery() as nursery:
+
+                async def until(wait: Callable[[], Awaitable[object]]) -> None:
+                    await wait()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(until, partial(_signalled, signals))
+                nursery.start_soon(until, partial(_followed, self._clients.path))
+                await master.keep()
+                nursery.cancel_scope.cancel()
 
     async def _be_member(
         self,
@@ -219,11 +282,16 @@ class _Daemon:
         )
 
 
-async def _signalled() -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for number in signals:
-            log.info("asked to end by signal %d", number)
-            return
+async def _signalled(signals: Signals) -> None:
+    async for number in signals:
+        log.info("asked to end by signal %d", number)
+        return
+
+
+async def _followed(place: Path) -> None:
+    while not is_followed(place):  # noqa: ASYNC110  # another process tells nobody
+        await trio.sleep(FOLLOWED_S)
+    log.info("another master of this node comes")
 
 
 def _shown(repository: Repository, request: TaskRequest) -> Snapshot:

@@ -36,7 +36,7 @@ from ..errors import DieselError, FormatError
 from .chunk_memory import ChunkMemory
 from .memory import Draft, Sealed
 from .rent import Rent
-from .spill import Spans, Spill, disk_cost
+from .spill import Mask, Spans, Spill, disk_cost
 
 log = logging.getLogger("diesel.task")
 
@@ -62,6 +62,17 @@ Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
+
+
+def for_chunks(memory_bytes: int, sizes: npt.NDArray[np.uint64], *, has_disk: bool) -> int:
+    """What is left of so much memory for chunks of these sizes that stay in it."""
+    return max(memory_bytes - (queue_bytes(memory_bytes, sizes) if has_disk else 0), 0)
+
+
+def queue_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64]) -> int:
+    """What of it is for chunks that are to be written to the disk."""
+    largest = int(sizes.max(initial=0))
+    return min(max(memory_bytes // 8, largest), max(QUEUE_BYTES_MAX, largest))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +115,8 @@ class Holdings:
 
         `disk_policy`: what goes from the disk; without it, what came first stays.
         """
-        largest = int(sizes.max(initial=0))
-        queue = min(max(memory_bytes // 8, largest), max(QUEUE_BYTES_MAX, largest)) if disk else 0
-        budget = max(memory_bytes - queue, 0)
+        budget = for_chunks(memory_bytes, sizes, has_disk=disk is not None)
+        queue = queue_bytes(memory_bytes, sizes) if disk is not None else 0
         self._identity, self._has_disk = identity, disk is not None
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
         self._fetch = fetch
@@ -272,6 +282,26 @@ class Holdings:
                 with trio.move_on_after(again_s):
                     await news.wait()
                 again_s = min(2 * again_s, FILL_AGAIN_MAX_S)
+
+    async def keep(self, share: Mask) -> None:
+        """At the end, after `run`: what is in memory comes to the disk, as far as there is room;
+        `share` before what else this node owns now. What others own goes for it. May be cancelled
+        anywhere."""
+        ours = share | self._memory.mine
+        first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
+        for chunk in np.flatnonzero(self._memory.here & ~ours).tolist():
+            self._memory.drop(chunk)
+        await self._spill.keep(self._leaving([*first.tolist(), *then.tolist()]), ~ours)
+
+    def _leaving(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+        """Of these chunks what is in memory, each only as long as somebody looks at it: others may
+        be waiting for the memory."""
+        for chunk in chunks:
+            view = self._memory.views.get(chunk)
+            if view is not None:
+                yield chunk, view
+                del view
+                self._memory.drop(chunk)
 
     def stats(self) -> dict[str, int]:
         """What is here, in bytes and chunks, and counts since the start."""

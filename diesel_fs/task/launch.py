@@ -36,7 +36,7 @@ from ..errors import (
 from ..settings import private_folder, runtime_folder, state_folder
 from ..urls import SERVER_SCHEMES, parse_url
 from .addresses import listening
-from .link import connect_to
+from .client_connection import connect_to
 from .membership import node_of
 from .request import TaskRequest
 
@@ -58,7 +58,7 @@ _FOR_GOOD = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 """What trying again does not mend."""
 
 _NOBODY, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
-_OPTIONS = "options"
+_OPTIONS, _LOCK = "options", "lock"
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
@@ -66,11 +66,22 @@ _NODE = ("SLURM_NODEID", "GROUP_RANK")
 
 
 def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
-    """The socket of this node's master; started where none is alive.
+    """The socket of this node's master; started where none is alive. One that runs stays as it is:
+    options that ask for another have no effect, which is a warning.
 
     Raises what kept it from coming up, with the end of its log; UsageError for a rank or an address
     without meaning.
     """
+    place = _joined(request, program)
+    if others := _unlike(request, place):
+        log.warning(
+            "%s: without effect, as this node's master of task %r runs with other options; it ends"
+            " when nobody has used it for some seconds", ", ".join(others), request.task,
+        )  # fmt: skip
+    return place
+
+
+def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
     environment = os.environ
     rank, world = node_of(environment, request.rank, request.world)
     name = request.name
@@ -92,6 +103,17 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
     return place
 
 
+def _unlike(request: TaskRequest, place: Path) -> list[str]:
+    """The options that say something else than what a running master was started with."""
+    options = place.with_name(_OPTIONS)
+    try:
+        if options.stat().st_mtime_ns < place.stat().st_mtime_ns:  # of one that was killed before
+            return []
+        return request.unlike(TaskRequest.from_json(options.read_bytes()))
+    except (OSError, UsageError):  # it has just come up, or ends; or it is of another version
+        return []
+
+
 def revived(request: TaskRequest, place: Path, *, program: Sequence[str] = MASTER) -> bool:
     """Start the master at a socket again where it was killed; whether that was so. Raises as
     `join`: after an error that passes it may be called again, after another it does nothing."""
@@ -108,6 +130,23 @@ def forget(place: Path) -> None:
     """The master at a socket ends by itself: nobody is to start it again."""
     with suppress(OSError):
         place.with_name(_OPTIONS).unlink()
+
+
+def is_followed(place: Path) -> bool:
+    """Whether another master is there, or coming up, at a socket that was closed."""
+    if place.exists():
+        return True
+    try:
+        lock = os.open(place.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # nobody has ever started one
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def is_alive(place: Path) -> bool:
@@ -168,7 +207,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _start_alone(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
     """Starts a master where there is none by now. Raises DieselError."""
-    with _locked(place.with_name("lock")):
+    with _locked(place.with_name(_LOCK)):
         if not is_alive(place):
             _start(request, place, program)
             _remember(request, place)
@@ -184,6 +223,10 @@ def _start_again(request: TaskRequest, place: Path, program: Sequence[str]) -> b
     default = TaskRequest()
     said = {each.name: getattr(request, each.name) for each in fields(TaskRequest)}
     said = {name: value for name, value in said.items() if value != getattr(default, name)}
+    if request.memory_guessed:
+        del said["memory_bytes"], said["memory_guessed"]
+    elif request.memory_bytes:
+        said["memory_guessed"] = False
     _start_alone(replace(before, **said), place, program)
     return True
 

@@ -9,17 +9,13 @@ store. Concurrency: many threads, each exchange on a connection of its own. A fo
 own connections. One is kept as long as the link: with the last one a master ends.
 """
 
-import array
 import logging
-import mmap
 import os
-import socket
-import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
 from typing import NamedTuple
 from uuid import UUID
 
@@ -28,12 +24,10 @@ import numpy.typing as npt
 
 from ..errors import DieselError
 from . import wire
-from .mapped import MappedChunks, Mapping
+from .client_connection import WINDOW_BYTES, Connection, Failed, Refused
+from .mapped import MappedChunks
 
 log = logging.getLogger("diesel.task")
-
-WINDOW_BYTES = 8 << 20
-"""Of each connection; only what is used of it takes memory. Larger requests cost no less."""
 
 DEADLINE_S = 5.0
 """For an answer: a master answers within what its own deadlines add up to, or it hangs."""
@@ -42,10 +36,6 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 """How long a master that has failed is not asked, and to what that doubles while it goes on."""
 
 IDLE_CONNECTIONS_MAX = 8
-
-_RECEIVED_BYTES = wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
-_CONTROL_BYTES = socket.CMSG_SPACE(4)
-_TIMEVAL = struct.Struct("ll")
 
 
 class Given(NamedTuple):
@@ -61,137 +51,6 @@ class Loan(NamedTuple):
 
     source: int
     descriptor: int
-
-
-class Failed(Exception):
-    """An exchange went wrong: the connection is of no use any more."""
-
-
-class Refused(Failed):
-    """The master has said no."""
-
-
-class Connection:
-    """One connection and its window. One thread at a time."""
-
-    def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
-        """Connects and says hello. Raises Failed."""
-        self.wanted: list[int] = []
-        self._received = bytearray(_RECEIVED_BYTES)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        window = -1
-        try:
-            limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connect_to(self._socket, path)
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            window = os.memfd_create("diesel-window", flags)
-            os.ftruncate(window, WINDOW_BYTES)
-            fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self.window = Mapping(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
-            body, _ = self.ask(
-                wire.LOCAL_HELLO, body=wire.local_hello(identity, version), send=window
-            )
-            self.rank, self.chunks = wire.parse_local_welcome(body)
-        except (OSError, DieselError) as error:
-            self.close()
-            raise Failed(str(error)) from error
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            if window >= 0:
-                os.close(window)
-
-    def ask(
-        self,
-        kind: int,
-        count: int = 0,
-        body: wire.Raw = b"",
-        *,
-        flags: int = 0,
-        send: int = -1,
-        takes: bool = False,
-    ) -> tuple[memoryview, int]:
-        """The body of an answer, good until the next is asked for, and a descriptor that came
-        with it, or -1. `takes`: whether one may come. Raises Failed; Refused where the master says
-        no.
-        """
-        descriptor = -1
-        try:
-            request = wire.local_request(kind, count, body, flags)
-            if send >= 0:
-                with_it = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [send]))
-                sent = self._socket.sendmsg([request], [with_it])
-                request = request[sent:]
-            if request:
-                self._socket.sendall(request)
-            room = memoryview(self._received)
-            if takes:
-                got, descriptor = self._receive_with_descriptor(room)
-            else:
-                got = self._socket.recv_into(room)
-            while got < wire.HEAD_BYTES:
-                got += self._more(room[got:])
-            head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
-            end = wire.HEAD_BYTES + head.body_bytes
-            if end > len(room):
-                room = memoryview(bytearray(end))
-                room[:got] = self._received[:got]
-            while got < end:
-                got += self._more(room[got:end])
-            if got > end:
-                raise Failed("the master sent more than was asked for")
-            proper, self.wanted = wire.split_wanted(head, room[wire.HEAD_BYTES : end])
-            if head.status != wire.LOCAL_OK:
-                raise Refused(wire.sentence_in(proper))
-        except BaseException as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise Failed("the master does not answer") from error
-            if isinstance(error, OSError | DieselError):
-                raise Failed(str(error)) from error
-            raise
-        return proper, descriptor
-
-    def _more(self, room: memoryview) -> int:
-        got = self._socket.recv_into(room)
-        if not got:
-            raise Failed("the master has ended")
-        return got
-
-    def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
-        got, control, flags, _ = self._socket.recvmsg_into(
-            [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        found = array.array("i")
-        for level, kind, content in control:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
-        for extra in found[1:]:
-            os.close(extra)
-        descriptor = found[0] if found else -1
-        if flags & socket.MSG_CTRUNC:
-            if descriptor >= 0:
-                os.close(descriptor)
-            raise Failed("descriptors were lost: this process may open no more files")
-        return got, descriptor
-
-    def close(self) -> None:
-        """Repeatable. The window goes with the last view of it."""
-        self._socket.close()
-
-
-def connect_to(made: socket.socket, path: str) -> None:
-    """Connect to a socket at a path of any length. Raises OSError."""
-    folder, name = os.path.split(path)
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        made.connect(f"/proc/self/fd/{opened}/{name}")
-    finally:
-        os.close(opened)
 
 
 class MasterLink:
@@ -234,6 +93,7 @@ class MasterLink:
         self._probing = threading.Lock()
         self._reviving = threading.Lock()
         self._idle: list[Connection] = []
+        self._dropped: deque[Connection] = deque()  # by whoever collects garbage: no lock
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def connect(self) -> bool:
@@ -252,20 +112,19 @@ class MasterLink:
     def read(self, parts: wire.Parts) -> "Reading | None":
         """Ask for parts, of no more than the window in all; to be used with `with`, as the window
         is the caller's until then. None where the master does not answer."""
+        begun = self.begin(parts)
+        return None if begun is None else begun.reading()
+
+    def begin(self, parts: wire.Parts) -> "Begun | None":
+        """As `read`, of which the answer is waited for later."""
         connection = self._taken()
         if connection is None:
             return None
         start_s = time.monotonic()
         body = parts.astype("<u4", copy=False).tobytes()
-        answer = self._asked(connection, start_s, wire.LOCAL_READ, len(parts), body)
-        if answer is None:
+        if not self._put(connection, start_s, wire.LOCAL_READ, len(parts), body):
             return None
-        try:
-            offsets, sources = wire.parse_placed(answer[0], parts[:, 2], WINDOW_BYTES)
-        except DieselError as error:
-            self._fail(connection, start_s, str(error))
-            return None
-        return Reading(self, connection, Given(connection.window, offsets, sources))
+        return Begun(self, connection, start_s, parts)
 
     def lend(self, chunk: int, *, fetch: bool) -> Loan | None:
         """Ask for a whole chunk. None where the master does not answer."""
@@ -340,11 +199,11 @@ class MasterLink:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for connection in idle:
+        for connection in (*idle, *iter(self._dropped_one, None)):
             connection.close()
 
     def __del__(self) -> None:
-        for connection in getattr(self, "_idle", ()):
+        for connection in (*getattr(self, "_idle", ()), *getattr(self, "_dropped", ())):
             connection.close()
 
     def _asked(
@@ -360,9 +219,37 @@ class MasterLink:
         takes: bool = False,
     ) -> tuple[memoryview, int] | None:
         """The answer; None after an exchange that failed, whose connection is closed then."""
+        if not self._put(connection, start_s, kind, count, body, flags=flags, send=send):
+            return None
+        return self._answer(connection, start_s, kind, count, takes=takes)
+
+    def _put(
+        self,
+        connection: Connection,
+        start_s: float,
+        kind: int,
+        count: int,
+        body: bytes,
+        *,
+        flags: int = 0,
+        send: int = -1,
+    ) -> bool:
         self.counts["requests"] += 1
         try:
-            answer = connection.ask(kind, count, body, flags=flags, send=send, takes=takes)
+            connection.put(kind, count, body, flags=flags, send=send)
+        except Failed as error:
+            self._fail(connection, start_s, str(error))
+            return False
+        except BaseException:  # a signal's: who knows how far it got
+            connection.close()
+            raise
+        return True
+
+    def _answer(
+        self, connection: Connection, start_s: float, kind: int, count: int, *, takes: bool = False
+    ) -> tuple[memoryview, int] | None:
+        try:
+            answer = connection.take(kind, count, takes=takes)
         except Refused as error:  # the connection is as good as before
             self._give_back(connection)
             self._note_failure(start_s, str(error))
@@ -389,6 +276,8 @@ class MasterLink:
             waits = asks and time.monotonic() < self._not_before_s
             if self._idle and not waits:
                 return self._idle.pop()
+        if not waits and (connection := self._heard_out()) is not None:
+            return connection
         start_s = time.monotonic()
         probes = self._not_before_s > 0
         if probes and (start_s < self._not_before_s or not self._probing.acquire(blocking=False)):
@@ -434,11 +323,42 @@ class MasterLink:
             self._open.discard(connection)
         connection.close()
 
+    def _drop(self, connection: Connection, count: int) -> None:
+        """Nobody waits for the answer about so many parts. The connection stays: with its last one
+        a master ends."""
+        connection.unheard = count
+        if self._closed:
+            connection.close()
+        else:
+            self._dropped.append(connection)
+
+    def _heard_out(self) -> Connection | None:
+        """One whose answer nobody has waited for, once that has come."""
+        connection = self._dropped_one()
+        start_s = time.monotonic()
+        try:
+            if connection is not None:
+                connection.take(wire.LOCAL_READ, connection.unheard)
+        except Refused:
+            return connection
+        except Failed as error:
+            assert connection is not None
+            self._fail(connection, start_s, str(error))
+            return None
+        return connection
+
+    def _dropped_one(self) -> Connection | None:
+        try:
+            return self._dropped.popleft()
+        except IndexError:
+            return None
+
     def _fail(self, connection: Connection, start_s: float, why: str) -> None:
         connection.close()
         with self._lock:
             self._open.discard(connection)
             idle, self._idle = self._idle, []  # they are the same master's
+            idle += iter(self._dropped_one, None)
             for each in idle:
                 self._open.discard(each)
         for each in idle:
@@ -457,6 +377,40 @@ class MasterLink:
         if why and why != self._said:
             log.warning("the task's master cannot be asked (%s): reading from the store", why)
             self._said = why
+
+
+class Begun:
+    """A READ that has been sent; its answer may be waited for, or not."""
+
+    def __init__(
+        self, link: MasterLink, connection: Connection, start_s: float, parts: wire.Parts
+    ) -> None:
+        self._link = link
+        self._connection: Connection | None = connection
+        self._start_s = start_s
+        self._parts = parts
+
+    def reading(self) -> "Reading | None":
+        """The answer, once; None where the master does not answer."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        if connection.is_closed:
+            return None
+        parts, start_s = self._parts, self._start_s
+        answer = self._link._answer(connection, start_s, wire.LOCAL_READ, len(parts))
+        if answer is None:
+            return None
+        try:
+            offsets, sources = wire.parse_placed(answer[0], parts[:, 2], WINDOW_BYTES)
+        except DieselError as error:
+            self._link._fail(connection, start_s, str(error))
+            return None
+        return Reading(self._link, connection, Given(connection.window, offsets, sources))
+
+    def __del__(self) -> None:
+        connection: Connection | None = getattr(self, "_connection", None)
+        if connection is not None and not connection.is_closed:
+            self._link._drop(connection, len(self._parts))
 
 
 class Reading:

@@ -302,7 +302,10 @@ class LocalSocket:
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Nobody comes any more. Where another master has put its own socket there, that stays."""
+        """Nobody comes any more. Where another master has put its own socket there, that stays,
+        also one that has got the number of ours. Repeatable."""
+        if self.socket.fileno() < 0:
+            return
         with suppress(OSError):
             if self.path.stat().st_ino == self._number:
                 self.path.unlink()

@@ -114,7 +114,11 @@ class Master:
         self._shares = _Shares(snapshot)
         self._peers: dict[int, _Known] = {}
         self._silent: set[int] = set()  # of those that are in a list
+        self._unheard: dict[int, Member] = {}  # since nobody told who is in the task
+        self._unheard_until_s = 0.0
         self._acceptor = Acceptor(me, self)
+        self._found = Membership((member,), me.secret)  # as was told last
+        self._sharing = trio.Lock()
         self._look_now = trio.Event()
         self._whole = trio.Event()  # set when all nodes have been there
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
@@ -176,15 +180,20 @@ class Master:
                 continue
             if not is_told:
                 log.info("who is in the task is known again")
+            if not is_told or found.forgotten:
+                self._unheard = {rank: known.member for rank, known in self._peers.items()}
+                self._unheard_until_s = trio.current_time() + TTL_S
             is_told = True
             await self._meet(found)
 
     async def _meet(self, found: Membership) -> None:
         """Go over to other members, where there are others."""
+        self._found = found
         if found.secret != self._me.secret:
             self._go_by(found.secret)
         counting = found.counting(self.snapshot.version)
-        others = {each.rank: each for each in counting if each.rank != self.rank}
+        others = self._not_heard_again(found)
+        others |= {each.rank: each for each in counting if each.rank != self.rank}
         known = {rank: peer.member for rank, peer in self._peers.items()}
         self._counts["of_other_versions"] = len(found.members) - len(counting)
         for rank, member in known.items():
@@ -201,6 +210,17 @@ class Master:
         if len(self._peers) + 1 >= self._world:
             self._whole.set()
 
+    def _not_heard_again(self, found: Membership) -> dict[int, Member]:
+        """Members that may have to register again: all were forgotten while nobody could tell, and
+        each renews in its own time. Were they none until then, connections would end, and what they
+        hold be fetched by others."""
+        if trio.current_time() >= self._unheard_until_s:
+            self._unheard.clear()
+        for member in found.members:
+            self._unheard.pop(member.rank, None)
+        version = self.snapshot.version
+        return {rank: each for rank, each in self._unheard.items() if each.version == version}
+
     def _go_by(self, secret: bytes) -> None:
         """The task has another secret: where all registrations were forgotten at once, the first
         who registers may be a new master, which has made one. All go over to that."""
@@ -213,18 +233,25 @@ class Master:
 
     async def _share_out(self) -> None:
         """Who owns what, by who is there."""
-        shares, others = self._shares, sorted(self._peers.keys() - self._silent)
+        async with self._sharing:  # who comes last knows best who is there
+            shares = self._shares
+            if await self._share(shares, self._peers.keys() - self._silent):
+                self._holdings.set_mine(shares.owner == self.rank)
+
+    async def _share(self, shares: _Shares, others: Iterable[int]) -> bool:
+        """Share out a version among this node and others; whether that is another sharing and the
+        version still the one that is shown."""
+        others = sorted(others)
         ranks = sorted([self.rank, *others])
         if shares.ranks == ranks:
-            return
+            return False
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(shares.computed, ranks, world)
         before = None
         if not shares.ranks and others:  # who is there already holds what will be ours
             before = await trio.to_thread.run_sync(shares.computed, others, world)
-        if shares is self._shares:
-            shares.change(ranks, owner, before)
-            self._holdings.set_mine(owner == self.rank)
+        shares.change(ranks, owner, before)
+        return shares is self._shares
 
     async def _keep(self, known: "_Known") -> None:
         with known.scope:
@@ -247,19 +274,25 @@ class Master:
             await trio.sleep(RENEW_S)
 
     async def show(self, snapshot: Snapshot) -> None:
-        """Go over to another version of the dataset; chunks that are in both stay."""
-        if snapshot.version == self.snapshot.version:
+        """Go over to another version of the dataset; chunks that are in both stay. Its chunks have
+        owners from the beginning: those that are there already, as far as is known."""
+        shares = _Shares(snapshot)
+        counting = self._found.counting(snapshot.version)
+        await self._share(shares, {each.rank for each in counting} - {self.rank})
+        if snapshot.version <= self.snapshot.version:  # others have shown one, too
             return
         log.info("the task goes over to version %d", snapshot.version)
         for known in self._peers.values():
             known.scope.cancel()
         self._peers.clear()
         self._silent.clear()
-        self._shares = _Shares(snapshot)
+        self._shares = shares
         self._member = replace(self._member, version=snapshot.version)
         self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
         self._acceptor.show(self._me)
         self._holdings.show(snapshot.chunk_ids, snapshot.chunk_sizes)
+        self._holdings.set_mine(shares.owner == self.rank)
+        await self._meet(self._found)
         self._look_now.set()
 
     # What this node's readers ask
@@ -452,6 +485,15 @@ class Master:
             shares = self._shares
             chunks = np.arange(shares.snapshot.chunk_count)
             await self._holdings.fill(np.roll(chunks, -len(chunks) * self.rank // self._world))
+
+    async def keep(self) -> None:
+        """At the end, after `run`: what is in memory and this node's comes to its disk, for who
+        will be this node again. Then all nodes will be there: they leave one by one, and who is
+        left owns more and more. May be cancelled anywhere."""
+        owner = await trio.to_thread.run_sync(
+            self._shares.computed, range(self._world), self._world, abandon_on_cancel=True
+        )
+        await self._holdings.keep(owner == self.rank)
 
     def stats(self) -> dict[str, object]:
         """What this node is, holds and did."""

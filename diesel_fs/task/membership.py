@@ -103,6 +103,8 @@ class Membership:
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
+    replaced: str = ""  # the address of the other master whose place who asked has just taken
+    forgotten: bool = False  # who asked was a member, and that was forgotten; so others may be
 
     @classmethod
     def of(cls, members: Iterable[Member], secret: bytes) -> Self:

@@ -19,6 +19,7 @@ from .membership import (
     VERSION_MAX,
     Member,
     TaskName,
+    split_address,
 )
 
 TIME_MAX = 1 << 52
@@ -45,6 +46,8 @@ class Told:
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
+    replaced: str = ""  # the address of the other master whose place it has just taken
+    forgotten: bool = False  # it was registered, and that was gone
 
 
 class Registrations(Protocol):
@@ -130,6 +133,10 @@ def told_message(told: Told) -> Message:
     message: Message = {"since": told.since, "state": told.state, "secret": told.secret}
     if told.members is not None:
         message["members"] = [_described(each) for each in told.members]
+    if told.replaced:
+        message["replaced"] = told.replaced
+    if told.forgotten:
+        message["forgotten"] = True
     return message
 
 
@@ -141,7 +148,10 @@ def told_in(message: Message) -> Told:
     members = None
     if "members" in fields:
         members = tuple(map(_member, fields.maps("members", MEMBERS_MAX)))
-    return Told(since, state, secret, members)
+    replaced = fields.text("replaced", "")
+    if replaced:
+        split_address(replaced)
+    return Told(since, state, secret, members, replaced, fields.flag("forgotten", default=False))
 
 
 def _described(member: Member) -> Message:

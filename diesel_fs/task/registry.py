@@ -166,7 +166,8 @@ class Registered(Registry):
                 self._check_alike(mine, members)
             self._instance, self._members = me.instance, members
             self._standing = Standing(told.since, told.state, told.secret)
-            return Membership.of(members, secret)
+            found = Membership.of(members, secret)
+            return replace(found, replaced=told.replaced, forgotten=told.forgotten)
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
         """Who has another secret than the others would be talked to by none of them."""

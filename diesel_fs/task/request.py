@@ -80,6 +80,11 @@ class TaskOptions(Request):
         """Raises UsageError for what means nothing without a task, or cannot be had together."""
         if self.cache_bytes and not self.cache_dir:
             raise UsageError("a size of a cache without its folder", advice="say --cache-dir")
+        if self.peers and self.world is not None and len(self.peers) < self.world:
+            raise UsageError(
+                f"--peers names {len(self.peers)} nodes, and --world says {self.world}",
+                advice="name all of them, in the order of their ranks",
+            )
         if self.task:
             return
         default = TaskOptions()
@@ -113,6 +118,10 @@ class TaskOptions(Request):
 
 NO_TASK = TaskOptions()
 
+_OF_MASTER = {each.name for each in fields(TaskOptions)} - {"task", "task_key", "rank"}
+_OF_MASTER |= {"memory_bytes"}
+_WRITTEN = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
@@ -125,6 +134,7 @@ class TaskRequest(TaskOptions):
     identity: str = ""  # hexadecimal
     version: int = 0
     memory_bytes: int = 0
+    memory_guessed: bool = False  # nobody has asked for just so much
     log_file: str = ""
     linger_s: float = LINGER_S
 
@@ -133,6 +143,19 @@ class TaskRequest(TaskOptions):
         """Which task it is: of the account at a server; without one, of the user of this machine,
         who should have the same number on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
+
+    def unlike(self, running: "TaskRequest") -> list[str]:
+        """The options that say something else here than what a master was started with, as users
+        write them; keys are not compared, as none is kept."""
+        default, found = TaskRequest(memory_bytes=self.memory_bytes * self.memory_guessed), []
+        for each in fields(TaskRequest):
+            said = getattr(self, each.name)
+            if each.name in _OF_MASTER and said not in (
+                getattr(default, each.name),
+                getattr(running, each.name),
+            ):
+                found.append(_WRITTEN.get(each.name, "--" + each.name.replace("_", "-")))
+        return found
 
     @property
     def credentials(self) -> Credentials | None:

@@ -7,15 +7,17 @@ touches the disk is done in threads, which are left alone where they do not come
 
 What is to be written waits in a queue of so many bytes, and is found there meanwhile; where the
 queue is full, it is not written. Where the shelf is full, what this node does not own goes first,
-then what stands in memory too, then what the policy says. Other tasks of the user may use the same
-shelf and dataset, so a chunk may come or go without this process: it is looked for anew then.
+then what stands in memory too, then what the policy says. At the end of a node what it has in
+memory comes here, too (`keep`). Other tasks of the user may use the same shelf and dataset, so a
+chunk may come or go without this process: it is looked for anew then.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 from uuid import UUID
 
@@ -43,6 +45,10 @@ LOOK_AGAIN_S = 60.0
 
 REQUEST_S, BYTES_PER_S = 0.0002, 1e9
 """What a read costs, roughly, of any SSD; it only weighs reading parts against reading chunks."""
+
+OTHERS_S = 0.2
+"""For what was just being written at the end, by another process, or by a thread of this one that
+was left alone."""
 
 _THREADS = 8
 
@@ -243,7 +249,7 @@ class Spill:
         """Look for what stands here, then write what comes. Ends when cancelled."""
         while self._shelf is not None:
             if trio.current_time() >= self._look_at_s:
-                await self._look()
+                await self._look(self._queue_bytes)
             if self._leaving:
                 chunk, content = next(iter(self._leaving.items()))
                 await self._write(chunk, content)
@@ -255,6 +261,41 @@ class Spill:
             self._work = trio.Event()
             with trio.move_on_at(self._look_at_s):
                 await self._work.wait()
+
+    async def keep(self, contents: Iterator[tuple[int, memoryview]], copies: Mask) -> None:
+        """At the end, after `run`: write these chunks, the first before the others, as far as there
+        is room without that any but `copies` goes. May be cancelled anywhere; the log says what
+        came of it."""
+        if self._shelf is None:
+            return
+        kept_bytes: list[int] = []
+        late: list[tuple[int, memoryview]] = []
+        outcome = "there is no more time"
+        try:
+            await self._look(0)
+            for chunk, content in itertools.chain(list(self._leaving.items()), contents):
+                if self._standing[chunk] or copies[chunk]:
+                    continue
+                victims = self._copies(len(content), copies)
+                is_there, is_others = await self._put(chunk, content, victims)
+                if is_there:
+                    self._standing[chunk] = True
+                    kept_bytes.append(len(content))
+                elif not is_others:
+                    outcome = "the disk takes no more"
+                    return
+                else:
+                    late.append((chunk, content))
+            for chunk, content in late:
+                await trio.sleep(OTHERS_S)
+                if (await self._put(chunk, content, []))[0]:
+                    kept_bytes.append(len(content))
+            outcome = "that is all"
+        finally:
+            log.info(
+                "what was in memory is kept on the disk, %d chunks (%s bytes): %s",
+                len(kept_bytes), f"{sum(kept_bytes):,}", outcome,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Let go of what was to be written."""
@@ -269,12 +310,27 @@ class Spill:
         return self._leaving_bytes + self._expected_bytes + size <= self._queue_bytes
 
     async def _write(self, chunk: int, content: memoryview) -> None:
-        key, victims = self._key(chunk), self._victims(len(content))
+        victims = self._victims(len(content))
         if victims is None:
             self._counts["disk_refused"] += 1
             self._look_at_s = min(self._look_at_s, trio.current_time() + LOOK_AGAIN_S)
             return
-        gone = [self._key(each) for each in victims]
+        is_there, is_others = await self._put(chunk, content, victims)
+        if is_there:
+            self._counts["disk_writes"] += 1
+            if self._leaving.get(chunk) is content:  # there may be another version by now
+                self._came(chunk)
+        elif not is_others:
+            self._counts["disk_failures"] += 1
+            self._takes_from_s = trio.current_time() + REST_S
+            self._look_at_s = min(self._look_at_s, self._takes_from_s)
+
+    async def _put(
+        self, chunk: int, content: memoryview, victims: Sequence[int]
+    ) -> tuple[bool, bool]:
+        """Write a chunk, for which these go: whether it stands here then; whether not as another
+        was writing it."""
+        key, gone = self._key(chunk), [self._key(each) for each in victims]
         for each in victims:
             self._went(each)
 
@@ -291,27 +347,25 @@ class Spill:
 
         answer = await self._in_thread(work, math.inf)
         is_there, is_others, self._room_bytes = answer or (False, False, 0)
-        if is_there:
-            self._counts["disk_writes"] += 1
-            if self._leaving.get(chunk) is content:  # there may be another version by now
-                self._came(chunk)
-        elif not is_others:
-            self._counts["disk_failures"] += 1
-            self._takes_from_s = trio.current_time() + REST_S
-            self._look_at_s = min(self._look_at_s, self._takes_from_s)
+        return is_there, is_others
+
+    def _copies(self, size: int, copies: Mask) -> list[int]:
+        """Which of these go for so many bytes, where that helps or not."""
+        victims: list[int] = []
+        missing = size - self._room_bytes
+        if missing > 0:
+            for chunk in np.flatnonzero(self._standing & copies).tolist():
+                if missing <= 0:
+                    break
+                victims.append(chunk)
+                missing -= self._sizes[chunk]
+        return victims
 
     def _victims(self, size: int) -> list[int] | None:
         """Who goes for so many bytes; None where that is not enough."""
-        missing = size - self._room_bytes
-        victims: list[int] = []
-        if missing <= 0:
-            return victims
-        for chunk in np.flatnonzero(self._standing & self._spare()).tolist():
-            if missing <= 0:
-                return victims
-            victims.append(chunk)
-            missing -= self._sizes[chunk]
-        beyond = missing + sum(self._sizes[each] for each in victims)
+        victims = self._copies(size, self._spare())
+        beyond = size - self._room_bytes
+        missing = beyond - sum(self._sizes[each] for each in victims)
         for chunk in self._policy.give_up(beyond) if missing > 0 else ():
             if chunk not in victims:
                 victims.append(chunk)
@@ -322,12 +376,15 @@ class Spill:
 
     # What is known of the shelf
 
-    async def _look(self) -> None:
+    async def _look(self, needed_bytes: int) -> None:
+        """Find out what stands here, once what nobody uses any more has made room."""
         self._look_at_s = math.inf
-        identity, queue_bytes = self._identity, self._queue_bytes
+        identity = self._identity
 
         def work(shelf: DiskShelf) -> tuple[list[ChunkId], int]:
-            return shelf.standing(identity), shelf.make_room(queue_bytes)
+            shelf.note_use(identity)  # also where all reads have been from memory
+            room_bytes = shelf.make_room(needed_bytes)
+            return shelf.standing(identity), room_bytes
 
         answer = await self._in_thread(work, math.inf)
         if answer is None:

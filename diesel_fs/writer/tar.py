@@ -23,7 +23,8 @@ from decimal import ROUND_FLOOR, Decimal
 from functools import partial
 from typing import IO, BinaryIO, Self, cast
 
-from ..cache.store import ContentFile, ContentReader
+from ..cache.content_file import ContentFile
+from ..cache.store import ContentReader
 from ..entries import MODE_MASK, Kind, Stat, join, path_fault, shown, split
 from ..errors import UsageError
 from ..repository import Repository, WriteSession

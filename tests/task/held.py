@@ -117,13 +117,20 @@ def made(
 
 
 @asynccontextmanager
+async def running_on(holdings: Holdings) -> AsyncIterator[Holdings]:
+    """With its fetches; what it holds stays."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(holdings.run)
+        yield holdings
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
 async def running(holdings: Holdings) -> AsyncIterator[Holdings]:
     """With its fetches; nothing is left of it, neither memory nor descriptors."""
     try:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(holdings.run)
+        async with running_on(holdings):
             yield holdings
-            nursery.cancel_scope.cancel()
     finally:
         holdings.close()
 

@@ -217,6 +217,55 @@ def test_a_master_that_ended_by_itself_is_not_started_again(
     assert join(request_, program=STUB).parent.name == "0"
 
 
+def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
+    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = replace(request_, rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
+    join(given, program=STUB)
+    for same in (
+        given,
+        replace(request_, memory_bytes=0),  # it says nothing
+        replace(request_, memory_bytes=5, memory_guessed=True),
+        replace(given, task_key="another, which is kept nowhere", user="", version=4),
+    ):
+        join(same, program=STUB)
+        assert not caplog.records, same
+    others = {"memory_bytes": 5, "evict": "none", "cache_dir": "/c", "cache_bytes": 7, "world": 3}
+    join(replace(given, **others), program=STUB)  # type: ignore[arg-type]  # by name
+    [told] = caplog.messages
+    for option in ("--memory", "--evict", "--cache-dir", "--cache-size", "--world"):
+        assert option in told
+    assert "--listen" not in told
+    assert len(node.starts()) == 1
+    caplog.clear()
+    join(replace(request_, policy="oneshot"), program=STUB)
+    assert caplog.messages[0].startswith("--policy: without effect")
+
+
+def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
+    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a moment its options lie beside the socket of who comes up."""
+    place = join(replace(request_, evict="lfu"), program=STUB)
+    old = place.with_name("options").read_bytes()
+    _killed(node, place)
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    place.with_name("options").write_bytes(old)
+    os.utime(place.with_name("options"), (1e9, 1e9))
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    assert not caplog.records
+    os.utime(place.with_name("options"))
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    assert "--evict" in caplog.text
+
+
+def test_a_guess_of_memory_is_no_wish(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    _killed(node, place)
+    assert revived(replace(request_, memory_bytes=5, memory_guessed=True), place, program=STUB)
+    assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
+
+
 def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskRequest) -> None:
     url = f"{request_.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
     asked = replace(request_, task_key=SECRET, key=SECRET, user="me", url=url)
@@ -308,6 +357,18 @@ def test_a_master_that_is_coming_up_lets_nobody_wait(tmp_path: Path) -> None:
         coming.close()
 
 
+def test_a_socket_that_was_closed_is_not_taken_from_who_comes_then(tmp_path: Path) -> None:
+    """Numbers of files are used again at once, on many file systems."""
+    ending = LocalSocket(tmp_path / "socket")
+    ending.close()
+    assert not ending.path.exists()
+    coming = LocalSocket(tmp_path / "socket")
+    ending._number = coming._number
+    ending.close()
+    assert coming.path.exists()
+    coming.close()
+
+
 def test_F14_too_few_descriptors_for_so_many_nodes_are_said_at_the_start(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +429,10 @@ def test_options_without_a_task_are_refused(option: str) -> None:
     with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is about a task"):
         TaskOptions(**{option: value}).check()  # type: ignore[arg-type]  # by name
     TaskOptions(task_key=SECRET, policy="oneshot").check()
+    with pytest.raises(UsageError, match="--peers names 1 nodes, and --world says 2"):
+        TaskOptions(task="x", peers=("a:1",), world=2).check()
+    TaskOptions(task="x", peers=("a:1",)).check()
+    TaskOptions(task="x", peers=("a:1", "b:1", "c:1"), world=2).check()
     with pytest.raises(UsageError, match="without its folder"):
         TaskOptions(task="x", cache_bytes=5).check()
 

@@ -2,13 +2,16 @@
 
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 
@@ -57,16 +60,24 @@ class Board(Registry):
 
     members: dict[int, Member] = field(default_factory=dict)
     away: bool = False
+    silent: set[int] = field(default_factory=set)  # whose renewals are still under way
+    forgot: set[int] = field(default_factory=set)  # who is to hear that
     secret: bytes = SECRET
 
     def renew(self, me: Member) -> Membership:
+        until_s = time.monotonic() + HOPE_S
+        while me.rank in self.silent and time.monotonic() < until_s:
+            time.sleep(0.01)
         if self.away:
             raise MetadataError("away")
         there = self.members.setdefault(me.rank, me)
         if there.instance != me.instance:
             raise ConflictError("a newer master")
         self.members[me.rank] = me
-        return Membership.of(self.members.values(), self.secret)
+        found = Membership.of(self.members.values(), self.secret)
+        found = replace(found, forgotten=me.rank in self.forgot)
+        self.forgot.discard(me.rank)
+        return found
 
     def leave(self, me: Member) -> None:
         self.members.pop(me.rank, None)
@@ -258,6 +269,65 @@ def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
     run(main)
 
 
+def test_C3_after_an_outage_who_has_not_renewed_yet_is_still_a_member(
+    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis has forgotten all, and each renews in its own time; who does not is gone after a TTL,
+    and who comes anew, or leaves, at once."""
+    monkeypatch.setattr(module, "TTL_S", 2.0)
+
+    async def main() -> None:
+        four = [task.node(rank, world=4) for rank in range(4)]
+        async with four[0] as (a, _), four[1] as (b, _), four[2] as (c, _), four[3] as (d, _):
+            await soon(members(a, b, c, d))
+            task.board.away = True
+            await soon(lambda: caplog.text.count("nobody tells") == 4)
+            kept = task.board.members.copy()
+            task.board.members.clear()
+            caplog.clear()
+            task.board.silent = {1, 2, 3}
+            task.board.away = False
+            await trio.sleep(0.5)
+            assert a.stats()["members"] == 4
+            task.board.members[1] = kept[1]
+            await trio.sleep(0.2)
+            assert "has left" not in caplog.text
+            assert "another now" not in caplog.text
+            task.board.members.pop(1)  # it leaves
+            task.board.members[2] = replace(kept[2], instance=b"n" * 16)
+            await soon(lambda: "node 2 is another now" in caplog.text)
+            await soon(lambda: "node 1 has left" in caplog.text)
+            assert "node 3" not in caplog.text
+            await soon(lambda: "node 3 has left" in caplog.text)
+            task.board.silent.clear()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        run(main)
+
+
+def test_C3_who_was_forgotten_itself_knows_that_others_may_be(
+    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis was away for so short that nobody has noticed, and has lost everything."""
+    monkeypatch.setattr(module, "TTL_S", 1.0)
+
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            task.board.silent = {1}
+            await trio.sleep(0.1)
+            task.board.members.clear()
+            task.board.forgot = {0}
+            await soon(lambda: not task.board.forgot)
+            await trio.sleep(0.3)
+            assert a.stats()["members"] == 2
+            await soon(lambda: "node 1 has left" in caplog.text)
+            task.board.silent.clear()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        run(main)
+
+
 def test_C3_a_new_secret_is_everybodys(task: Task) -> None:
     """Redis has been away for longer than registrations last, and a new node was first after it."""
 
@@ -335,6 +405,58 @@ def test_nodes_of_another_version_are_none_until_they_come_along(task: Task) -> 
     run(main)
 
 
+def test_another_version_has_owners_before_the_next_renewal(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node, and those that have gone over before it: else all would be read from the store;
+    also by who has heard of it just then."""
+    computed = module._Shares.computed
+
+    def slow(self: module._Shares, ranks: Sequence[int], world: int) -> module.Ranks:
+        time.sleep(0.2)
+        return computed(self, ranks, world)
+
+    monkeypatch.setattr(module._Shares, "computed", slow)
+
+    async def main() -> None:
+        nursery: trio.Nursery
+
+        async def at_once(node: Master, snapshot: Snapshot) -> None:
+            nursery.start_soon(node.show, snapshot)
+            await soon(lambda: node.snapshot is snapshot)
+
+        async with (
+            task.node(0, world=3) as (a, _),
+            task.node(1, world=3) as (b, _),
+            trio.open_nursery() as nursery,
+        ):
+            await soon(members(a, b))
+            for node in (a, b):
+                await task.check(node)
+            task.put("new", 99)
+            newer = task.dataset.snapshot
+            task.board.silent = {0, 1}
+            await trio.sleep(0.1)
+            await at_once(a, newer)
+            assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
+            await b.show(newer)
+            assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
+            task.board.silent.clear()
+            await soon(members(a, b))
+            task.put("newest", 98)
+            newest = task.dataset.snapshot
+            await a.show(newest)
+            known = lambda: any(each.version == newest.version for each in b._found.members)  # noqa: E731
+            await soon(known)
+            task.board.silent = {0, 1}
+            await trio.sleep(0.1)
+            await at_once(b, newest)
+            assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
+            task.board.silent.clear()
+
+    run(main)
+
+
 def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
@@ -360,6 +482,31 @@ def test_shares_are_what_ownership_says(task: Task) -> None:
             assert sum(found) == CHUNKS
             held = [holding(node.holdings) for node in (a, b, c)]
             assert sum(map(len, held)) == len(set.union(*held)), "nobody holds what another owns"
+
+    run(main)
+
+
+def test_what_a_node_keeps_first_is_what_it_owns_where_all_are_there(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a job that ends leave one by one."""
+    kept: list[list[int]] = []
+
+    async def keep(_: Holdings, share: npt.NDArray[np.bool_]) -> None:
+        kept.append(np.flatnonzero(share).tolist())
+
+    monkeypatch.setattr(Holdings, "keep", keep)
+
+    async def main() -> None:
+        async with task.node(0) as (a, _):
+            async with task.node(1) as (b, _), task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                share = np.flatnonzero(a._shares.owner == 0).tolist()
+            del task.board.members[1], task.board.members[2]
+            await soon(members(a))
+            assert (a._shares.owner == 0).all()
+            await a.keep()
+            assert kept == [share]
 
     run(main)
 

@@ -289,11 +289,15 @@ def test_a_registration_travels(me: Member, since: int, state: int, secret: byte
     assert leave_in(Fields(message, "leave")) == (TASK.name, me)
 
 
-@given(st.one_of(st.none(), st.lists(members, max_size=5)), times, times, secrets)
+@given(
+    st.one_of(st.none(), st.lists(members, max_size=5)), times, times, secrets,
+    st.sampled_from(["", "host:5"]), st.booleans(),
+)  # fmt: skip
 def test_an_answer_travels(
-    found: list[Member] | None, since: int, state: int, secret: bytes
+    found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, gone: bool
 ) -> None:
-    told = Told(since, state, secret, None if found is None else tuple(found))
+    members = None if found is None else tuple(found)
+    told = Told(since, state, secret, members, replaced, gone)
     assert told_in(unpacked(msgpack.packb(told_message(told)))) == told
 
 

@@ -74,6 +74,25 @@ def test_masters_see_each_other(place: Place) -> None:
     assert second.renew(master(1)) == both  # it may come again
 
 
+def test_who_takes_a_rank_over_is_told_once_from_whom(place: Place) -> None:
+    older, newer = place.registry(), place.registry()
+    assert older.renew(master(0)).replaced == ""
+    assert newer.renew(master(0, instance=9)).replaced == master(0).address
+    assert newer.renew(master(0, instance=9)).replaced == ""
+    with pytest.raises(ConflictError):
+        older.renew(master(0))
+
+
+def test_C3_who_was_forgotten_is_told_once(place: Place) -> None:
+    one, other = place.registry(), place.registry()
+    assert not one.renew(master(0)).forgotten
+    assert not one.renew(master(0)).forgotten
+    place.forget_all()
+    assert one.renew(master(0)).forgotten
+    assert not one.renew(master(0)).forgotten
+    assert not other.renew(master(1)).forgotten, "it is new"
+
+
 def test_a_change_of_a_master_is_seen(place: Place) -> None:
     first, second = place.registry(), place.registry()
     first.renew(master(0))
@@ -244,7 +263,7 @@ def test_what_a_redis_has_lost_renewals_bring_back(place: Place) -> None:
     place.forget_all()
     for registry, me in masters:
         after = registry.renew(me)
-    assert after == before
+    assert after == replace(before, forgotten=True)
     assert place.registry().renew(master(9)).secret == before.secret
 
 

@@ -1,5 +1,6 @@
 """Readers and a real master on one node: workers share its memory, and may die as they like."""
 
+import fcntl
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.fuse import launcher
 from diesel_fs.task.local import LocalServer
 
-from ..server.program import until
+from ..server.program import is_running, until
 from ..trees import write
 
 FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
@@ -216,6 +217,122 @@ def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureF
     assert "nobody has used this master for 0.01 s: it ends" in caplog.text
 
 
+class Cached:
+    """A node whose tasks have a folder for chunks, and memory for all of them."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.folder = node.folder / "cache"
+
+    def join(self, task: str = "training") -> Dataset:
+        how = {"cache_dir": self.folder, "cache_bytes": 64 << 20, "task_memory_bytes": 64 << 20}
+        return self.node.connect(task=task, rank=0, world=1, **how)
+
+    def kept(self) -> list[Path]:
+        """The chunks that stand there."""
+        return [each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody can write there meanwhile: each chunk waits for some seconds."""
+        with (self.folder / ".diesel-cache").open("rb") as marker:
+            fcntl.flock(marker, fcntl.LOCK_EX)
+            yield
+
+    def ends(self, pid: int) -> None:
+        """Ask a master to end, and wait until it serves nobody any more."""
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not list((self.node.folder / "run").glob("diesel/tasks/*/0/socket")), "it")
+
+
+@pytest.mark.parametrize("task", ["training", "another"])
+def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: str) -> None:
+    cached = Cached(node)
+    with cached.join() as dataset:
+        check(dataset, 0)
+        chunks = len(dataset.snapshot.chunk_sizes)
+        master = node.master()
+    assert cached.kept() == []
+    cached.ends(master)
+    until(lambda: not is_running(master), "its end")
+    assert len(cached.kept()) == chunks
+    with cached.join(task) as dataset:
+        check(dataset, 0)
+        told = dataset.task_stats()
+        assert (told["chunks_from_store"], told["left_to_clients"]) == (0, 0)
+        assert node.master() != master
+
+
+def test_a_master_that_is_asked_to_end_twice_ends_at_once(node: Node) -> None:
+    cached = Cached(node)
+    with cached.join() as dataset:
+        check(dataset, 0)
+        master = node.master()
+        with cached.locked():
+            cached.ends(master)
+            time.sleep(1)
+            assert is_running(master)
+            os.kill(master, signal.SIGTERM)
+            until(lambda: not is_running(master), "its end", 2)
+
+
+def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -> None:
+    cached = Cached(node)
+    with cached.join() as dataset:
+        check(dataset, 0)
+        master = node.master()
+        with cached.locked():
+            cached.ends(master)
+            os.kill(master, signal.SIGKILL)
+            until(lambda: not is_running(master), "its end")
+    with cached.join() as dataset:
+        check(dataset, 1)
+        assert dataset.task_stats()["answers"]
+        assert dataset._reader.stats()["healed"] == 0
+
+
+def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
+    cached = Cached(node)
+    with cached.join() as dataset:
+        check(dataset, 0)
+        master = node.master()
+        with cached.locked():
+            cached.ends(master)
+            begun_s = time.monotonic()
+            assert is_running(master)
+            with node.join() as again:  # without the folder, which is locked
+                until(lambda: not is_running(master), "its end", 2)
+                assert time.monotonic() - begun_s < 3
+                check(again, 1)
+                assert again.task_stats()["answers"]
+                assert node.master() != master
+
+
+def test_room_for_no_chunk_is_said_at_the_start(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = {"cache_dir": node.folder / "cache", "cache_bytes": 5000, "task_memory_bytes": 900_000}
+    with node.join(**how) as dataset:
+        largest = f"{dataset.snapshot.chunk_sizes.max():,}"
+        check(dataset, 0)
+    [disk, memory] = caplog.messages
+    assert disk.startswith("--cache-size leaves room for 5,000 bytes of chunks on")
+    assert memory.startswith("--memory leaves room for 0 bytes of chunks in")
+    assert largest in disk
+    assert largest in memory
+
+
+def test_room_for_every_chunk_is_worth_no_word(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with node.connect() as dataset:
+        largest = int(dataset.snapshot.chunk_sizes.max())
+    with node.join(task_memory_bytes=largest) as dataset:
+        check(dataset, 0)
+        assert dataset.task_stats()["answers"]
+    assert caplog.messages == []
+
+
 def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
@@ -256,6 +373,15 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
     command = [sys.executable, "-m", "dlcmd", "--url", node.url]
     options = ["--task", "training", "--memory", "256M", "--session", session, "--follow"]
     subprocess.run([*command, "mount", *options, "ds", folder], check=True, timeout=60)
+    second = node.folder / "second"
+    second.mkdir()
+    options[3] = "128M"
+    said = subprocess.run(
+        [*command, "mount", *options, "ds", second],
+        check=True, timeout=60, capture_output=True, text=True,
+    ).stderr  # fmt: skip
+    launcher.umount(second)
+    assert said.count("--memory: without effect") == 1, said
     try:
         for path, content in FILES.items():
             assert (folder / path).read_bytes() == content

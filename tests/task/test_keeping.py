@@ -1,0 +1,189 @@
+"""The end of a node: what it has in memory comes to its disk, for the next who is this node."""
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from diesel_fs.cache import disk_shelf
+from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.task.holdings import Holdings
+
+from ..cache.shelved import files, idle, shelf_at
+from .held import (
+    Source,
+    everything,
+    holding,
+    in_memory,
+    made,
+    missed,
+    running,
+    running_on,
+    total,
+    until,
+)
+from .held import memory_is_let_go as memory_is_let_go
+from .test_holdings_disk import CHUNKS, all_read, settled, some
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return cache_place(tmp_path / "cache")
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(range(CHUNKS))
+
+
+async def ended(held: Holdings, share: set[int], chunks: int = CHUNKS) -> None:
+    """What a master does at its end, once `running` is over."""
+    await held.keep(np.isin(np.arange(chunks), [*share]))
+
+
+def standing(place: Path, source: Source) -> set[int]:
+    """Which chunks stand whole on a disk, as another process finds them."""
+    shelf = shelf_at(place)
+    found = set()
+    for number in range(CHUNKS):
+        if (chunk := shelf.find(made(source, 0)._key(number))) is not None:
+            chunk.close()
+            found.add(number)
+    shelf.close()
+    return found
+
+
+def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
+    place: Path, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def first() -> None:
+        held = made(source, everything(source) * 3, disk=shelf_at(place))
+        async with running_on(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            assert files(place) == []
+        mine = np.ones(CHUNKS, np.bool_)
+        mine[:2] = False
+        held.set_mine(mine)
+        with caplog.at_level("INFO", "diesel.task"):
+            await ended(held, {1, 2, 3})
+        assert in_memory(held) == set(), "the memory is free as soon as may be"
+        held.close()
+
+    async def second() -> None:
+        async with running(made(source, everything(source) * 3, disk=shelf_at(place))) as held:
+            await settled(held)
+            assert holding(held) == set(range(1, CHUNKS)), "but for what it owned never"
+            assert await all_read(held, source) == CHUNKS
+
+    trio.run(first)
+    size = total(source, *range(1, CHUNKS))
+    assert f"7 chunks ({size:,} bytes): that is all" in caplog.text
+    trio.run(second)
+    assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
+
+
+def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
+    place: Path, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with running(made(source, some(source, 0), disk=shelf_at(place))) as before:
+            await settled(before)
+            for number in (0, 1, 5):
+                assert await missed(before, number, 1)
+                await settled(before)
+        shelf = shelf_at(place, total(source, *[7] * 4))
+        held = made(source, everything(source) * 3, disk=shelf)
+        async with running_on(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+        held.set_mine(np.arange(CHUNKS) != 1)
+        with caplog.at_level("INFO", "diesel.task"):
+            await ended(held, {0, 6, 7})
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
+    assert "2 chunks (" in caplog.text
+    assert "the disk takes no more" in caplog.text
+
+
+def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: Source) -> None:
+    async def main() -> None:
+        held = made(source, everything(source) * 3, disk=shelf_at(place))
+        async with running_on(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            for number in (0, 1):
+                held._spill.offer(number, held._memory.views[number])
+                held._memory.drop(number)
+        held.set_mine(np.arange(CHUNKS) != 1)
+        await ended(held, set())
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 2, 3, 4, 5, 6, 7}
+
+
+def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
+    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on, fill = threading.Event(), disk_shelf._FilePlace.fill
+
+    def slow(self: disk_shelf._FilePlace, content: memoryview) -> None:
+        if len(files(place)) > 3:  # with itself
+            os.pwrite(self._file, content[:100], 0)
+            go_on.wait(20)
+        fill(self, content)
+
+    monkeypatch.setattr(disk_shelf._FilePlace, "fill", slow)
+
+    async def main() -> None:
+        held = made(source, everything(source) * 3, disk=shelf_at(place))
+        async with running_on(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+        with trio.move_on_after(1.0) as patience:
+            await ended(held, set())
+        assert patience.cancelled_caught
+        assert standing(place, source) == {0, 1, 2}
+        assert len(files(place)) == 4
+        go_on.set()
+        await until(lambda: len(standing(place, source)) == 4)
+        held.close()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        trio.run(main)
+    assert "3 chunks (" in caplog.text
+    assert "there is no more time" in caplog.text
+
+
+def test_a_dataset_that_is_read_from_memory_is_not_idle_at_the_end(
+    place: Path, source: Source
+) -> None:
+    """Else what stands here would go for what is to stand here."""
+
+    async def main() -> None:
+        shelf = shelf_at(place, total(source, *[7] * 4))
+        held = made(source, everything(source) * 3, disk=shelf)
+        async with running_on(held):
+            await settled(held)
+            for number in (0, 1, 2):
+                await held.get(number, 10, load=True)
+        await ended(held, set())
+        idle(place)
+        shelf._dataset_used.clear()  # as after a minute
+        async with running_on(held):
+            await settled(held)
+            for number in (3, 4, 5):
+                await held.get(number, 10, load=True)
+        idle(place)
+        shelf._dataset_used.clear()
+        await ended(held, set())
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 1, 2, 3}
