@@ -228,6 +228,7 @@ def test_a_store_that_fails_is_not_asked_for_every_chunk(server: Server, chunks:
     server.store.change = change
     server.read(next(iter(chunks)))
     until(server.quiet)
+    until(lambda: not server.tier._fetching)
     assert len(server.fetched()) <= 3
     assert server.tier._budget.used_bytes == 0
 
