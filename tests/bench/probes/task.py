@@ -7,7 +7,7 @@ The first line has the words of `connect`; the answer is the number of files. Th
     {"do": "singles", "seed": S, "count": N}
     {"do": "epoch", "seed": S, "size": M}                 all files in random order
     {"do": "chunks"}                                      the store's, whole, one after the other
-    {"do": "stats"}                                       what the task says of itself
+    {"do": "stats"}                                       what it has read from where
 """
 
 import json
@@ -97,6 +97,8 @@ def main() -> None:
                     answer = epoch(dataset, **order)
                 case "chunks":
                     answer = chunks(words["dataset"])
+                case "stats":
+                    answer = dataset.task_stats()["client"]
             print(json.dumps(answer), flush=True)
 
 
