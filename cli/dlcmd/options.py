@@ -83,7 +83,9 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
     return made
 
 
-size = parse_size
+def size(text: str) -> int:
+    """Bytes: 4096, 64K, 4M, 1G. (`--help` calls it by the name of this function.)"""
+    return parse_size(text)
 
 
 def time(text: str) -> float:
