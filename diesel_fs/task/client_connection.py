@@ -78,15 +78,12 @@ class Connection:
         takes: bool = False,
     ) -> tuple[memoryview, int]:
         """`put` and `take`."""
-        self.put(kind, count, body, flags=flags, send=send)
+        self.put(wire.local_request(kind, count, body, flags), send=send)
         return self.take(kind, count, takes=takes)
 
-    def put(
-        self, kind: int, count: int = 0, body: wire.Raw = b"", *, flags: int = 0, send: int = -1
-    ) -> None:
-        """Send a request. Raises Failed."""
+    def put(self, request: bytes, *, send: int = -1) -> None:
+        """Send a request, and a descriptor with it. Raises Failed."""
         try:
-            request = wire.local_request(kind, count, body, flags)
             if send >= 0:
                 with_it = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [send]))
                 sent = self._socket.sendmsg([request], [with_it])

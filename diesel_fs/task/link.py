@@ -122,7 +122,8 @@ class MasterLink:
             return None
         start_s = time.monotonic()
         body = parts.astype("<u4", copy=False).tobytes()
-        if not self._put(connection, start_s, wire.LOCAL_READ, len(parts), body):
+        request = wire.local_request(wire.LOCAL_READ, len(parts), body)
+        if not self._put(connection, start_s, request):
             return None
         return Begun(self, connection, start_s, parts)
 
@@ -219,24 +220,17 @@ class MasterLink:
         takes: bool = False,
     ) -> tuple[memoryview, int] | None:
         """The answer; None after an exchange that failed, whose connection is closed then."""
-        if not self._put(connection, start_s, kind, count, body, flags=flags, send=send):
+        request = wire.local_request(kind, count, body, flags)
+        if not self._put(connection, start_s, request, send=send):
             return None
         return self._answer(connection, start_s, kind, count, takes=takes)
 
     def _put(
-        self,
-        connection: Connection,
-        start_s: float,
-        kind: int,
-        count: int,
-        body: bytes,
-        *,
-        flags: int = 0,
-        send: int = -1,
+        self, connection: Connection, start_s: float, request: bytes, *, send: int = -1
     ) -> bool:
         self.counts["requests"] += 1
         try:
-            connection.put(kind, count, body, flags=flags, send=send)
+            connection.put(request, send=send)
         except Failed as error:
             self._fail(connection, start_s, str(error))
             return False

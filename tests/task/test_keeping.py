@@ -9,7 +9,6 @@ import pytest
 import trio
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import cache_place
 from diesel_fs.task.holdings import Holdings
 
 from ..cache.shelved import files, idle, shelf_at
@@ -27,16 +26,8 @@ from .held import (
 )
 from .held import memory_is_let_go as memory_is_let_go
 from .test_holdings_disk import CHUNKS, all_read, settled, some
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return cache_place(tmp_path / "cache")
-
-
-@pytest.fixture
-def source() -> Source:
-    return Source(range(CHUNKS))
+from .test_holdings_disk import place as place
+from .test_holdings_disk import source as source
 
 
 async def ended(held: Holdings, share: set[int], chunks: int = CHUNKS) -> None:
