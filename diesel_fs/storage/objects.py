@@ -179,8 +179,9 @@ class ObjectStore(ABC):
             yield room[:size].toreadonly()
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of objects of one dataset, in their order, in
-        memory of their own. Raises as `read_into`."""
+        """The bytes of parts of objects of one dataset, in their order, in memory of their own.
+        Where the store can, they are under way when this comes back. Raises as `read_into`, at
+        once or when the bytes are asked for."""
         for name, start, size in parts:
             room = memoryview(bytearray(size))
             self.read_into(name, start, room)
