@@ -87,12 +87,12 @@ class Follower:
         self._said = ""
         self._seen, self._seen_s = 0, 0.0
         self._put_off_by: list[str] = []
-        self._told = 0  # the version of which the kernel knows all that it must
+        self._told: int | None = None  # the version of which the kernel knows all that it must
 
     def stats(self) -> Mapping[str, object]:
         """What is known of other versions, and what they wait for."""
         return {
-            "told": self._told or self._vfs.snapshot.version,
+            "told": self._vfs.snapshot.version if self._told is None else self._told,
             "newest": self._seen,
             "put_off_by": list(self._put_off_by),
             "trouble": self._said,
