@@ -248,6 +248,13 @@ class Connection:
                 ),
                 lasting=True,
             ) from error
+        except ssl.SSLEOFError as error:  # a server that was just stopped, say: not lasting
+            raise Broken(
+                MetadataError(
+                    f"{self.address} closed the connection before TLS stood",
+                    advice="where this goes on: a server without TLS is diesel://host:port",
+                )
+            ) from error
         except ssl.SSLError as error:
             raise Broken(
                 MetadataError(

@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,12 +113,20 @@ def test_S3_no_fall_back(authority: Authority) -> None:
         plain = Link.open(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
         with pytest.raises(MetadataError, match=re.escape("diesel+tls://")):
             plain.call({"do": "echo"})
-    with Standing() as server, pytest.raises(MetadataError, match="does not speak TLS"):
+    with (
+        Standing() as server,
+        pytest.raises(MetadataError, match="closed the connection before TLS stood"),
+    ):
         Link.open(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
 
 
 class Between:
-    """Somebody in the middle, who has a certificate that the client trusts, and passes all on."""
+    """Somebody in the middle, who has a certificate that the client trusts, and passes all on.
+
+    The first `cuts` connections are closed before TLS stands.
+    """
+
+    cuts = 0
 
     def __init__(self, pair: Pair, server_port: int, authority: Path) -> None:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -134,6 +143,11 @@ class Between:
                 client, _ = self._listening.accept()
             except OSError:
                 return
+            if self.cuts:
+                self.cuts -= 1
+                client.recv(65536)
+                client.close()
+                continue
             threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
 
     def _pass_on(self, client: socket.socket) -> None:
@@ -148,17 +162,19 @@ class Between:
             return
 
         def pump(source: ssl.SSLSocket, target: ssl.SSLSocket) -> None:
-            try:
+            with suppress(OSError, ValueError):
                 while some := source.recv(65536):
                     target.sendall(some)
-            except (OSError, ValueError):
-                pass
-            finally:
-                for each in (source, target):
-                    each.close()
+            for each in (source, target):  # not closed: the other one may still wait in it
+                with suppress(OSError):
+                    socket.socket.shutdown(each, socket.SHUT_RDWR)
 
-        threading.Thread(target=pump, args=(inner, outer), daemon=True).start()
-        threading.Thread(target=pump, args=(outer, inner), daemon=True).start()
+        back = threading.Thread(target=pump, args=(outer, inner), daemon=True)
+        back.start()
+        pump(inner, outer)
+        back.join()
+        inner.close()
+        outer.close()
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
@@ -174,8 +190,6 @@ def between(authority: Authority) -> Iterator[tuple[Standing, Between, Pair]]:
         middle.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
     between: tuple[Standing, Between, Pair],
 ) -> None:
@@ -185,6 +199,21 @@ def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
         Link.open(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
     assert server.cells.get("diesel_refusals_total", "login") == 1
     assert server.link().call({"do": "echo"})
+
+
+def test_a_connection_that_is_cut_before_TLS_stands_is_made_again(
+    between: tuple[Standing, Between, Pair],
+) -> None:
+    """A server that is being stopped does so: another worker, or the next server, takes over."""
+    _, middle, _ = between
+    url = parse_url(f"diesel+tls://localhost:{middle.port}")
+    middle.cuts = 2
+    with pytest.raises(PermissionDenied):  # the third got as far as the login
+        Link.open(url, ME).call({"do": "echo"})
+    assert middle.cuts == 0
+    middle.cuts = 1000
+    with pytest.raises(MetadataError, match="closed the connection before TLS stood"):
+        Link.open(url, ME, open_s=0.3).call({"do": "echo"})
 
 
 def test_the_binding_is_the_first_certificate_of_the_chain(
