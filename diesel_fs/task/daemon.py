@@ -42,7 +42,7 @@ from . import local
 from .addresses import advertised, listening
 from .handshake import Me
 from .holdings import Fetch, Holdings, for_chunks
-from .launch import forget, is_followed, socket_of
+from .launch import forget, is_followed, socket_of, tidy
 from .master import Master
 from .membership import INSTANCE_BYTES, Member, Membership, node_of, split_address
 from .memory import raise_descriptor_limit
@@ -110,7 +110,9 @@ class _Daemon:
         memory_bytes, sizes = request.memory_bytes, self._snapshot.chunk_sizes
         room_bytes = for_chunks(memory_bytes, sizes, has_disk=self._disk is not None)
         self._warn_of_little(room_bytes, "--memory", "in memory")
-        self._clients = local.LocalSocket(socket_of(replace(request, rank=self._rank)))
+        place = socket_of(replace(request, rank=self._rank))
+        stack.callback(tidy, place)
+        self._clients = local.LocalSocket(place)
         stack.callback(self._clients.close)
         self._certificate = make_certificate() if request.peer_tls else None
         self._listener = self._bound()

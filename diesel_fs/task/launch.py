@@ -7,7 +7,8 @@ A task has a folder in the user's runtime folder, a node of it one in that: `soc
 is held while a master is being started; and `options`, what it was started with, secrets and
 addresses with passwords left out. A master that ends by itself takes that along, so whoever finds
 it beside a dead socket knows that the master was killed, and which node it was: who has joined
-without naming one must not become another. Any thread, any process.
+without naming one must not become another. The last master of a task's nodes takes the folders
+along. Any thread, any process.
 """
 
 import fcntl
@@ -84,9 +85,7 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
 def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
     environment = os.environ
     rank, world = node_of(environment, request.rank, request.world)
-    name = request.name
-    tasks = private_folder(runtime_folder() / "tasks")
-    folder = private_folder(tasks / name.digest.hex()[:32])
+    folder = _folder(request)
     if world == 1 and request.rank is None and not any(map(environment.get, _NODE)):
         alive = [each for each in _sockets(folder) if is_alive(each)]
         if len(alive) == 1:
@@ -96,10 +95,11 @@ def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
             revived(request, killed[0], program=program)
             if is_alive(killed[0]):
                 return killed[0]
-    place = private_folder(folder / str(rank)) / "socket"
+    request = replace(request, rank=rank, world=world)
+    place = socket_of(request)
     if is_alive(place) or (not _is_first(environment) and _comes(place, OTHERS_FIRST_S)):
         return place
-    _start_alone(replace(request, rank=rank, world=world), place, program)
+    _start_alone(request, place, program)
     return place
 
 
@@ -123,6 +123,7 @@ def revived(request: TaskRequest, place: Path, *, program: Sequence[str] = MASTE
         return _start_again(request, place, program)
     except _FOR_GOOD:
         forget(place)
+        tidy(place)
         raise
 
 
@@ -132,13 +133,23 @@ def forget(place: Path) -> None:
         place.with_name(_OPTIONS).unlink()
 
 
+def tidy(place: Path) -> None:
+    """Take a node's folder away, and its task's after the last one; where a master is there, is
+    coming up, or was killed, they stay."""
+    with suppress(OSError, DieselError), _locked(place, patience_s=0.0), _folders_stay():
+        if not place.exists() and not place.with_name(_OPTIONS).exists():
+            place.with_name(_LOCK).unlink()
+            place.parent.rmdir()
+            place.parent.parent.rmdir()
+
+
 def is_followed(place: Path) -> bool:
     """Whether another master is there, or coming up, at a socket that was closed."""
     if place.exists():
         return True
     try:
         lock = os.open(place.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # nobody has ever started one
+    except OSError:  # nobody starts one
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -187,30 +198,59 @@ def _comes(place: Path, patience_s: float) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among those who would start a master. Raises BusyError."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _locked(place: Path, patience_s: float) -> Iterator[None]:
+    """Alone among those who would start a master at a socket, or take its folder away. Raises
+    BusyError."""
+    until_s = time.monotonic() + patience_s
+    while (lock := _lock(place)) is None:
+        if time.monotonic() > until_s:
+            raise BusyError("another process is starting this task's master")
+        time.sleep(_LOOK_S)
     try:
-        until_s = time.monotonic() + START_DEADLINE_S + _CONNECT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise BusyError("another process is starting this task's master") from None
-                time.sleep(_LOOK_S)
         yield
     finally:
         os.close(lock)
 
 
+def _lock(place: Path) -> int | None:
+    """The lock, held; None where another process has it. The folder is made where it is missing."""
+    with _folders_stay():
+        private_folder(place.parent.parent)
+        private_folder(place.parent)
+        lock = _open_lock(place.with_name(_LOCK))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return lock
+
+
+@contextmanager
+def _folders_stay() -> Iterator[None]:
+    """Nobody else makes a folder of a task, or takes one away: it is a matter of microseconds."""
+    lock = _open_lock(_tasks() / _LOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def _start_alone(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
     """Starts a master where there is none by now. Raises DieselError."""
-    with _locked(place.with_name(_LOCK)):
-        if not is_alive(place):
-            _start(request, place, program)
-            _remember(request, place)
+    try:
+        with _locked(place, START_DEADLINE_S + _CONNECT_S):
+            if not is_alive(place):
+                _start(request, place, program)
+                _remember(request, place)
+    except DieselError:
+        tidy(place)
+        raise
 
 
 def _start_again(request: TaskRequest, place: Path, program: Sequence[str]) -> bool:
@@ -269,7 +309,7 @@ def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
         start = file.tell()
         try:
             daemons.start(
-                [*program, request.task], asked.to_json(), file, log,
+                [*program, request.task, f"--rank={rank}"], asked.to_json(), file, log,
                 what=f"the master of task {request.task!r}", deadline_s=START_DEADLINE_S,
             )  # fmt: skip
             if not is_alive(place):
@@ -298,8 +338,16 @@ def _is_registered(request: TaskRequest) -> bool:
 
 
 def socket_of(request: TaskRequest) -> Path:
-    """Where the master that a request asks for listens to its clients; its rank is known."""
-    name, rank = request.name, request.rank
-    assert rank is not None
-    tasks = private_folder(runtime_folder() / "tasks")
-    return private_folder(private_folder(tasks / name.digest.hex()[:32]) / str(rank)) / "socket"
+    """Where the master that a request asks for listens to its clients; its rank is known. The
+    folder is there while one runs, or comes up."""
+    assert request.rank is not None
+    return _folder(request) / str(request.rank) / "socket"
+
+
+def _folder(request: TaskRequest) -> Path:
+    """What a task has on this machine."""
+    return _tasks() / request.name.digest.hex()[:32]
+
+
+def _tasks() -> Path:
+    return private_folder(runtime_folder() / "tasks")

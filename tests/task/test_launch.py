@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -26,7 +27,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.task import addresses, launch
 from diesel_fs.task.addresses import advertised, listening
-from diesel_fs.task.launch import forget, is_alive, join, revived, socket_of
+from diesel_fs.task.launch import forget, is_alive, join, revived, socket_of, tidy
 from diesel_fs.task.local import LocalSocket
 from diesel_fs.task.membership import TaskName
 from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
@@ -45,8 +46,9 @@ class Node:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.starts_file = folder / "starts"
         self._patch = patch
-        (folder / "run").mkdir(mode=0o700)
-        patch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+        self._run = folder / "run"
+        self._run.mkdir(mode=0o700)
+        patch.setenv("XDG_RUNTIME_DIR", str(self._run))
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("STUB_STARTS", str(self.starts_file))
         patch.setattr(sys, "path", [str(TREE), *sys.path])
@@ -59,6 +61,10 @@ class Node:
         if not self.starts_file.exists():
             return []
         return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
+
+    def left(self) -> list[Path]:
+        """What of tasks lies on this node."""
+        return list((self._run / "diesel" / "tasks").glob("*/**"))
 
     def kill(self) -> None:
         for each in self.starts():
@@ -303,8 +309,37 @@ def test_its_error_is_raised_with_the_end_of_its_log(node: Node, request_: TaskR
     node.does("dies")
     with pytest.raises(DieselError, match=r"did not come up\n  \| a line of the log"):
         join(request_, program=STUB)
+    assert node.left() == []
     node.does("good")
     assert is_alive(join(request_, program=STUB))
+
+
+def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
+    node: Node, request_: TaskRequest
+) -> None:
+    """Whoever has the lock of a folder that is gone has nothing."""
+    place = socket_of(replace(request_, rank=0, world=1))
+    inside, most, gone = 0, 0, 0
+
+    def come_and_go() -> None:
+        nonlocal inside, most, gone
+        for _ in range(100):
+            with launch._locked(place, 30.0):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.0002)
+                inside -= 1
+            tidy(place)
+            gone += not place.parent.exists()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == 1
+    assert gone > 0
+    assert node.left() == []
 
 
 def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(
@@ -337,6 +372,7 @@ def test_a_socket_in_a_deep_folder(
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     place = socket_of(replace(request_, rank=0))
+    place.parent.mkdir(parents=True)
     here = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"/proc/self/fd/{here}/socket")

@@ -211,6 +211,17 @@ def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: 
             assert other.task_stats()["answers"]
 
 
+def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
+    tasks = node.folder / "run" / "diesel" / "tasks"
+    with node.join() as dataset:
+        check(dataset, 0)
+        master = node.master()
+        assert list(tasks.glob("*/**"))
+    os.kill(master, signal.SIGTERM)
+    until(lambda: not is_running(master), "its end")
+    assert list(tasks.glob("*/**")) == []
+
+
 def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "diesel.task"):
         trio.run(LocalServer(None).until_deserted, 0.01)  # type: ignore[arg-type]  # nobody comes
