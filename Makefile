@@ -7,7 +7,7 @@
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
-#   make fuzz      fuzzes each parser of foreign bytes for a minute (SECONDS=600 for ten)
+#   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv; else prepare.sh finds one.
 

@@ -13,16 +13,27 @@ if TYPE_CHECKING:
     from .entries import Kind as Kind
     from .entries import Stat as Stat
     from .errors import BusyError as BusyError
+    from .errors import ConfigError as ConfigError
     from .errors import ConflictError as ConflictError
     from .errors import CorruptError as CorruptError
+    from .errors import DeadlineError as DeadlineError
     from .errors import DieselError as DieselError
+    from .errors import ForeignError as ForeignError
     from .errors import FormatError as FormatError
+    from .errors import MetadataBehind as MetadataBehind
     from .errors import MetadataError as MetadataError
+    from .errors import NewerVersionError as NewerVersionError
     from .errors import NoSpaceError as NoSpaceError
     from .errors import NoSuchDataset as NoSuchDataset
     from .errors import NoSuchPath as NoSuchPath
+    from .errors import NotFoundError as NotFoundError
+    from .errors import ObjectExists as ObjectExists
+    from .errors import ObjectMissing as ObjectMissing
     from .errors import ObjectStoreError as ObjectStoreError
+    from .errors import ObjectStoreRefused as ObjectStoreRefused
+    from .errors import PartialError as PartialError
     from .errors import PermissionDenied as PermissionDenied
+    from .errors import TruncatedError as TruncatedError
     from .errors import UsageError as UsageError
     from .fuse import filelist as filelist
     from .fuse import umount as umount
@@ -35,16 +46,27 @@ _HOMES = {
     "entries": ("Kind", "Stat"),
     "errors": (
         "BusyError",
+        "ConfigError",
         "ConflictError",
         "CorruptError",
+        "DeadlineError",
         "DieselError",
+        "ForeignError",
         "FormatError",
+        "MetadataBehind",
         "MetadataError",
+        "NewerVersionError",
         "NoSpaceError",
         "NoSuchDataset",
         "NoSuchPath",
+        "NotFoundError",
+        "ObjectExists",
+        "ObjectMissing",
         "ObjectStoreError",
+        "ObjectStoreRefused",
+        "PartialError",
         "PermissionDenied",
+        "TruncatedError",
         "UsageError",
     ),
     "fuse": ("filelist", "umount"),

@@ -61,6 +61,12 @@ class Catalogue:
         described = self._described(identity)
         return described and DatasetInfo(*described, marker)
 
+    def dying_one(self, identity: UUID) -> DatasetInfo | None:
+        """A deleted dataset of which objects are left, be it for its readers; None for any other.
+        Raises CorruptError."""
+        described = self._described(identity) if self.is_deleted(identity) else None
+        return described and DatasetInfo(*described, None)
+
     def is_deleted(self, identity: UUID) -> bool:
         """Whether a dataset has been deleted, for ever."""
         try:

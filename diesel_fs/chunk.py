@@ -196,7 +196,8 @@ class Header:
         return extent.tobytes()
 
     def check_stamps(self, put_window_s: int) -> None:
-        """Refuse stamps that a client may not choose (FAULTS Z12). Raises CorruptError."""
+        """Refuse stamps that a client may not choose (FORMAT.md, section 5). Raises
+        CorruptError."""
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)

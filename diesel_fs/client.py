@@ -2,8 +2,8 @@
 
 A `Dataset` shows one version of its dataset: the one at which it was opened, and after its own
 `flush`, `delete` or `refresh` the current one. Objects may be used from several threads for
-reading; writing belongs to one. A forked child may go on reading; what its parent had not flushed
-is the parent's alone.
+reading; writing belongs to one. A forked child may go on reading, and so may a process that is sent
+a pickle: it opens the same version anew. What is not flushed stays with who has put it.
 """
 
 import io
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, Unpack
+from typing import BinaryIO, NamedTuple, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from .credentials import Credentials
 from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from .housekeeping import PurgeOptions, PurgeReport, purge
+from .reopening import Opened
 from .repositories import open_repository
 from .repository import Repository, WriteSession, found
 from .settings import load_settings
@@ -33,7 +34,7 @@ from .snapshot import Snapshot, Stats
 from .snapshots import adopt
 from .storage.objects import ObjectStore
 from .task.client import TaskStore, requested
-from .task.request import NO_TASK, TaskOptions, TaskWords
+from .task.request import NO_TASK, TaskOptions, TaskWords, whole
 from .writer.options import COMPRESSIONS
 from .writer.pack import Packer, Unsettled
 from .writer.plan import RESERVED
@@ -46,6 +47,18 @@ _SPOOL_BYTES = 64 << 20  # a stream longer than this waits on disk until its len
 PathLike = str | bytes
 
 
+class _Order(NamedTuple):
+    """What `shuffle` was asked for."""
+
+    seed: int
+    epoch: int
+    group_size: int
+    rank: int
+    world: int
+    drop_last: bool
+    below: PathLike
+
+
 def connect(
     dataset: str,
     url: str | None = None,
@@ -55,7 +68,7 @@ def connect(
     create: bool = False,
     memory_bytes: int | None = None,
     compress: str = "auto",
-    task_memory_bytes: int = 0,
+    task_memory_bytes: int | None = None,
     **task: Unpack[TaskWords],
 ) -> "Dataset":
     """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
@@ -67,8 +80,9 @@ def connect(
     share: this node is number `rank` of `world`, by default as SLURM or torchrun say, else the only
     one. `task_key` is the task's secret (or in DIESEL_TASK_KEY); `task_memory_bytes`, and
     `cache_dir` with `cache_bytes`, are this node's part; `peers`, `listen`, `advertise`, `policy`,
-    `evict` and `peer_tls` mean what they do for `dlcmd mount`. The first process of a node that
-    joins settles all this for its node; who wants something else is warned.
+    `evict` and `peer_tls` mean what they do for `dlcmd mount`; None is as if it were not said. The
+    first process of a node that joins settles all this for its node; who wants something else is
+    warned.
 
     With `create`, the repository and the dataset are made where they are missing. Raises
     NoSuchDataset, ObjectStoreError, MetadataError, UsageError.
@@ -79,7 +93,14 @@ def connect(
     credentials = settings.credentials
     if key is not None and credentials is None:
         raise UsageError("only a server has accounts", advice="leave `key` out, or name a user")
-    joins = TaskOptions.of(task, f"{settings.repository_url}\0{dataset}")
+    if memory_bytes is not None:
+        memory_bytes = whole("memory_bytes", memory_bytes)
+    task_memory_bytes = whole("task_memory_bytes", task_memory_bytes or 0)
+    joins = TaskOptions.of(
+        task,
+        f"{settings.repository_url}\0{dataset}",
+        needing={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
+    )
     repository = open_repository(settings.repository_url, credentials, create=create)
     try:
         if create:
@@ -101,6 +122,7 @@ class Dataset:
         compress: str = "auto",
         joins: TaskOptions = NO_TASK,
         task_memory_bytes: int = 0,
+        view: Snapshot | None = None,
     ) -> None:
         self.name = name
         self._repository = repository
@@ -111,10 +133,23 @@ class Dataset:
         self._memory_grows = memory_bytes is None
         self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
         self._compress = compress
+        self._order: _Order | None = None  # that reads come in
         self._pinned = False
         self._closed = False
-        self._show(repository.view(name))
+        self._show(repository.view(name) if view is None else view)
         self._forget_writes()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For a pickle: what shows the same in another process, and the order that reads come in.
+
+        It holds no secret. Raises UsageError where one is needed that is not in the environment.
+        """
+        if self._closed:
+            raise UsageError(f"{self.name!r} is closed, and opens nowhere else")
+        opened = Opened.of(self._repository, self._view, self._joins)
+        memory_bytes = None if self._memory_grows else self._memory_bytes
+        how = (memory_bytes, self._compress, self._task_memory_bytes)
+        return _reopened, (opened, how, self._pinned, self._order)
 
     # Reading
 
@@ -197,6 +232,7 @@ class Dataset:
             drop_last=drop_last, below=top,
         )  # fmt: skip
         self._reader.follow(order.indices, order.ends, grow=self._memory_grows)
+        self._order = _Order(seed, epoch, group_size, rank, world, drop_last, below)
         return order.indices
 
     def stat(self, path: PathLike) -> Stat:
@@ -314,8 +350,8 @@ class Dataset:
             )
         self._show(loaded)
         self._pinned = True
-        marker = self._repository.dataset(self.name).marker
-        return marker is None or marker.version == loaded.version
+        newest = self._repository.newest_known(self._repository.dataset(self.name))
+        return loaded.version >= newest
 
     def purge(
         self, *, max_unused: float = 0.05, keep: int = -1, grace_s: int = -1, dry_run: bool = False
@@ -378,6 +414,7 @@ class Dataset:
 
     def _show(self, view: Snapshot) -> None:
         self._view = view
+        self._order = None
         self._reader = ContentReader(view, self._objects_of(view), self._memory_bytes)
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
@@ -482,6 +519,26 @@ class Dataset:
         if len(missing := np.flatnonzero(indices < 0)):
             raise NoSuchPath(f"no {paths[int(missing[0])]!r} in dataset {self.name!r}")
         return indices
+
+
+def _reopened(
+    opened: Opened, how: tuple[int | None, str, int], pinned: bool, order: _Order | None
+) -> Dataset:
+    """A dataset out of a pickle."""
+    memory_bytes, compress, task_memory_bytes = how
+    repository = opened.repository()
+    try:
+        view = opened.view(repository)
+        found = Dataset(
+            repository, opened.dataset, memory_bytes, compress, opened.task, task_memory_bytes, view
+        )
+        found._pinned = pinned
+        if order is not None:
+            found.shuffle(**order._asdict())
+        return found
+    except BaseException:
+        repository.close()
+        raise
 
 
 def _encoded(path: PathLike) -> bytes:

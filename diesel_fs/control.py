@@ -99,7 +99,6 @@ class Control:
         version: int | None = None,
     ) -> Self:
         """To the mount at a folder. `identity`, `version`: of the snapshot that plans are made of;
-
         the mount's own, where they are not named. Raises UsageError, PermissionDenied.
         """
         made = cls(os.fspath(mountpoint), identity, version)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .errors import UsageError
 from .messages import Fields, Message
 from .plans import EPOCHS_MAX, Epoch, Order
-from .shuffle import GROUP_SIZE_DEFAULT, chunk_shuffle, full_shuffle
+from .shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, chunk_shuffle, full_shuffle
 from .snapshot import ROOT_INDEX, Snapshot
 
 PROTOCOL = 1
@@ -27,7 +27,6 @@ answer the kernel meanwhile, needs 10 ms for one, but 400 ms for one of 32 MiB."
 HELLO_BYTES_MAX = 4096
 """Before the first message nobody has said that it knows this protocol."""
 
-WORLD_MAX = 1 << 20
 ENTRIES_WIDTHS = (4, 8)
 ENTRIES_PER_FRAME = 1 << 20
 """What a client puts into one frame: half of what fits."""

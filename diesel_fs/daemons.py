@@ -20,9 +20,12 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
-from .errors import DeadlineError, DieselError, PermissionDenied, UsageError, revived
+from .errors import DETAIL, DeadlineError, DieselError, PermissionDenied, UsageError, revived
 
 LOG_LINES_SHOWN = 15
+
+_UNEXPLAINED = (DieselError, DeadlineError)
+"""An error of another kind tells by itself what was wrong."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 
@@ -152,10 +155,13 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_last_lines(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Adds to an error's message the end of what has been logged since `start`, but for the error
-    itself, which daemons log, too."""
+    """Gives an error that explains nothing, as an end without a word, the details: the end of what
+    has been logged since `start`. Daemons log their errors, too: one's own words are left out, and
+    the details of another daemon's are taken as they are."""
+    if type(error) not in _UNEXPLAINED:
+        return
     log.seek(start)
     said = tuple(filter(None, str(error).splitlines()))
     lines = log.read().decode(errors="replace").splitlines()
-    others = [line for line in lines if not line.endswith(said)]
-    error.message += "".join(f"\n  | {line}" for line in others[-LOG_LINES_SHOWN:])
+    others = [line.removeprefix(DETAIL) for line in lines if not line.endswith(said)]
+    error.details = "\n".join(others[-LOG_LINES_SHOWN:])

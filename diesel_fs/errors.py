@@ -31,6 +31,9 @@ same call may succeed later without anybody doing anything. `advice` is what the
 import errno
 from contextlib import suppress
 
+DETAIL = "  | "
+"""What a line of details begins with."""
+
 
 class DieselError(Exception):
     """What failed, on what (in the message), and what to do about it (`advice`)."""
@@ -39,13 +42,17 @@ class DieselError(Exception):
     errno = errno.EIO
     retry = False
 
+    details = ""
+    """Lines of what is known besides, such as the end of a log. They follow all else."""
+
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.advice = advice
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.advice}" if self.advice else self.message
+        said = f"{self.message}; {self.advice}" if self.advice else self.message
+        return "".join([said, *(f"\n{DETAIL}{line}" for line in self.details.splitlines())])
 
 
 class UsageError(DieselError):

@@ -185,7 +185,7 @@ class _Folders:
 
 
 def _safe_name(view: Snapshot, index: int) -> bytes:
-    """The name of an entry, checked a second time: snapshots come from elsewhere (FAULTS M1)."""
+    """The name of an entry, checked a second time: snapshots come from elsewhere."""
     name = view.name(index)
     if fault := name_fault(name):
         raise _Refused(f"refused: its name has {fault}")

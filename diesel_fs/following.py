@@ -226,7 +226,6 @@ class FollowingVfs(Vfs):
 
     def show(self, prepared: Prepared, reopen: Open) -> ContentReader:
         """From now on names lead to this version. What was shown before is answered through
-
         `reopen` where it must be; its reader comes back, to be closed when `settle_before` has.
         """
         found, old = prepared.match, self._shown
@@ -263,7 +262,6 @@ class FollowingVfs(Vfs):
 
     def take_given(self) -> dict[int, set[bytes]]:
         """The names that the kernel has been given since in folders that are shown no longer, by
-
         folder's node. It would keep them, and with them the folders and their version: it is to be
         told to drop each with its last user.
         """

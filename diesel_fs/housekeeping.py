@@ -34,7 +34,7 @@ from .leases import (
 )
 from .messages import Fields, Message, Value
 from .pins import Pins, Usage, usage
-from .repository import Repository, Tell, WriteSession
+from .repository import Repository, Tell, WriteSession, silent
 from .rewriting import Rewriter
 from .snapshot import Snapshot
 from .snapshots import GRACE_S
@@ -133,10 +133,6 @@ class PurgeReport:
 
 
 _COUNTS = tuple(each.name for each in fields(PurgeReport) if each.name != "notes")
-
-
-def silent(done: int, total: int) -> None:
-    """No progress."""
 
 
 def purge(

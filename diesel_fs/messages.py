@@ -49,7 +49,6 @@ def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
 
 def _look_over(body: bytes | bytearray | memoryview, items_max: int) -> None:
     """Walks over the heads of all items. Raises CorruptError where there are too many, too deep,
-
     of a kind that no message has, or where the bytes end early or late.
     """
     at, left = 0, [1]  # items that are still to come, on each level
@@ -190,8 +189,9 @@ class Fields:
 
 
 def described(error: DieselError) -> Message:
-    """An error as it travels."""
-    return {"error": type(error).__name__, "message": error.message, "advice": error.advice}
+    """An error as it travels: of a kind that everybody knows."""
+    kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
+    return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 
 
 def error_in(answer: Message) -> DieselError | None:

@@ -15,11 +15,8 @@ import numpy.typing as npt
 
 from .entries import shown
 from .errors import CorruptError, UsageError
-from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, chunk_shuffle
+from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
 from .snapshot import ROOT_INDEX, Indices, Snapshot
-
-WORLD_MAX = 1 << 20
-"""Ranks that share a list: more than any job has, and no product with it leaves 64 bits."""
 
 TAIL_FILES = 64
 """So many of a list's last files are told with it, for those who watch for its end."""
@@ -75,7 +72,6 @@ class ListText:
 
 class PathLists:
     """The lists of one snapshot. What takes long (any of it, for millions of files) is for a
-
     thread; the first call also measures all paths.
     """
 

@@ -5,6 +5,7 @@ chunks are empty (the metadata store), which versions are kept (`snapshots.py`),
 deleted (`housekeeping.py`). Blocking; one thread.
 """
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from .leases import EVERY_VERSION, is_abandoned, leased_versions
 from .snapshot import Indices, Snapshot
 from .snapshots import SnapshotShelf
 from .storage.objects import ObjectStore
+
+log = logging.getLogger("diesel.pins")
 
 
 class Usage(NamedTuple):
@@ -119,6 +122,15 @@ class Deletion:
 
     removed: int
     left: int
+
+    def tell_left(self, name: str) -> None:
+        """Name in the log what is left of the dataset of this name, if anything."""
+        if self.left:
+            log.warning(
+                "%s: %d objects are left, since somebody is still reading it; "
+                "`dlcmd delete-dataset` or `dlcmd purge` removes them later",
+                *(name, self.left),
+            )
 
 
 def remove_dataset(objects: ObjectStore, shelf: SnapshotShelf, identity: UUID) -> Deletion:

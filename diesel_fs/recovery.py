@@ -21,6 +21,7 @@ from uuid import UUID
 from .catalogue import DatasetInfo
 from .chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
 from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
+from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
 from .entries import ChunkId, shown
 from .errors import (
     BusyError,
@@ -34,14 +35,10 @@ from .errors import (
 )
 from .layout import MARKER, chunk_object, dataset_prefix
 from .messages import Fields, Message
-from .repository import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, Repository, Tell, batch_of
+from .repository import Repository, Tell, silent
 from .snapshot_merge import merge
 from .storage.metadata import Batch, Changes
 from .storage.sqlite import SqliteMetadata
-
-
-def silent(done: int, total: int) -> None:
-    """No progress."""
 
 
 @dataclass(slots=True)
@@ -183,11 +180,14 @@ def verify(
 ) -> Findings:
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
-    Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset, BusyError.
+    Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset, BusyError, and why
+    the metadata store cannot be had; an embedded one that is lost is damage as any other.
     """
     how: Message = {"headers_only": headers_only}
     if (there := repository.elsewhere("verify", name, how, tell)) is not None:
         return Findings.from_message(there)
+    if not repository.meta_is_lost:
+        _ = repository.meta
     info = repository.dataset(name)
     findings = Findings()
     with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
@@ -314,9 +314,9 @@ def _is_there(repository: Repository, identity: UUID, chunk: ChunkId) -> bool:
 def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Changes | None:
     """What the metadata store says, of one moment; None where it cannot."""
     if info.marker is None:
-        findings.problems.append(
-            f"the metadata store does not know the dataset: run `dlcmd recover {info.name}`"
-        )
+        problem = repository.meta_problem
+        why = problem.message if problem else "the metadata store does not know the dataset"
+        findings.problems.append(f"{why}: run `dlcmd recover {info.name}`")
         return None
     return repository.meta.changes(info.identity, 0)
 
@@ -472,6 +472,7 @@ def _look_around(repository: Repository, info: DatasetInfo, findings: Findings) 
         findings.problems.append(error.message)
     prefix = dataset_prefix(info.identity)
     if leftovers := sum(1 for _ in repository.objects.leftovers(prefix)):
-        findings.notes.append(f"{leftovers} temporary files of puts under way or killed")
+        files = f"temporary file{'s' * (leftovers > 1)}"
+        findings.notes.append(f"{leftovers} {files} of puts under way or killed")
     if foreign := sum(1 for _ in repository.objects.foreign(prefix)):
-        findings.notes.append(f"{foreign} foreign objects, ignored")
+        findings.notes.append(f"{foreign} foreign object{'s' * (foreign > 1)}, ignored")

@@ -35,6 +35,7 @@ from .errors import (
 )
 from .messages import Fields, Message
 from .names import check_dataset_name, shown
+from .pins import Deletion
 from .remote_objects import RemoteObjects
 from .repository import Repository, Tell, WriteSession
 from .rpc import Answer, Calls, Link
@@ -214,10 +215,13 @@ class RemoteRepository(Repository):
     def refuse_recursion(self, source: object) -> None:
         """The store is not here."""
 
-    def delete_dataset(self, name: str) -> int:
+    def delete_dataset(self, name: str) -> Deletion:
         self._identities.pop(name, None)
         answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
-        return Fields(answer.message, "an answer").whole("removed")
+        fields = Fields(answer.message, "an answer")
+        done = Deletion(fields.whole("removed"), fields.whole("left", 0))
+        done.tell_left(name)
+        return done
 
 
 class RemoteSession(WriteSession):
@@ -226,12 +230,11 @@ class RemoteSession(WriteSession):
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(repository, info)
         self._remote = repository
-        self._mine: dict[ChunkId, None] = {}  # that were put, in order
 
     def admit(self, preamble: bytes, header: bytes) -> Admitted:
         """What a chunk brought that has been put: the server has checked and committed it."""
         front = parse_preamble(preamble, identity=self.identity)
-        self._mine[front.id] = None
+        self._own[front.id] = None
         return admitted(parse_header(front, header))
 
     def commit_all(self, chunks: Iterable[Admitted]) -> int:
@@ -241,8 +244,8 @@ class RemoteSession(WriteSession):
         return self.admit(preamble, header)
 
     def finish(self) -> int:
-        version = self._remote.finish(self.identity, list(self._mine))
-        self._mine.clear()
+        version = self._remote.finish(self.identity, list(self._own))
+        self._own.clear()
         return version
 
     def _marker(self) -> Marker:

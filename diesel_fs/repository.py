@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -26,14 +26,7 @@ from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
 from .chunk_id import LOWEST, IdSource, chunk_id_text
-from .commits import (
-    CLOCK_ALLOWANCE_S,
-    PUT_WINDOW_S,
-    Admitted,
-    StaleChunk,
-    admit,
-    batch_of,
-)
+from .commits import Admitted, admit, batch_of
 from .credentials import Credentials
 from .entries import ChunkId, Kind, Rows, Stat, check_dataset_name, check_path, split
 from .errors import (
@@ -44,12 +37,12 @@ from .errors import (
     FormatError,
     MetadataBehind,
     MetadataError,
+    NewerVersionError,
     NoSuchDataset,
     NoSuchPath,
     NotFoundError,
     ObjectExists,
     ObjectMissing,
-    PermissionDenied,
     UsageError,
 )
 from .layout import (
@@ -77,6 +70,10 @@ Tell = Callable[[int, int], None]
 """Progress of a job: how much is done, how much there is in all."""
 
 
+def silent(done: int, total: int) -> None:
+    """No progress."""
+
+
 class Repository:
     """Datasets over an object store and a metadata store (None: it cannot be had, reading only)."""
 
@@ -86,12 +83,11 @@ class Repository:
         meta: MetadataStore | None,
         *,
         url: RepositoryUrl,
-        meta_problem: DieselError | None = None,
     ) -> None:
         self.objects = objects
         self.url = url
         self._meta = meta
-        self._meta_problem = meta_problem
+        self._meta_problem: DieselError | None = None
         self.catalogue = Catalogue(objects)
         self.credentials: Credentials | None = None  # who we are to the server behind `objects`
         self.snapshots = SnapshotShelf(objects)
@@ -150,6 +146,12 @@ class Repository:
         """Why the metadata store cannot be had; None where it can."""
         return self._meta_problem
 
+    @property
+    def meta_is_lost(self) -> bool:
+        """Whether an embedded metadata store has gone or is damaged: `recover` makes another."""
+        is_lost = isinstance(self._meta_problem, MetadataBehind | FormatError)
+        return is_lost and not (self.url.meta or isinstance(self._meta_problem, NewerVersionError))
+
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:
@@ -197,6 +199,12 @@ class Repository:
         answers. Raises NoSuchDataset, or MetadataBehind where there is no way to know.
         """
         return self.view_of(self.dataset(name))
+
+    def newest_known(self, info: DatasetInfo) -> int:
+        """The greatest version that anybody knows of; 0 for none. The metadata store may have lost
+        what a snapshot has."""
+        known = info.marker.version if info.marker else 0
+        return max(known, self.snapshots.newest(info.identity))
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""
@@ -387,11 +395,6 @@ class Repository:
             done += 1
         return done
 
-    def fold_in(self, identity: UUID, chunk: ChunkId) -> None:
-        """Commit a durable chunk as it is, whoever wrote it. Raises FormatError."""
-        batch = batch_of(self.read_header(identity, chunk), stored=True)
-        self.commit_batches(identity, batch)
-
     def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         """A durable chunk, checked (`commits.admit`), for `commit_all`."""
         return admit(self.objects, self.meta, identity, preamble, header)
@@ -423,7 +426,6 @@ class Repository:
 
     def elsewhere(self, job: str, name: str, fields: Message, tell: Tell) -> Message | None:
         """What a job on a dataset came to that a server behind this repository does (`WIRE.md`);
-
         None where there is none, and the caller does it. Raises DieselError.
         """
         return None
@@ -439,11 +441,11 @@ class Repository:
                 advice="put from, or keep the repository in, another folder",
             )
 
-    def delete_dataset(self, name: str) -> int:
-        """Delete a dataset for ever; how many objects were removed comes back.
+    def delete_dataset(self, name: str) -> Deletion:
+        """Delete a dataset for ever.
 
         What leases pin is left, and named in the log. Repeatable: a deletion that was interrupted
-        goes on. Raises NoSuchDataset.
+        goes on. Raises NoSuchDataset, and MetadataError where its metadata would be left for ever.
         """
         try:
             identities = [self.dataset(name).identity]
@@ -451,23 +453,21 @@ class Repository:
             identities = list(self.catalogue.dying(name))
             if not identities:
                 raise
-        removed = 0
+        if not self.meta_is_lost:
+            _ = self.meta  # before anything is done
+        removed = left = 0
         for identity in identities:
             self.catalogue.mark_deleted(name, identity)
-            if self._meta is not None:
-                self._meta.drop(identity)
-            removed += self.remove_deleted(name, identity).removed
-        return removed
+            done = self.remove_deleted(name, identity)
+            removed, left = removed + done.removed, left + done.left
+        return Deletion(removed, left)
 
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
-        """Remove the objects of a deleted dataset that no lease pins."""
+        """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
+        if not self.meta_is_lost:
+            self.meta.drop(identity)  # first: with the last object goes what it is found by
         done = remove_dataset(self.objects, self.snapshots, identity)
-        if done.left:
-            log.warning(
-                "%s: %d objects are left, since somebody is still reading it; "
-                "`dlcmd delete-dataset` or `dlcmd purge` removes them later",
-                *(name, done.left),
-            )
+        done.tell_left(name)
         return done
 
 
@@ -498,12 +498,14 @@ class WriteSession:
 
     def admit(self, preamble: bytes, header: bytes) -> Admitted:
         """`Repository.admit`, for the dataset that this session began on."""
-        return self._repository.admit(self.identity, preamble, header)
+        with self._explained():
+            return self._repository.admit(self.identity, preamble, header)
 
     def commit_all(self, chunks: Iterable[Admitted]) -> int:
         """`Repository.commit_all`, into the dataset that this session began on."""
         committed = list(chunks)
-        version = self._repository.commit_all(self.identity, committed)
+        with self._explained():
+            version = self._repository.commit_all(self.identity, committed)
         self._own.update((chunk.batch.chunk.id, None) for chunk in committed)
         return version
 
@@ -529,12 +531,13 @@ class WriteSession:
         metadata store has lost some meanwhile. The version."""
         own = list(self._own)
         self._marker()
-        self._repository.vouch(self.identity)
-        self._repository.commit_lost(self.identity, own)
-        while True:
-            version = self._acknowledge()
-            if not self._repository.commit_lost(self.identity, own):
-                return version
+        with self._explained():
+            self._repository.vouch(self.identity)
+            self._repository.commit_lost(self.identity, own)
+            while True:
+                version = self._acknowledge()
+                if not self._repository.commit_lost(self.identity, own):
+                    return version
 
     def _acknowledge(self) -> int:
         version = self._marker().version
@@ -556,13 +559,21 @@ class WriteSession:
             return
 
     def _marker(self) -> Marker:
-        try:
+        with self._explained():
             marker = self._repository.meta.marker(self.name)
-        except NoSuchDataset:
-            marker = None
-        if marker is None or marker.identity != self.identity:
+        if marker.identity != self.identity:
             raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
         return marker
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Who does not know the dataset says nothing of why: it is deleted, or has been lost."""
+        try:
+            yield
+        except NoSuchDataset:
+            if not self._repository.catalogue.is_deleted(self.identity):
+                raise self._repository._behind(self.name) from None
+            raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile") from None
 
 
 _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header: one request instead of two
@@ -583,17 +594,3 @@ def found(view: Snapshot, path: bytes) -> int:
     if index < 0:
         raise NoSuchPath(f"no {os.fsdecode(path)!r} in dataset {view.dataset!r}")
     return index
-
-
-__all__ = [
-    "CLOCK_ALLOWANCE_S",
-    "PUT_WINDOW_S",
-    "Admitted",
-    "DatasetInfo",
-    "PermissionDenied",
-    "Repository",
-    "StaleChunk",
-    "WriteSession",
-    "batch_of",
-    "found",
-]

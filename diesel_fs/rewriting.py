@@ -11,10 +11,11 @@ from dataclasses import replace
 from .chunk import damaged, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
 from .chunk_id import chunk_id_text
+from .commits import batch_of
 from .entries import ChunkId, shown
 from .errors import CorruptError, ObjectExists
 from .layout import chunk_object
-from .repository import Repository, WriteSession, batch_of
+from .repository import Repository, WriteSession
 
 log = logging.getLogger("diesel.housekeeping")
 

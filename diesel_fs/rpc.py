@@ -286,21 +286,25 @@ class Link(Calls):
             self._first = (self._first + 1) % len(self._addresses)
 
     def _connected(self, deadline: Deadline) -> Connection:
-        """A new connection to the first server that takes us; all are tried, more than once."""
+        """A new connection to the first server that takes us; all are tried, more than once, and
+        each has its share of the time: a machine that is gone is silent to the end of it."""
         patience = deadline if self._store is not None else deadline.sooner(self._open_s)
         pause_s = _PAUSE_S
         failed: list[Broken] = []
         while True:
             before, failed = failed, []
-            for k in range(len(self._addresses)):
-                at = (self._first + k) % len(self._addresses)
+            first, count = self._first, len(self._addresses)
+            for k in range(count):
+                at = (first + k) % count
+                share = patience.sooner(patience.left_s / (count - k))
                 try:
-                    connection = self._open_connection(self._addresses[at], patience)
+                    connection = self._open_connection(self._addresses[at], share)
                 except Broken as broken:
                     failed.append(broken)
                     continue
                 self._first = at
                 return connection
+            self._first = (first + 1) % count  # where the time ends now, the next call goes on
             if before and all(isinstance(broken.error, DeadlineError) for broken in failed):
                 failed = before  # the last attempt, which had little time, says less
             if all(broken.lasting for broken in failed) or not _paused(pause_s, patience):

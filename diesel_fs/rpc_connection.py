@@ -54,6 +54,14 @@ _KEEP_ALIVE = (  # a server whose machine is gone is noticed between requests, t
     (socket.TCP_KEEPCNT, 3),
 )
 
+_UNTRUSTED = "SSL_CERT_FILE names the authorities to trust"
+_CERTIFICATE_ADVICE = {  # by OpenSSL's X509_V_ERR_...
+    9: "if this machine's clock is right, the server needs another certificate",
+    10: "if this machine's clock is right, the server's certificate has to be renewed",
+    62: "name the server as its certificate does",
+    64: "name the server as its certificate does",
+}
+
 T = TypeVar("T")
 
 
@@ -244,7 +252,7 @@ class Connection:
             raise Broken(
                 MetadataError(
                     f"the certificate of {self.address} is refused: {error.verify_message}",
-                    advice="SSL_CERT_FILE names the authorities to trust",
+                    advice=_CERTIFICATE_ADVICE.get(error.verify_code, _UNTRUSTED),
                 ),
                 lasting=True,
             ) from error

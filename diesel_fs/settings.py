@@ -19,7 +19,7 @@ from .urls import SERVER_SCHEMES, parse_url
 KEY_FILE_BYTES_MAX = 4096
 
 READ_DEADLINE_S = 30.0
-"""How long a read may wait for the object store before it is an error (FAULTS, 6)."""
+"""How long a read may wait for the object store before it is an error: every call has an end."""
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -88,19 +88,31 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def _key_in(path: Path) -> bytes:
-    """The key in a file that is its user's alone. Raises ConfigError, PermissionDenied."""
+def private_text(path: Path, what: str, bytes_max: int) -> str:
+    """The text of a file that is its user's alone; of bytes that are not ASCII it has U+FFFD.
+
+    `what` is the file's content, in the words of errors. Raises ConfigError, also where it is
+    longer than `bytes_max`, and PermissionDenied where others may read it.
+    """
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
                 raise PermissionDenied(
-                    f"others may read the key in {path}", advice=f"chmod 600 {path}"
+                    f"others may read {what} in {path}", advice=f"chmod 600 {path}"
                 )
-            text = file.read(KEY_FILE_BYTES_MAX)
+            content = file.read(bytes_max + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {what} in {path}: {error.strerror}") from error
+    if len(content) > bytes_max:
+        raise ConfigError(f"{path} is too long for {what} (at most {bytes_max} bytes)")
+    return content.decode("ascii", errors="replace")
+
+
+def _key_in(path: Path) -> bytes:
+    """The key in a file. Raises ConfigError, PermissionDenied."""
+    text = private_text(path, "the key", KEY_FILE_BYTES_MAX)
     try:
-        return parse_key(text.decode("ascii", errors="replace"))
+        return parse_key(text)
     except ConfigError as error:
         error.message = f"{path} holds no key"
         raise
@@ -144,7 +156,7 @@ def runtime_folder() -> Path:
     if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
         folder = private_folder(Path(value) / "diesel")
     else:
-        folder = private_folder(state_folder() / "run")
+        folder = private_folder(state_folder() / f"run-{os.uname().nodename}")  # homes are shared
     if folder.lstat().st_mode & 0o077:
         raise PermissionDenied(f"others can enter {folder}", advice=f"chmod 700 {folder}")
     return folder

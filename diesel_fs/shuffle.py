@@ -50,6 +50,9 @@ GROUP_SIZE_DEFAULT = 100
 SEED_MAX = 2**63 - 1
 """Of seeds and epochs; also of the other numbers, that they fit a signed word."""
 
+WORLD_MAX = 1 << 20
+"""Ranks that a mount is asked for: more than any job has, and no product with it leaves 64 bits."""
+
 BATCH_FILES = 256
 """Files in a batch, where `quality` looks at batches."""
 

@@ -41,6 +41,7 @@ _RUN_MAX = (
 _MEMO_FOLDERS = 65_536  # then a memo starts afresh; about 15 MB
 _MEMO_PATH_BYTES = 512  # folders with longer paths are looked up anew each time
 _BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in the CPU's cache
+_BLOCK_ENTRIES = 1 << 20  # at once, where each has to be looked at
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
 _BUCKET_STEPS_MAX = 16  # then a bucket is searched by halves
 _KINDS = tuple(Kind)
@@ -139,7 +140,6 @@ class Snapshot:
         self.digest = header.digest
         self.entry_count = header.entries
         self.file_count = header.files
-        self.folder_count = header.folders
         self.byte_count = header.file_bytes
         self.chunk_count = header.chunks
         self.chunk_ids = ChunkIds(columns.chunk_id)
@@ -164,11 +164,6 @@ class Snapshot:
 
     def __len__(self) -> int:
         return self.entry_count
-
-    @property
-    def names_bytes(self) -> int:
-        """The bytes of all names together."""
-        return len(self._names) - len(layout.NAME_PADDING)
 
     @property
     def bytes_per_entry(self) -> float:
@@ -427,6 +422,26 @@ class Snapshot:
         chunk[many] = self.columns.extents["chunk"][chunk[many]]
         chunk[layout.kinds(flags) != Kind.FILE] = -1
         return chunk
+
+    def used_bytes(self) -> npt.NDArray[np.float64]:
+        """What of each chunk is contents of files, in stored bytes; shadowed files too. In parts:
+        a fraction of a second for 10 million entries, and little memory."""
+        columns, shadowed = self.columns, self.columns.shadowed
+        used = np.zeros(self.chunk_count)
+        plain = (columns.flags, columns.chunk, columns.stored)
+        hidden = (shadowed["flags"], shadowed["chunk"], shadowed["stored"])
+        for all_flags, chunk, stored in (plain, hidden):
+            for start in range(0, len(all_flags), _BLOCK_ENTRIES):
+                some = slice(start, start + _BLOCK_ENTRIES)
+                flags = all_flags[some]
+                is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY) == 0)
+                self._add_used(used, chunk[some][is_plain], stored[some][is_plain])
+        self._add_used(used, columns.extents["chunk"], columns.extents["stored"])
+        return used
+
+    def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
+        is_there = chunk < self.chunk_count  # else it is damaged, and whoever reads it finds out
+        used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
         """The indices of all files, ascending."""

@@ -78,7 +78,6 @@ def match(old: Snapshot, new: Snapshot) -> Match:
 
 def _met(old: Snapshot, new: Snapshot) -> Places:
     """By path and kind: candidates by their fingerprints, which depend on the path alone, checked
-
     by name and by folder, level by level.
     """
     candidates, several = _candidates(old, new)

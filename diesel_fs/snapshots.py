@@ -10,7 +10,6 @@ import errno
 import logging
 import mmap
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from .snapshot_layout import FRONT_BYTES, MAGIC_BYTES, Header, check_magic, pars
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
+from .whole_files import whole_file
 
 log = logging.getLogger("diesel.repository")
 
@@ -163,7 +163,10 @@ class SnapshotShelf:
         return keep_private(identity, version, [checked.buffer]) or checked
 
     def save(self, view: Snapshot, file: Path) -> None:
-        """Write a snapshot to a file of the user's: whole or not at all, durable on return."""
+        """Write a snapshot to a file of the user's: whole or not at all, durable on return.
+
+        Raises PermissionDenied, NoSpaceError; UsageError for a folder.
+        """
         try:
             _write_whole(file, [view.buffer], sync=True)
         except OSError as error:
@@ -325,26 +328,10 @@ def adopt(file: Path) -> Snapshot:
 
 
 def _write_whole(file: Path, parts: Sequence[Part], *, sync: bool) -> None:
-    """Write a file under a temporary name and rename it; `sync`: durably. Raises OSError."""
-    temporary = file.with_name(f".tmp-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb") as handle:
-            for part in parts:
-                handle.write(part)
-            handle.flush()
-            if sync:
-                os.fsync(handle.fileno())
-        temporary.rename(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if not sync:
-        return
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    """Write a file whole or not at all; `sync`: durably. Raises OSError, UsageError."""
+    with whole_file(file, sync=sync) as handle:
+        for part in parts:
+            handle.write(part)
 
 
 def _unwritable(file: Path, error: OSError) -> DieselError:

@@ -76,7 +76,8 @@ def parse_url(text: str) -> RepositoryUrl:
         raise ConfigError(f"bad repository URL {shown}: {error}") from None
     if "\0" in path:
         raise ConfigError(f"bad repository URL {shown}: no path holds a NUL byte")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    literal = parts.query.replace("+", "%2B")  # redis+cluster, not a form's space
+    query = dict(parse_qsl(literal, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
         raise ConfigError(
             f"bad repository URL: unknown parameter {unknown[0]!r}",

@@ -10,7 +10,7 @@ such a node is never given to other content.
 
 Concurrency: one trio task at a time calls in here. Only `read` waits, and what is asked of the
 hidden folder (`lookup_hidden`, `hidden_listing`); what they wait for runs in threads (for reads of
-the dataset `read_threads` of them) and touches nothing of this object.
+the dataset `READ_THREADS` of them) and touches nothing of this object.
 """
 
 import errno
@@ -31,8 +31,7 @@ import trio
 from .chunk_id import chunk_id_text
 from .entries import NAME_BYTES_MAX, Kind, shown
 from .errors import CorruptError, DeadlineError, DieselError, ObjectMissing
-from .hidden import HiddenFile as HiddenFile
-from .hidden import HiddenFolder, Readers
+from .hidden import HiddenFile, HiddenFolder, Readers
 from .nodes import (
     ABSENT,
     FOREVER_S,
@@ -133,7 +132,6 @@ class Vfs:
         residency: Callable[[], Mapping[str, object]] | None = None,
         besides: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
-        read_threads: int = READ_THREADS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.snapshot = snapshot
@@ -147,7 +145,7 @@ class Vfs:
         self._residency = residency
         self._besides = besides
         self._deadline_s = read_deadline_s
-        self._threads = trio.CapacityLimiter(read_threads)
+        self._threads = trio.CapacityLimiter(READ_THREADS)
         self._given_up: dict[int, float] = {}
         self._settled = trio.lowlevel.ParkingLot()
         self._clock = clock
@@ -234,7 +232,6 @@ class Vfs:
 
     def listing_from(self, folder: int, offset: int) -> tuple[int, int]:
         """Where a listing goes on that the kernel has come to an offset of: what to add to all of a
-
         folder's offsets, and the offset without it. In one version each is good for ever.
         """
         return 0, offset

@@ -1,28 +1,45 @@
 """The public surface is what the documents say: names, verbs, options, exit codes, modules, links.
 
-The documents are README.md and `cli/dlcmd/README.md`; the program's own tables are the other side.
+The documents are all pages of the tree; the programs' own tables and sources are the other side.
 """
 
+import ast
+import inspect
 import re
 import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
 import click
+import pytest
 
 import diesel_fs
 from diesel_fs import errors
+from diesel_fs.task.request import TaskWords
+from diesel_server import main as server
+from diesel_server import options as server_options
 from dlcmd import main
 from tests.cli.test_program import commands
 
 from .test_errors import all_kinds
-from .test_layers import modules
+from .test_house import FILES, SOURCES
+from .test_layers import UNITS, modules
 
 TREE = Path(__file__).resolve().parents[1]
-README = (TREE / "README.md").read_text(encoding="utf-8")
-REFERENCE = (TREE / "cli/dlcmd/README.md").read_text(encoding="utf-8")
+PAGES = [path for path in FILES if path.suffix == ".md"]
+PRODUCT = [path for path in FILES if path.relative_to(TREE).parts[0] != "tests"]
 
-OPTION = re.compile(r"(?<![\w-])--?[\w][\w-]*")
+
+def page(name: str) -> str:
+    """The text of a page."""
+    return (TREE / name).read_text(encoding="utf-8")
+
+
+README = page("README.md")
+REFERENCE = page("cli/dlcmd/README.md")
+
 CODE = re.compile(r"`([^`]*)`")
 
 
@@ -40,11 +57,26 @@ def words_of(cell: str) -> str:
     return " ".join(takewhile(str.islower, CODE.findall(cell)[0].split()))
 
 
-def options_of(command: click.Command) -> set[str]:
-    """All options of a command."""
+def metavar(option: click.Option) -> str:
+    """What a command's help writes behind an option; nothing behind a flag."""
+    if option.is_flag:
+        return ""
+    if isinstance(option.type, click.Choice):
+        return "|".join(map(str, option.type.choices))
+    return option.metavar or option.type.name.upper()
+
+
+def options_of(command: click.Command) -> dict[str, str]:
+    """All options of a command, with what is written behind each."""
     context = command.make_context(command.name, [], resilient_parsing=True)
-    names = {name for each in command.get_params(context) for name in each.opts}
-    return {name for name in names if name.startswith("-")}
+    found = [each for each in command.get_params(context) if isinstance(each, click.Option)]
+    return {name: metavar(each) for each in found for name in each.opts}
+
+
+def documented_options(text: str) -> dict[str, str]:
+    """The options among the code in a text, likewise."""
+    found = [code.partition(" ") for code in CODE.findall(text) if code.startswith("-")]
+    return {name: behind for name, _, behind in found}
 
 
 SHARED = options_of(main.program)
@@ -61,35 +93,76 @@ def test_all_that_is_public_resolves() -> None:
     assert set(diesel_fs.__all__) <= set(scope)
 
 
+def test_every_error_that_a_caller_can_meet_is_public() -> None:
+    tree = {kind.__name__ for kind in all_kinds() if kind.__module__ == errors.__name__}
+    assert {"DieselError", *tree} <= set(diesel_fs.__all__)
+
+
+def test_the_python_interface_is_documented() -> None:
+    """Each public name, each public part of a dataset, and no parameter that there is not."""
+    calls = [code for row in rows(README, "From Python") for code in CODE.findall(row[0])]
+    by_object = defaultdict(set)
+    for call in calls:
+        match = re.fullmatch(r"(?:(diesel_fs|ds)\.(\w+)|(len\(ds\)))(?:\((.*)\))?", call)
+        assert match, call
+        if match[3]:
+            continue
+        by_object[match[1]].add(match[2])
+        home = diesel_fs if match[1] == "diesel_fs" else diesel_fs.Dataset
+        if match[4] is not None:
+            known = set(inspect.signature(getattr(home, match[2])).parameters)
+            known |= TaskWords.__annotations__.keys() if "task" in known else set()
+            assert set(match[4].split(", ")) - {"", "..."} <= known, call
+    kinds = {kind.__name__ for kind in all_kinds()}
+    parts = {name for name in dir(diesel_fs.Dataset) if not name.startswith("_")}
+    assert by_object["ds"] == parts | {"name"}
+    assert by_object["diesel_fs"] == set(diesel_fs.__all__) - kinds
+
+
 def test_every_verb_and_its_options_are_documented() -> None:
-    """Exactly those: an option that is gone has to leave the page, too."""
+    """Exactly those, with what is written behind each: one that is gone has to leave the page."""
     documented = {
-        words_of(verb): set(OPTION.findall(options))
-        for verb, options, _ in rows(REFERENCE, "Verbs")
+        words_of(verb): documented_options(options) for verb, options, _ in rows(REFERENCE, "Verbs")
     }
     assert documented == {
-        name: options_of(command) - SHARED for name, command in commands().items()
-    }
-
-
-def test_the_words_that_an_option_takes_are_documented() -> None:
-    cells = {words_of(row[0]): row[1] for row in rows(REFERENCE, "Verbs")}
-    choices = [
-        (name, parameter.opts[0], parameter.type.choices)
+        name: {key: text for key, text in options_of(command).items() if key not in SHARED}
         for name, command in commands().items()
-        for parameter in command.params
-        if isinstance(parameter.type, click.Choice)
-    ]
-    assert len(choices) >= 3
-    for name, option, words in choices:
-        assert f"`{option} {'|'.join(words)}`" in cells[name]
+    }
+    assert documented["mount"]["--stale"] == "refuse|warn|allow"
 
 
 def test_the_options_of_all_verbs_are_documented() -> None:
     below = REFERENCE.partition("Before or after any verb:")[2].partition("\n## ")[0]
-    assert set(OPTION.findall(below)) == SHARED
+    assert documented_options(below) == SHARED
     for command in commands().values():
-        assert options_of(command) >= SHARED
+        assert options_of(command).items() >= SHARED.items()
+
+
+def test_the_options_of_the_server_are_documented() -> None:
+    cells = [row[0] for row in rows(page("server/diesel_server/README.md"), "Options")]
+    known = options_of(server.program)
+    for name in ("--version", "-h", "--help"):
+        del known[name]
+    assert documented_options(" ".join(cells)) == known
+
+
+def test_every_variable_of_the_environment_is_documented() -> None:
+    """And none that nothing reads."""
+    named = re.compile(r"\b(?:DIESEL|XDG)(?:_[A-Z]+)+\b(?!_)")
+    sources = [path for path in SOURCES if path in PRODUCT]
+    read = {name for path in sources for name in named.findall(path.read_text(encoding="utf-8"))}
+    read -= {server_options.PREFIX}
+    of_options = {
+        f"{server_options.PREFIX}{name[1:].replace('-', '_').upper()}"
+        for name in options_of(server.program)
+    }
+    written = {name for path in PAGES for name in named.findall(path.read_text(encoding="utf-8"))}
+    assert len(read) > 8
+    assert read <= written, read - written
+    assert written <= read | of_options, written - read - of_options
+    table = {name for row in rows(REFERENCE, "Environment and files") for name in row[:1]}
+    ours = {name for name in read if name.startswith("DIESEL_")} - of_options
+    assert ours <= set(named.findall(" ".join(table)))
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -100,9 +173,19 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_map_names_every_module() -> None:
-    """And none that is not there; a package stands for its modules."""
+    """And none that is not there, each in its layer; a package stands for its modules."""
     table = README.partition("| layer |")[2].partition("\n\n")[0]
-    named = {name.rstrip("/") for name in CODE.findall(table)} - {"diesel_fs"}
+    places = {
+        name: int(line[2])
+        for line in table.splitlines()
+        if re.match(r"\| \d( \||, )", line)
+        for name in CODE.findall(line)
+    }
+    assert len(places) > 30
+    for name, layer in places.items():
+        unit = UNITS.get(name) or UNITS.get(f"{name.rstrip('/')}/")
+        assert name == "cache/" or (unit and unit.layer == layer), (name, layer)
+    named = {name.rstrip("/") for name in CODE.findall(table) if "." not in name} - {"diesel_fs"}
     there = {name.split(".")[1] if "." in name else name for name in modules()} - {"diesel_fs"}
     programs = {"dlcmd", "diesel_server"}
     ours = {name.split(".")[1] for name in modules() if name.startswith("diesel_fs.")}
@@ -110,12 +193,95 @@ def test_the_map_names_every_module() -> None:
     assert named == ours | programs
 
 
-def test_links_lead_somewhere_and_targets_exist() -> None:
-    for page in (TREE / "README.md", TREE / "cli/dlcmd/README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), (page, target)
-    makefile = (TREE / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:`|^ *)make ([a-z]+)", README, re.MULTILINE))
-    assert {"demo", "test", "install", "lint", "bench"} <= named
+def prose(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(TREE)))
+def test_links_lead_somewhere_and_files_that_are_named_exist(path: Path) -> None:
+    text = prose(path.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (path.parent / target).exists(), target
+    there = [str(file) for file in FILES]
+    for name in CODE.findall(text):
+        if re.fullmatch(r"[\w./@-]+\.(py|md|sh|yaml)", name):
+            known = any(file.endswith(f"/{name}") for file in there)
+            assert known or (path.parent / name).exists(), name
+
+
+def test_pages_that_sources_name_exist() -> None:
+    there = {path.name for path in PAGES}
+    for path in SOURCES:
+        named = re.findall(r"\b([A-Z]{4,}\.md)\b", path.read_text(encoding="utf-8"))
+        assert set(named) <= there, path
+
+
+def test_targets_of_make_exist() -> None:
+    makefile = page("Makefile")
+    named = set(re.findall(r"(?:`|^ *)make\s+([a-z]+)", README, re.MULTILINE))
+    assert {"demo", "test", "install", "lint", "bench", "fuzz"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def defined(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """The functions in some sources."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node.name
+
+
+def spans_in(name: str) -> Iterator[tuple[str, str]]:
+    """First and last of each run of codes that a test's name begins with: `A1_to_A4_C3` has two."""
+    match = re.match(r"test_((?:[A-Z]\d+_(?:to_)?)+)", name)
+    for first, last in re.findall(r"([A-Z]\d+)_(?:to_([A-Z]\d+)_)?", match[1] if match else ""):
+        yield first, last or first
+
+
+def test_every_fault_that_a_test_names_is_described() -> None:
+    """And each that is described is carried by a test, or says by what it is shown, or why not."""
+    listed = re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", page("tests/FAULTS.md"), re.MULTILINE)
+    described = dict(listed)
+    assert len(described) == len(listed) > 150
+    names = [name for path, name in defined(SOURCES) if path not in PRODUCT]
+    assert [name for name in names if re.match(r"test_[a-z]\d+_", name)] == []
+    spans = [span for name in names for span in spans_in(name)]
+    assert {code for span in spans for code in span} <= described.keys()
+    carried = {
+        f"{first[0]}{number}"
+        for first, last in spans
+        for number in range(int(first[1:]), int(last[1:]) + 1)
+    }
+    for code, text in described.items():
+        assert text.endswith("."), code
+        shown = re.findall(r"`(tests/[^`]*)`", text.partition("Shown by ")[2])
+        assert (code in carried) + bool(shown) + ("Not shown by a test: " in text) == 1, code
+        assert all(re.search(rf"\b{code}\b", page(name)) for name in shown), code
+
+
+def left_out(tree: ast.AST) -> Iterator[str]:
+    """The fields of a message for which some code has a default."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(attr="flag" | "whole"), [ast.Constant(str(name)), *more]):
+                if more or "default" in {each.arg for each in node.keywords}:
+                    yield name
+
+
+def test_fields_that_a_request_may_leave_out_are_documented() -> None:
+    """`WIRE.md`, section 5: those that whoever reads a request has a default for."""
+    readers: list[ast.AST] = [
+        ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
+    ]
+    for name, parts in (
+        ("diesel_fs/task/registration.py", {"join_in", "_member"}),
+        ("diesel_fs/housekeeping.py", {"PurgeOptions"}),
+    ):
+        body = ast.parse(page(name)).body
+        readers += [each for each in body if getattr(each, "name", "") in parts]
+    found = {name for reader in readers for name in left_out(reader)}
+    said = page("diesel_fs/WIRE.md").partition("A field that is left out")[2].partition("*info*")[0]
+    assert len(found) > 8
+    assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # which are looked for by name

@@ -10,6 +10,8 @@ import pytest
 
 from diesel_fs import errors
 from diesel_fs.errors import DieselError
+from diesel_fs.messages import described
+from diesel_fs.storage.cloud_requests import ExpiredCredentials, StoreGone
 
 from .test_layers import modules
 
@@ -121,3 +123,13 @@ def test_an_error_of_another_process_is_known_again(name: str, kind: type[Diesel
     error = errors.revived(name, "what", "do this")
     assert type(error) is kind
     assert (error.message, error.advice) == ("what", "do this")
+
+
+def test_an_error_travels_as_a_kind_that_everybody_knows() -> None:
+    """What one module alone knows would be an error of no kind, exit 1, where that is missing."""
+    for kind, ancestor in (
+        (StoreGone, "ObjectStoreError"),
+        (ExpiredCredentials, "ObjectStoreRefused"),
+    ):
+        assert described(kind("words")) == {"error": ancestor, "message": "words", "advice": ""}
+    assert described(errors.NoSpaceError("words", advice="do"))["error"] == "NoSpaceError"

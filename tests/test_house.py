@@ -1,5 +1,7 @@
 """The house rules that no tool checks: what files may hold, names, sizes, and what is installed."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -76,6 +78,39 @@ def test_every_module_says_what_it_is() -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
     silent = [path for path, text in texts.items() if text and not text.startswith('"""')]
     assert silent == []
+
+
+def cut_sentences(source: str) -> list[str]:
+    """The paragraphs of docstrings after which a blank line stands in the middle of a sentence.
+
+    What is indented, or begins with a backslash or a bar, is code, a list or a table.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                *before, _ = re.split(r"\n\s*\n", inspect.cleandoc(text))
+                prose = [each for each in before if not each.startswith((" ", "\b", "|"))]
+                found += [each for each in prose if not re.search(r"[.:?!][)\"`]?$", each)]
+    return found
+
+
+def test_no_blank_line_cuts_a_sentence() -> None:
+    found = {str(path): cut_sentences(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {name: cut for name, cut in found.items() if cut} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("One,\n\nand two.", ["One,"]),
+        ("One.\n\nTwo;\n\nthree.", ["Two;"]),
+        ("One\ntwo (three).\n\nFour:\n\n    five\n\n|\bsix|\n\nseven", []),
+    ],
+)
+def test_a_cut_sentence_is_found(text: str, cut: list[str]) -> None:
+    for place in ("{}", "def f():\n {}", "class A:\n a = 1\n {}", "class A:\n def f(self):\n  {}"):
+        assert cut_sentences(place.format(repr(text))) == cut
 
 
 def test_every_folder_of_modules_is_a_package() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import ConfigError
-from diesel_fs.settings import Settings, load_settings
+from diesel_fs.credentials import Credentials, key_text
+from diesel_fs.errors import ConfigError, PermissionDenied
+from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
@@ -123,3 +124,27 @@ def test_N9_every_verb_says_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_path:
         said = dlcmd(*words, code=2)
         assert said.err == f"dlcmd: {config}: url must be a string\n"
     assert not os.path.lexists(dlcmd.store)
+
+
+def test_a_key_file_is_refused_rather_than_half_read(tmp_path: Path) -> None:
+    """Nor is one believed that others may read. No error shows what the file holds."""
+    file = tmp_path / "key"
+    settings = Settings("diesel://server", "ann", str(file))
+    with pytest.raises(ConfigError, match="cannot read the key"):
+        _ = settings.credentials
+    key = key_text(bytes(range(32)))
+    file.write_text(f"{key}\n")
+    file.chmod(0o640)
+    with pytest.raises(PermissionDenied, match="others may read the key"):
+        _ = settings.credentials
+    file.chmod(0o600)
+    assert settings.credentials == Credentials("ann", bytes(range(32)))
+    for content, words in (
+        (f"{key}{' ' * KEY_FILE_BYTES_MAX}".encode(), "too long for the key"),
+        (b"\xff" + key.encode(), "holds no key"),
+        (b"hush-hush", "holds no key"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=words) as refused:
+            _ = settings.credentials
+        assert "hush" not in str(refused.value)

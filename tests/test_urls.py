@@ -23,6 +23,10 @@ from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
             "gs://b/p?meta=rediss://u:p@h",
             RepositoryUrl("gs", host="b", prefix="p", meta="rediss://u:p@h"),
         ),
+        *(
+            (f"s3://b?meta={meta}", RepositoryUrl("s3", host="b", meta=meta))
+            for meta in ("redis+cluster://h:1", "redis+sentinel://u:p+q@h,i:2/main")
+        ),
         ("diesel://h:9300", RepositoryUrl("diesel", host="h:9300")),
         ("diesel+tls://a:1,b:2", RepositoryUrl("diesel+tls", host="a:1,b:2")),
     ],

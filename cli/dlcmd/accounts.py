@@ -4,9 +4,7 @@ A key is made here, shown once, and goes nowhere else: what travels and is kept 
 """
 
 import os
-import secrets
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -26,11 +24,10 @@ from diesel_fs.administration import Administration, open_administration
 from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
+from diesel_fs.whole_files import is_stdout, whole_file
 
-from .options import dataset, flags, global_options, verb
-from .output import count_text, emit, say, say_json
-
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
+from .options import HELP_NAMES, dataset, flags, global_options, verb
+from .output import count_text, emit, remark, say, say_json
 
 
 def _opened(*, create: bool = False) -> Administration:
@@ -42,7 +39,7 @@ def _opened(*, create: bool = False) -> Administration:
 
 
 @global_options
-@click.group("user", context_settings=_SETTINGS, no_args_is_help=False)
+@click.group("user", context_settings=HELP_NAMES, no_args_is_help=False)
 def user() -> None:
     """Users of a server: who they are, and by which keys they prove it.
 
@@ -56,7 +53,7 @@ def user() -> None:
     """
 
 
-@user.command("add", context_settings=_SETTINGS)
+@user.command("add", context_settings=HELP_NAMES)
 @click.argument("name", type=check_user_name, metavar="NAME")
 @click.option("--admin", is_flag=True, help="Administers all datasets and all accounts.")
 @click.option("--renew", is_flag=True, help="The user is there: another key, the same roles.")
@@ -105,8 +102,8 @@ def user_add(
         return
     if "key" in described:
         emit([f"{described['key']}\n".encode()])
-        _remark(f"this is the key of {name}; it is not shown again. To use it: write it to a file,")
-        _remark(f"chmod 600 it, and say --user {name} --key-file FILE")
+        remark(f"this is the key of {name}; it is not shown again. To use it: write it to a file,")
+        remark(f"chmod 600 it, and say --user {name} --key-file FILE")
     else:
         say(f"{'renewed' if renew else 'added'} {name}")
 
@@ -124,15 +121,7 @@ def _write_key(path: Path, seed: bytes) -> None:
         os.fsync(fd)
 
 
-def _remark(text: str) -> None:
-    """Words beside a result, which stands alone on stdout."""
-    if not flags().quiet:
-        with suppress(OSError, AttributeError, ValueError):
-            sys.stderr.write(f"dlcmd: {text}\n")
-            sys.stderr.flush()
-
-
-@user.command("rm", context_settings=_SETTINGS)
+@user.command("rm", context_settings=HELP_NAMES)
 @click.argument("name", type=check_user_name, metavar="NAME")
 def user_rm(name: str) -> None:
     """Remove a user. Who is logged in as that user is cut off within seconds.
@@ -146,14 +135,14 @@ def user_rm(name: str) -> None:
         if parse_url(flags().settings().repository_url).scheme not in SERVER_SCHEMES:
             left = accounts.accounts()
             if not any(account.admin for account in left.values()):
-                _remark("there is no administrator now: dlcmd user add NAME --admin")
+                remark("there is no administrator now: dlcmd user add NAME --admin")
     if flags().json:
         say_json({"removed": name})
     else:
         say(f"removed {name}")
 
 
-@user.command("ls", context_settings=_SETTINGS)
+@user.command("ls", context_settings=HELP_NAMES)
 def user_ls() -> None:
     """List users and their roles.
 
@@ -189,7 +178,7 @@ def _roles(account: Account) -> str:
     return " ".join((["admin"] if account.admin else []) + roles)
 
 
-@user.command("export", context_settings=_SETTINGS)
+@user.command("export", context_settings=HELP_NAMES)
 @click.argument("file", default="-", metavar="[FILE]")
 def user_export(file: str) -> None:
     """Write all accounts as text: names, public keys and roles. It lets nobody in.
@@ -202,33 +191,19 @@ def user_export(file: str) -> None:
     with _opened() as accounts:
         text = accounts.text()
     count = len(parse_accounts(text))
-    if file == "-":
+    path = Path(file)
+    if file == "-" or is_stdout(path):
         emit([text])
         return
-    _replace(Path(file), text)
+    with whole_file(path) as opened:
+        opened.write(text)
     if flags().json:
         say_json({"users": count, "file": file})
     else:
         say(f"wrote {count_text(count, 'user')} to {file}")
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(fd)
-        temporary.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-@user.command("import", context_settings=_SETTINGS)
+@user.command("import", context_settings=HELP_NAMES)
 @click.argument("file", metavar="FILE|-")
 @click.option("--replace", is_flag=True, help="Remove all users that are not in it.")
 def user_import(file: str, replace: bool) -> None:
@@ -254,8 +229,11 @@ def user_import(file: str, replace: bool) -> None:
 def _content(file: str) -> bytes:
     if file == "-":
         return sys.stdin.buffer.read(TEXT_BYTES_MAX + 1)
-    with open(file, "rb") as opened:
-        return opened.read(TEXT_BYTES_MAX + 1)
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(TEXT_BYTES_MAX + 1)
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a folder", advice="name the file of an export") from None
 
 
 for _command in user.commands.values():

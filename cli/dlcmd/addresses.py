@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import click
+
 from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
@@ -15,9 +17,12 @@ from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 
 from .options import ALL_VERSIONS, dataset, flags, versioned
+from .output import remark
 
 MEMORY_BYTES = 256 << 20
 """Chunks that a verb keeps while it reads contents."""
+
+_OLD_VIEW = f"{__name__}.old_view"  # whether a command has said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,15 @@ class Address:
         """The version that is meant. Raises NotFoundError."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
-        return repository.view(self.dataset)
+        view = repository.view(self.dataset)
+        said = click.get_current_context().meta  # of this command
+        if repository.meta_problem is not None and not said.get(_OLD_VIEW):
+            said[_OLD_VIEW] = True
+            remark(
+                f"{repository.meta_problem.message}: this is version {view.version} of"
+                f" {self.dataset}, the newest snapshot"
+            )
+        return view
 
 
 def address(text: str) -> Address:

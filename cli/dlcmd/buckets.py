@@ -5,33 +5,61 @@ Imported when one is put: it brings the library that speaks to such stores.
 
 import time
 from collections.abc import Iterator
+from functools import cached_property
 
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectMissing, ObjectStoreError
 from diesel_fs.storage.cloud_place import parse_place
-from diesel_fs.storage.cloud_requests import ChangedObject, CloudRequests, EmptyRange, Found
+from diesel_fs.storage.cloud_requests import (
+    ChangedObject,
+    CloudRequests,
+    EmptyRange,
+    Found,
+    UnlistableKey,
+)
 from diesel_fs.storage.retries import Clock, Retrying, RetryPolicy
 from diesel_fs.urls import RepositoryUrl
 from diesel_fs.writer import BucketObject
 
-_READ_S = 60.0
+_POLICY = RetryPolicy()
 
 
 class CloudBucket:
-    """The objects below a prefix of a bucket, as a source of `put_bucket`."""
+    """The objects below a prefix of a bucket, or the one at just that key, as a source of
+    `put_bucket`."""
 
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends nothing yet. Raises ConfigError."""
+        self._url = url
         self._requests = CloudRequests(parse_place(url.place))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
 
+    @cached_property
+    def one(self) -> Found | None:
+        """The object at the very key that the URL names, where nothing lies below that as a
+        prefix. Asks the store."""
+        key = self._url.prefix
+        if not key or next(self._listed(), None) is not None:
+            return None
+        try:
+            return self._retrying(0).call(lambda: self._requests.head(key))
+        except ObjectMissing:
+            return None
+
     def objects(self) -> Iterator[BucketObject]:
-        """All of them, as the store lists them.
+        """All of them, as the store lists them. Raises NotFoundError where nothing is there.
 
         What consoles make to show a folder is an empty object named like it: where something lies
         below, its key gets its slash back, which the library takes off.
         """
+        if (one := self.one) is not None:
+            yield BucketObject(b"", one.bytes, one.modified_ns, one.etag or "")
+            return
         last: BucketObject | None = None
+        is_there = not self._prefix  # of a bucket that is not there the store says so itself
         for found in self._listed():
+            is_there = True
+            if not found.key.startswith(self._prefix):
+                continue  # what consoles make of the prefix itself, which lost its slash
             key = found.key.removeprefix(self._prefix).encode()
             if last is not None and last.key == key:
                 continue  # told twice
@@ -41,20 +69,23 @@ class CloudBucket:
             last = BucketObject(key, found.bytes, found.modified_ns, found.etag or "")
         if last is not None:
             yield last
+        if not is_there:
+            raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
     def _listed(self) -> Iterator[Found]:
         """The listing, begun again behind its last key where it breaks."""
-        after, retrying = "", _retrying()
+        after, retrying = "", self._retrying(0)
         while True:
             try:
                 for page in self._requests.pages(self._prefix.rstrip("/"), after):
                     for found in page:
-                        if not found.key.startswith(self._prefix):
-                            continue
                         after = found.key
                         yield found
-                    retrying = _retrying()
+                    retrying = self._retrying(0)
                 return
+            except UnlistableKey as error:
+                error.advice = "rename or remove that object, or put the prefixes beside it"
+                raise
             except ObjectStoreError as error:
                 retrying.failed(error)
 
@@ -63,9 +94,11 @@ class CloudBucket:
 
         Raises NotFoundError where it is gone, ConflictError where it has changed.
         """
-        key, content = self._prefix + found.key.decode(), bytearray(size)
-        until_s = time.monotonic() + _READ_S
-        _retrying().call(lambda: self._read(key, found.tag, start, memoryview(content), until_s))
+        key = self._prefix + found.key.decode() if found.key else self._url.prefix
+        content, until_s = bytearray(size), time.monotonic() + _POLICY.deadline_for(size)
+        self._retrying(size).call(
+            lambda: self._read(key, found.tag, start, memoryview(content), until_s)
+        )
         return bytes(content)
 
     def _read(self, key: str, tag: str, start: int, room: memoryview, until_s: float) -> None:
@@ -77,6 +110,10 @@ class CloudBucket:
         except (ChangedObject, EmptyRange) as error:
             raise ConflictError(f"it changed while it was being read: {error.message}") from None
 
-
-def _retrying() -> Retrying:
-    return Retrying(RetryPolicy(), Clock(), deadline_s=_READ_S, attempt_s=0.0)
+    def _retrying(self, size: int) -> Retrying:
+        return Retrying(
+            _POLICY,
+            Clock(),
+            deadline_s=_POLICY.deadline_for(size),
+            attempt_s=self._requests.limits.attempt_s(size, put=False),
+        )

@@ -47,11 +47,6 @@ class Bar:
         self._rich.stop()
 
 
-def bar(title: str) -> Bar:
-    """A bar that has been begun."""
-    return Bar(title)
-
-
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
     """A table on stdout; the columns in `numbers` stand to the right."""
     drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)

@@ -1,10 +1,9 @@
 """`dlcmd get` and `dlcmd cat`."""
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +14,7 @@ from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, PermissionDenied, UsageError
 from diesel_fs.extract import GetReport
 from diesel_fs.repository import Repository, found
+from diesel_fs.whole_files import is_stdout, whole_file
 
 from .addresses import Address, opened, reading, versioned_address
 from .options import flags, verb
@@ -41,7 +41,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
     """
     if (dest is None) == (tar is None):
         raise UsageError("get takes either DEST or --tar FILE", advice="see --help")
-    to_stdout = tar == "-"
+    to_stdout = tar is not None and (tar == "-" or is_stdout(Path(tar)))
     with opened() as repository, shown_progress(f"get {source}") as show:
 
         def progress(report: GetReport) -> None:
@@ -51,7 +51,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
         view = source.view(repository)
         with reading(repository, view) as reader:
             if tar is not None:
-                with _tar_file(tar, force=force) as out:
+                with _tar_file("-" if to_stdout else tar, force=force) as out:
                     report = extract.get_tar(view, reader, source.path, out, progress)
             else:
                 where = _destination(repository, str(dest), view.name(found(view, source.path)))
@@ -82,20 +82,15 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     path = Path(name)
-    if path.exists() and not force:
+    if path.is_file() and not force:
         raise ConflictError(f"{name} is there", advice="--force replaces it")
-    temporary = path.with_name(f".dlcmd-{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
+        with whole_file(path, mode=0o666, sync=False) as file:
             yield file
-        temporary.rename(path)
     except OSError as error:
-        if error.filename in (str(temporary), temporary):
+        if error.filename in (name, path):
             raise PermissionDenied(f"cannot write {name}: {error.strerror}") from error
         raise
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:

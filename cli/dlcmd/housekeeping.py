@@ -44,6 +44,7 @@ _PARAMETERS = (
     click.option(
         "--max-unused",
         type=share,
+        metavar="PERCENT",
         default="5%",
         show_default=True,
         help="Rewrite chunks of which more than that is unused.",

@@ -5,18 +5,17 @@ import stat as modes
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
-from typing import Protocol, cast
 
 import click
 import numpy as np
 
 from diesel_fs import housekeeping
 from diesel_fs import snapshot_layout as layout
+from diesel_fs.catalogue import DatasetInfo
 from diesel_fs.chunk_id import chunk_id_text, id_seconds
 from diesel_fs.entries import Codec, Kind, Stat, shown
 from diesel_fs.errors import DieselError, UsageError
-from diesel_fs.repository import DatasetInfo, Repository, found
+from diesel_fs.repository import Repository, found
 from diesel_fs.snapshot import Indices, Snapshot
 from diesel_fs.snapshots import KeptVersion
 
@@ -27,12 +26,6 @@ from .output import Value, bytes_text, emit, json_name, name_line, say_json, tim
 _SECOND_NS = 1_000_000_000
 _BATCH = 4096
 _KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: modes.S_IFDIR}
-
-
-class _Drawing(Protocol):
-    def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
-    ) -> None: ...
 
 
 @verb("ls")
@@ -90,9 +83,10 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
         published = time_text(each.published_ns / _SECOND_NS)
         rows.append([str(each.version), published, str(each.files), str(each.bytes)])
     if sys.stdout.isatty():
-        drawing = cast("_Drawing", import_module("dlcmd.drawing"))
+        from .drawing import table  # noqa: PLC0415  # rich takes 0.1 s to import
+
         columns = ("version", "published", "files", "bytes")
-        drawing.table(columns, rows, columns[2:])
+        table(columns, rows, columns[2:])
     else:
         emit("\t".join(row).encode() + b"\n" for row in rows)
 
@@ -109,8 +103,9 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
     columns = ("name", "files", "bytes", "chunks", "version", "created")
     rows = [_dataset_row(info) for info in found_datasets]
     if sys.stdout.isatty():
-        drawing = cast("_Drawing", import_module("dlcmd.drawing"))
-        drawing.table(columns, rows, columns[1:5])
+        from .drawing import table  # noqa: PLC0415  # as above
+
+        table(columns, rows, columns[1:5])
     else:
         emit("\t".join(row).encode() + b"\n" for row in rows)
 

@@ -24,7 +24,7 @@ from typing import NoReturn
 import click
 
 from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied
-from dlcmd.options import Flags, global_options
+from dlcmd.options import HELP_NAMES, Flags, global_options
 from dlcmd.output import complain
 
 VERBS = {
@@ -83,7 +83,7 @@ class _Verbs(click.Group):
 
 
 @global_options
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Verbs, context_settings=HELP_NAMES)
 def program() -> None:
     """Packs datasets of many small files into chunks, and serves them to training jobs.
 

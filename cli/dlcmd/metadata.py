@@ -9,6 +9,7 @@ from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset
 from diesel_fs.recovery import Findings
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
+from diesel_fs.whole_files import is_stdout
 
 from .addresses import Address, opened
 from .options import dataset, flags, time, verb, versioned
@@ -32,6 +33,9 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
     name, version = target
     with opened() as repository:
         view = Address(name, version=version).view(repository)
+        if is_stdout(file):
+            emit([view.buffer])
+            return
         repository.snapshots.save(view, file)
     if flags().json:
         say_json({**_described(view), "file": str(file)})
@@ -82,8 +86,7 @@ def _state(view: Snapshot) -> str:
             info = repository.dataset(view.dataset)
             if info.identity != view.identity:
                 return "of another dataset that had this name"
-            known = info.marker.version if info.marker else 0
-            current = max(known, repository.snapshots.newest(info.identity))
+            current = repository.newest_known(info)
     except NoSuchDataset:
         return "of a dataset that this repository does not have"
     except DieselError as error:

@@ -1,11 +1,13 @@
 """`dlcmd mount`, `umount` and `stats`. Imports no numpy: a mount is to be there at once."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 import click
 
+from diesel_fs.errors import UsageError
 from diesel_fs.fuse import MountRequest, mount_in_foreground
 from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
@@ -19,26 +21,44 @@ from .output import emit, say, say_json
 
 def octal(text: str) -> int:
     """A mask of permission bits, as for umask(1)."""
+    if not re.fullmatch("[0-7]{1,4}", text):
+        raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
 
 
 @verb("mount")
 @click.argument("target", type=versioned, metavar="DATASET[@VERSION]")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--snapshot", type=click.Path(path_type=Path), help="Go by this snapshot file.")
+@click.option(
+    "--snapshot", type=click.Path(path_type=Path), metavar="FILE",
+    help="Mount the version of this snapshot file, which `save-meta` has written.",
+)  # fmt: skip
 @click.option(
     "--stale",
     type=click.Choice(["refuse", "warn", "allow"]),
     default="warn",
     show_default=True,
-    help="What to do where that is not the current version.",
+    help="What to do where the version of --snapshot is not the current one.",
 )
-@click.option("--offline", is_flag=True, help="Do not ask for the current version.")
-@click.option("--follow", is_flag=True, help="Go over to newer versions as they come.")
-@click.option("--session", type=click.Choice(["auto", "kernel", "pyfuse3"]), default="auto")
 @click.option(
-    "--memory", type=size, default="0", help="For contents.  [default: half of what is free]"
+    "--offline", is_flag=True,
+    help="With --snapshot: do not ask whether its version is the current one.",
+)  # fmt: skip
+@click.option("--follow", is_flag=True, help="Go over to newer versions as they come.")
+@click.option(
+    "--session",
+    type=click.Choice(["auto", "kernel", "pyfuse3"]),
+    default="auto",
+    show_default=True,
+    help="What speaks FUSE to the kernel: kernel makes contents resident before they are read,"
+    " pyfuse3 does not; auto takes pyfuse3 only where the kernel lacks what the other needs.",
 )
+@click.option(
+    "--memory", type=size, default="0",
+    help="Memory for contents, the kernel's pages of them included. An eighth, 256M at most, is"
+    " the mount's own; with --task, three quarters of the rest are for the chunks that the node's"
+    " master holds.  [default: half of what is free]",
+)  # fmt: skip
 @click.option(
     "--policy",
     type=click.Choice(["on-demand", "oneshot"]),
@@ -46,39 +66,63 @@ def octal(text: str) -> int:
     show_default=True,
     help="Make chunks resident when they are first read, or all from the start.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of the order in .diesel/filelist.")
 @click.option(
-    "--group-size", type=click.IntRange(1),
-    help="Chunks whose files are shuffled together there.  [default: 100]",
+    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True,
+    help="Number by which the orders in .diesel/filelist are drawn.",
+)  # fmt: skip
+@click.option(
+    "--group-size", type=click.IntRange(1), metavar="N",
+    help="How many chunks have their files shuffled together there.  [default: 100]",
 )  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
-@click.option("--uid", type=click.IntRange(0), help="Owner that is shown.  [default: you]")
-@click.option("--gid", type=click.IntRange(0), help="Group that is shown.  [default: yours]")
-@click.option("--umask", type=octal, default="0", help="Bits taken from the modes that are shown.")
-@click.option("--task", metavar="NAME", default="", help="Read through this task's cache.")
 @click.option(
-    "--task-key-file", type=click.Path(path_type=Path),
+    "--uid", type=click.IntRange(0), metavar="N", help="Owner that is shown.  [default: you]"
+)
+@click.option(
+    "--gid", type=click.IntRange(0), metavar="N", help="Group that is shown.  [default: yours]"
+)
+@click.option(
+    "--umask", type=octal, default="0", show_default=True,
+    help="Bits taken from the modes that are shown.",
+)  # fmt: skip
+@click.option(
+    "--task", metavar="NAME", default="",
+    help="Read through the cache that the nodes of this training task share.",
+)  # fmt: skip
+@click.option(
+    "--task-key-file", type=click.Path(path_type=Path), metavar="FILE",
     help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
 )  # fmt: skip
 @click.option(
-    "--rank", type=click.IntRange(0), help="Of this node.  [default: as SLURM or torchrun say]"
-)
-@click.option("--world", type=click.IntRange(1), help="How many nodes.  [default: likewise, or 1]")
-@click.option("--peers", default="", help="host:port,... of all nodes, where there is no Redis.")
+    "--rank", type=click.IntRange(0), metavar="N",
+    help="Which of the task's nodes this one is, from 0 on.  [default: as SLURM or torchrun say]",
+)  # fmt: skip
+@click.option(
+    "--world", type=click.IntRange(1), metavar="N",
+    help="How many nodes the task has.  [default: as SLURM or torchrun say, else 1]",
+)  # fmt: skip
+@click.option(
+    "--peers", metavar="HOST:PORT,...", default="",
+    help="Where all nodes listen, in the order of their ranks; needed where there is no Redis.",
+)  # fmt: skip
 @click.option(
     "--listen", metavar="HOST:PORT", default="",
-    help="For other nodes.  [default: where this machine reaches the server or Redis]",
+    help="Where this node waits for the others.  [default: as --peers says of it, else the address"
+    " by which this machine reaches the server or Redis]",
 )  # fmt: skip
 @click.option(
-    "--advertise", metavar="HOST[:PORT]", default="", help="What other nodes are told instead."
-)
-@click.option(
-    "--cache-dir", type=click.Path(path_type=Path), help="Keep chunks here, too, also for the next"
-    " job: what is in memory when it ends is written here. Of a node alone where no task is named.",
+    "--advertise", metavar="HOST[:PORT]", default="",
+    help="Where the other nodes are told to find this one, if not at --listen.",
 )  # fmt: skip
 @click.option(
-    "--cache-size", type=size, default="0", help="How much there.  [default: half of what is free]"
-)
+    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep chunks in this folder, too, also for the next job: what is in memory when the task"
+    " ends is written there. Without --task it is a cache of this node alone.",
+)  # fmt: skip
+@click.option(
+    "--cache-size", type=size, default="0",
+    help="How large --cache-dir may get.  [default: half of what is free there and what it holds]",
+)  # fmt: skip
 @click.option(
     "--evict",
     type=click.Choice(["lru", "lfu", "none"]),
@@ -87,7 +131,12 @@ def octal(text: str) -> int:
     help="What goes where the task's cache is full.",
 )
 @click.option("--peer-tls", is_flag=True, help="Encrypt what nodes of the task send each other.")
-@click.option("--log-file", type=click.Path(path_type=Path), help="Where the daemon logs.")
+@click.option(
+    "--log-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Where the mount logs. A task's master always logs to a file in the folder that is the"
+    " default.  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
+    " --foreground stderr]",
+)  # fmt: skip
 @click.option("-f", "--foreground", is_flag=True, help="Stay, until it is unmounted.")
 def mount(
     target: tuple[str, int],

@@ -17,6 +17,8 @@ from diesel_fs.errors import UsageError
 from diesel_fs.names import check_dataset_name
 from diesel_fs.settings import Settings, load_settings, parse_size
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
 _P = ParamSpec("_P")
 _Command = TypeVar("_Command", bound=click.Command)
 
@@ -55,20 +57,27 @@ def _remember(context: click.Context, option: click.Parameter, value: str | bool
 
 
 _GLOBAL = (
-    (("--url",), False, "The repository.  [env: DIESEL_URL; default: your own]"),
-    (("--user",), False, "The account on a server.  [env: DIESEL_USER]"),
-    (("--key-file",), False, "A file with the account's key.  [or env: DIESEL_KEY]"),
-    (("--json",), True, "Results as JSON on stdout."),
-    (("-q", "--quiet"), True, "Say nothing but errors."),
-    (("-v", "--verbose"), True, "Say more of errors."),
+    (("--url",), "URL", "The repository.  [env: DIESEL_URL; default: your own]"),
+    (("--user",), "NAME", "The account on a server.  [env: DIESEL_USER]"),
+    (("--key-file",), "FILE", "A file with the account's key.  [or env: DIESEL_KEY]"),
+    (("--json",), None, "Results as JSON on stdout."),
+    (("-q", "--quiet"), None, "Say nothing but errors."),
+    (("-v", "--verbose"), None, "Say more of errors."),
 )
 
 
 def global_options(command: _Command) -> _Command:
     """Give a command the options that may stand before or after the verb."""
     command.params += [
-        click.Option(names, is_flag=is_flag, help=text, expose_value=False, callback=_remember)
-        for names, is_flag, text in _GLOBAL
+        click.Option(
+            names,
+            is_flag=metavar is None,
+            metavar=metavar,
+            help=text,
+            expose_value=False,
+            callback=_remember,
+        )
+        for names, metavar, text in _GLOBAL
     ]
     return click.version_option(diesel_fs.__version__, prog_name="dlcmd")(command)
 
@@ -77,8 +86,7 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
     """Make a function the verb `name`; its docstring is the help, with examples."""
 
     def made(function: Callable[_P, None]) -> click.Command:
-        settings = {"help_option_names": ["-h", "--help"]}
-        return global_options(click.command(name, context_settings=settings)(function))
+        return global_options(click.command(name, context_settings=HELP_NAMES)(function))
 
     return made
 

@@ -31,6 +31,14 @@ def say(text: str) -> None:
         emit([text.encode("utf-8", "surrogateescape") + b"\n"])
 
 
+def remark(text: str) -> None:
+    """Words beside a result, on stderr, unless -q."""
+    if not flags().quiet:
+        with suppress(OSError, AttributeError, ValueError):
+            sys.stderr.write(f"dlcmd: {text}\n")
+            sys.stderr.flush()
+
+
 def say_json(value: object) -> None:
     """A result as one line of JSON."""
     emit([json.dumps(value).encode() + b"\n"])

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol
 
 from .options import flags
 from .output import say_json
@@ -27,10 +26,6 @@ class Progress:
 Show = Callable[[Progress], None]
 
 
-class _Drawing(Protocol):
-    def bar(self, title: str) -> "_Bar": ...
-
-
 class _Bar(Protocol):
     def draw(self, progress: Progress) -> None: ...
     def close(self) -> None: ...
@@ -43,8 +38,9 @@ def shown_progress(title: str) -> Iterator[Show]:
     if found.json and not found.quiet:
         yield _Lines(time.monotonic()).report
     elif not found.quiet and sys.stderr is not None and sys.stderr.isatty():
-        drawing = cast("_Drawing", import_module("dlcmd.drawing"))  # rich takes 0.1 s to import
-        bar = drawing.bar(title)
+        from .drawing import Bar  # noqa: PLC0415  # rich takes 0.1 s to import
+
+        bar = Bar(title)
         try:
             yield _Seldom(bar).draw
         finally:

@@ -35,12 +35,14 @@ from .progress import Progress, shown_progress
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where files come from: a folder or file, or of a folder only `paths`; a tar; a bucket."""
+    """Where files come from: a folder or file, or of a folder only `paths`; a tar; a bucket, or
+    one object of it, which is `file_name` without its prefix."""
 
     name: str
     tar: BinaryIO | None = None
     paths: list[bytes] | None = None
     bucket: Bucket | None = None
+    file_name: bytes = b""
 
 
 @verb("put")
@@ -50,13 +52,23 @@ class Source:
 @click.option("-n", "--dry-run", is_flag=True, help="Change nothing; say how much there is to do.")
 @click.option("--allow-empty", is_flag=True, help="Let --delete go by an empty SRC, too.")
 @click.option("--checksum", is_flag=True, help="Compare contents, not only size and mtime.")
-@click.option("--jobs", type=click.IntRange(1, JOBS_MAX), help="Packing processes.  [cores + 1]")
-@click.option("--chunk-size", type=size, help="64K to 1G.  [default: 4M]")
-@click.option("--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True)
+@click.option(
+    "--jobs", type=click.IntRange(1, JOBS_MAX), metavar="N",
+    help="How many processes pack.  [default: cores + 1]",
+)  # fmt: skip
+@click.option(
+    "--chunk-size", type=size,
+    help="How many bytes of contents go into one chunk, 64K to 1G.  [default: 4M]",
+)  # fmt: skip
+@click.option(
+    "--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True,
+    help="How contents are stored: lz4 compresses each that gets smaller by it, auto those of which"
+    " a sample does, none leaves all as they are.",
+)  # fmt: skip
 @click.option("--include", multiple=True, metavar="GLOB", help="Put only files that match one.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders.")
 @click.option("--files-from", default="", metavar="FILE|-", help="Put only the paths listed there.")
-@click.option("-0", "nul", is_flag=True, help="They end in NUL, not in a newline.")
+@click.option("-0", "nul", is_flag=True, help="Those paths end in NUL, not in a newline.")
 def put(
     words: tuple[str, ...],
     tar: str | None,
@@ -142,7 +154,10 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
             raise UsageError("--files-from goes with a folder, not with a bucket")
         from .buckets import CloudBucket  # noqa: PLC0415  # it takes a tenth of a second
 
-        yield Source(name, bucket=CloudBucket(parse_url(name)))
+        url = parse_url(name)
+        bucket = CloudBucket(url)
+        one = b"" if bucket.one is None else os.fsencode(url.prefix.rpartition("/")[2])
+        yield Source(name, bucket=bucket, file_name=one)
         return
     path = Path(name)
     if not path.exists():
@@ -151,7 +166,9 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
         raise UsageError(f"{name} is neither a file nor a folder")
     if names_from and not path.is_dir():
         raise UsageError(f"--files-from goes with a folder, and {name} is none")
-    yield Source(name, paths=_listed(names_from, nul) if names_from else None)
+    file_name = b"" if path.is_dir() else os.fsencode(path.name)
+    paths = _listed(names_from, nul) if names_from else None
+    yield Source(name, paths=paths, file_name=file_name)
 
 
 @contextmanager
@@ -180,15 +197,15 @@ def _put(
     progress: Report,
 ) -> PutReport:
     name, path = target.dataset, target.path
+    if source.file_name and (target.into or _is_folder(repository, target)):
+        path = join(path, source.file_name)
     if source.tar is not None:
         return put_tar(repository, name, source.tar, path, options, progress)
     if source.bucket is not None:
         return put_bucket(repository, name, source.bucket, path, options, progress)
     folder = Path(source.name)
-    if folder.is_dir():
+    if not source.file_name:
         return put_tree(repository, name, folder, path, options, progress, source.paths, PROGRAM)
-    if target.into or _is_folder(repository, target):
-        path = join(path, os.fsencode(folder.name))
     return put_file(repository, name, folder, path, options, progress)
 
 

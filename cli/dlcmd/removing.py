@@ -76,8 +76,8 @@ def delete_dataset(name: str, yes: bool) -> None:
         if not yes:
             repository.dataset(name)
             raise UsageError(f"this deletes {name} for ever", advice="say so with --yes")
-        removed = repository.delete_dataset(name)
+        done = repository.delete_dataset(name)
     if flags().json:
-        say_json({"dataset": name, "objects_removed": removed})
+        say_json({"dataset": name, "objects_removed": done.removed, "objects_left": done.left})
     else:
-        say(f"deleted {name}: {count_text(removed, 'object')}")
+        say(f"deleted {name}: {count_text(done.removed, 'object')}")

@@ -4,8 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import import_module
-from typing import Protocol, cast
 
 import click
 
@@ -24,26 +22,29 @@ _BATCH = 4096
 _COLUMNS = ("measure", "this order", "full shuffle")
 
 
-class _Drawing(Protocol):
-    def table(
-        self,
-        columns: tuple[str, ...],
-        rows: list[tuple[str, ...]],
-        numbers: tuple[str, ...],
-    ) -> None: ...
-
-
 @verb("shuffle")
 @click.argument("target", type=address, metavar="DATASET[/path]")
-@click.option("--seed", type=int, required=True, help="The same for all ranks and epochs.")
-@click.option("--epoch", type=int, required=True, help="From 0 on; each has another order.")
 @click.option(
-    "--group-size", type=int, default=GROUP_SIZE_DEFAULT, show_default=True,
-    help="Chunks whose files are shuffled together.",
+    "--seed", type=int, metavar="N", required=True,
+    help="Number by which the orders are drawn: the same for all ranks and epochs.",
+)  # fmt: skip
+@click.option(
+    "--epoch", type=int, metavar="N", required=True,
+    help="Number of the epoch, from 0 on; each has another order.",
+)  # fmt: skip
+@click.option(
+    "--group-size", type=int, metavar="N", default=GROUP_SIZE_DEFAULT, show_default=True,
+    help="How many chunks have their files shuffled together.",
 )  # fmt: skip
 @click.option("--full", is_flag=True, help="All chunks in one group.")
-@click.option("--rank", type=int, default=0, help="Of the parts that of this rank, from 0 on.")
-@click.option("--world", type=int, default=1, help="How many ranks there are.")
+@click.option(
+    "--rank", type=int, metavar="N", default=0, show_default=True,
+    help="Whose part of the order to print, from 0 on.",
+)  # fmt: skip
+@click.option(
+    "--world", type=int, metavar="N", default=1, show_default=True,
+    help="How many ranks the order is cut into parts for.",
+)  # fmt: skip
 @click.option("--drop-last", is_flag=True, help="Leave a remainder out; else it is filled up.")
 @click.option("-0", "nul", is_flag=True, help="Paths end in NUL, not in a newline.")
 @click.option("--quality", is_flag=True, help="Show how random the order is, not the order.")
@@ -138,7 +139,8 @@ def _show(measured: Quality) -> None:
         ("chunks open at once", f"{measured.chunks_open_max}", f"{measured.chunks}"),
     ]
     if sys.stdout.isatty():
-        drawing = cast("_Drawing", import_module("dlcmd.drawing"))
-        drawing.table(_COLUMNS, rows, _COLUMNS[1:])
+        from .drawing import table  # noqa: PLC0415  # rich takes 0.1 s to import
+
+        table(_COLUMNS, rows, _COLUMNS[1:])
     else:
         emit("\t".join(row).encode() + b"\n" for row in rows)

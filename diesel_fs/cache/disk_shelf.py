@@ -13,7 +13,8 @@ Nothing is synced: a chunk is checked whole when it comes and when a process rea
 time, so whatever a crash leaves is found. Whoever makes or removes files holds the lock on
 `.diesel-cache`; readers take no lock that they would wait for. A process may die anywhere: what it
 had reserved is freed by the next who needs room. Where the disk fails, the shelf rests for a while
-and has no chunks. Any thread, any process of this machine; not in forked children.
+and has no chunks. What has a chunk's name and is no regular file is none, and goes, but for folders
+with something in them. Any thread, any process of this machine; not in forked children.
 """
 
 import contextlib
@@ -40,14 +41,12 @@ from ..settings import private_folder
 from ..storage.folder import FolderStore
 from ..storage.objects import ObjectStore, StoreWrapper
 from .shelves import ChunkKey, Held, Place, Shelf, check_whole
+from .trouble import Trouble
 
 log = logging.getLogger("diesel.cache")
 
 FREE_FRACTION_MIN = 0.05
 """Of the file system: what others need of it goes before the cache (and nearly full ones crawl)."""
-
-REST_S = 30.0
-"""How long a disk that failed is left alone."""
 
 IDLE_S = 600.0
 """A dataset that has not been read for so long makes room for another."""
@@ -63,7 +62,6 @@ _TOUCH_S = 60.0  # how exact last uses are: a thousandth of the system calls
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.01
 _KNOWN_MAX = 1 << 20  # then each is checked once more
-_FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
 _WRITE_BYTES_MAX = 64 << 20  # at once: a signal is heard between
 
 _MARKER = ".diesel-cache"
@@ -74,14 +72,15 @@ _HEAD = struct.Struct("<16sQ")
 _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
 _BEGUN = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")  # what others may just have made
-_FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a FIFO may have the name
+_TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def cache_place(path: Path, objects: ObjectStore | None = None) -> Path:
     """`path` as a folder for caches: made where it is missing, this user's, nobody else may write.
 
-    Raises PermissionDenied; ConflictError where it has other content than a cache's, or is, holds
-    or lies in the folder of `objects`.
+    Raises PermissionDenied; NoSpaceError where the disk takes no new cache; ConflictError where it
+    has other content than a cache's, or is, holds or lies in the folder of `objects`.
     """
     place = Path(os.path.realpath(path))  # one name, however it was spelled
     inner = objects
@@ -89,11 +88,15 @@ def cache_place(path: Path, objects: ObjectStore | None = None) -> Path:
         inner = inner.inner
     if isinstance(inner, FolderStore):
         _check_apart(place, Path(inner.root))
-    private_folder(place)
     try:
+        private_folder(place)
         _check_ours(place)
-    except OSError as error:
-        raise PermissionDenied(f"{place}: cannot be used for a cache: {error.strerror}") from error
+    except (OSError, PermissionDenied) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        kind = NoSpaceError if cause.errno in _TAKES_NOTHING else PermissionDenied
+        raise kind(f"{place}: cannot be used for a cache: {cause.strerror}") from error
     return place
 
 
@@ -111,7 +114,8 @@ def _check_apart(place: Path, store: Path) -> None:
 def _check_ours(place: Path) -> None:
     """Make the marker of an empty folder; refuse what is neither empty nor a cache."""
     with contextlib.suppress(FileNotFoundError):
-        if (place / _MARKER).read_bytes()[:16] == _MAGIC:
+        is_file = stat.S_ISREG((place / _MARKER).stat().st_mode)  # else reading might never end
+        if is_file and (place / _MARKER).read_bytes()[:16] == _MAGIC:
             return
         raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
     others = [name for name in sorted(os.listdir(place)) if not _BEGUN.fullmatch(name)]
@@ -149,25 +153,34 @@ class DiskShelf(Shelf):
     kind = "disk"
     loads_datasets = True
 
-    def __init__(self, place: Path, store: UUID, limit_bytes: int) -> None:
-        """`place` is what `cache_place` gave. Raises PermissionDenied, BusyError."""
+    def __init__(self, place: Path, store: UUID, limit_bytes: int | None) -> None:
+        """`place` is what `cache_place` gave. Without a limit: half of what it could have, of what
+        is free there and what it holds already. Raises PermissionDenied, BusyError.
+        """
         self._place = os.fspath(place)
         self._folder = f"{self._place}/{store.hex}"
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes or 0
+        self._is_half = limit_bytes is None  # and that has not been found out yet
+        self.refusal = ""  # why it took nothing at the start; what it has is read all the same
         self._device = os.stat(place).st_dev
         self._known: dict[ChunkKey, float] = {}  # checked by this process; when it was touched
         self._dataset_used: dict[UUID, float] = {}
-        self._reads = _Trouble(self._place, "read from")
-        self._writes = _Trouble(self._place, "write to")
+        self._reads = Trouble(self._place, "read from")
+        self._writes = Trouble(self._place, "write to")
         self._reading_lock = threading.Lock()
         self._reading_count = 0
+        self._strange: set[str] = set()  # what has a chunk's name, is none, and cannot go
+        self._reading = -1
         self.evictions = 0
         try:
-            self._reading = self._open_reading()
             with self._locked() as marker:
                 self._tidy(marker, 0)
+            self._reading = self._open_reading()
         except OSError as error:
-            raise PermissionDenied(f"{place}: {error.strerror}") from error
+            if error.errno not in _TAKES_NOTHING:
+                raise PermissionDenied(f"{place}: {error.strerror}") from error
+            self.refusal = f"the cache in {place} is only read: {error.strerror}"
+            log.warning("%s", self.refusal)
 
     # Reading
 
@@ -180,11 +193,16 @@ class DiskShelf(Shelf):
             self._known.pop(key, None)
             return None
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+                self._clear(self._path(key))
+            elif error.errno not in (errno.EMFILE, errno.ENFILE):
                 self._reads.failed(error)
             return None
-        held = _File(self, file, os.fstat(file).st_size)
-        if key not in self._known and not self._is_sound(key, held):
+        found = os.fstat(file)
+        held, is_chunk = _File(self, file, found.st_size), stat.S_ISREG(found.st_mode)
+        if not is_chunk:
+            self._clear(self._path(key))
+        if not is_chunk or (key not in self._known and not self._is_sound(key, held)):
             held.close()
             return None
         self._touch(key, file)
@@ -216,7 +234,9 @@ class DiskShelf(Shelf):
         self.note_use(key.identity)
 
     def holds(self, key: ChunkKey) -> bool:
-        return os.path.exists(self._path(key))
+        with contextlib.suppress(OSError):
+            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+        return False
 
     def note_use(self, identity: UUID) -> None:
         now_s = time.monotonic()
@@ -241,11 +261,11 @@ class DiskShelf(Shelf):
     def standing(self, identity: UUID) -> list[ChunkId]:
         """The chunks of a dataset that seem to stand here. Raises OSError."""
         path = f"{self._folder}/{identity.hex}"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             return [
-                ChunkId(bytes.fromhex(name))
-                for name in os.listdir(path)
-                if _CHUNK_NAME.fullmatch(name) and name[0] != "."
+                ChunkId(bytes.fromhex(entry.name))
+                for entry in filter(_has_chunk_name, entries)
+                if entry.name[0] != "." and entry.is_file(follow_symlinks=False)
             ]
         return []
 
@@ -275,7 +295,7 @@ class DiskShelf(Shelf):
             for key in keys:
                 self._known.pop(key, None)
                 with contextlib.suppress(OSError):
-                    size = os.stat(self._path(key)).st_size
+                    size = os.lstat(self._path(key)).st_size
                     os.unlink(self._path(key))
                     _add(marker, -size)
                     self.evictions += 1
@@ -300,8 +320,10 @@ class DiskShelf(Shelf):
         if self.holds(key):
             return None
         folder = f"{self._folder}/{key.identity.hex}"
-        self._make_folder(folder)
         temporary = f"{folder}/.{key.id.hex()}"
+        if not all(map(self._clear, (f"{folder}/{_USED}", temporary, self._path(key)))):
+            return None
+        self._make_folder(folder)
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)
         try:
             if not _try_lock(file, fcntl.LOCK_EX):
@@ -336,11 +358,10 @@ class DiskShelf(Shelf):
         """What the limit leaves, and what the file system does."""
         disk = os.fstatvfs(marker)
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
-        return self._limit_bytes - _counted(marker), disk.f_bavail * disk.f_frsize - floor_bytes
+        return self.limit_bytes - _counted(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
     def _tidy(self, marker: int, size: int) -> None:
         """Count anew, remove what the dead have left, and evict until `size` bytes and some more
-
         fit; with 0, until the limit holds, whoever goes.
         """
         now_s = time.time()
@@ -352,13 +373,16 @@ class DiskShelf(Shelf):
                 files.append(each)
         used_bytes = sum(each.bytes for each in files)
         disk = os.fstatvfs(marker)
+        if self._is_half:
+            self.limit_bytes = (used_bytes + disk.f_bavail * disk.f_frsize) // 2
+            self._is_half = False
         floor_bytes = FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize
         beyond_bytes = max(
-            used_bytes + size - self._limit_bytes,
+            used_bytes + size - self.limit_bytes,
             floor_bytes + size - disk.f_bavail * disk.f_frsize,
         )
         if beyond_bytes > 0 and size:
-            beyond_bytes += EVICT_FRACTION * self._limit_bytes
+            beyond_bytes += EVICT_FRACTION * self.limit_bytes
         for each in sorted(files, key=lambda found: found.used_s):
             if beyond_bytes <= 0:
                 break
@@ -378,21 +402,33 @@ class DiskShelf(Shelf):
         """All chunks of all stores, those on their way too."""
         for store in _folders(self._place):
             for dataset in _folders(store):
-                dataset_used_s = 0.0
+                used_s = 0.0  # the dataset
                 with contextlib.suppress(FileNotFoundError):
-                    dataset_used_s = os.stat(f"{dataset}/{_USED}").st_mtime
+                    used_s = os.stat(f"{dataset}/{_USED}").st_mtime
                 with os.scandir(dataset) as entries:
-                    for entry in entries:
-                        if _CHUNK_NAME.fullmatch(entry.name):
-                            with contextlib.suppress(FileNotFoundError):
-                                found = entry.stat(follow_symlinks=False)
-                                yield _Found(
-                                    entry.path,
-                                    found.st_size,
-                                    found.st_mtime,
-                                    dataset_used_s,
-                                    entry.name[0] == ".",
-                                )
+                    for entry in filter(_has_chunk_name, entries):
+                        with contextlib.suppress(FileNotFoundError):
+                            seen, way = entry.stat(follow_symlinks=False), entry.name[0] == "."
+                            if stat.S_ISREG(seen.st_mode):
+                                yield _Found(entry.path, seen.st_size, seen.st_mtime, used_s, way)
+                            else:
+                                self._clear(entry.path)
+
+    def _clear(self, path: str) -> bool:
+        """Remove what has a name of ours and is no regular file; False where it stays."""
+        try:
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISREG(mode):
+                (os.rmdir if stat.S_ISDIR(mode) else os.unlink)(path)
+                log.warning("removed from the cache, as it was no chunk: %s", path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if path not in self._strange:
+                self._strange.add(path)
+                log.warning("passed by, as it is no chunk: %s (%s)", path, error.strerror)
+            return False
+        return True
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
@@ -454,38 +490,6 @@ class DiskShelf(Shelf):
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self._folder}/{key.identity.hex}/{key.id.hex()}"
-
-
-class _Trouble:
-    """Whether the disk can be used: after failures it rests, and is tried again."""
-
-    def __init__(self, place: str, doing: str) -> None:
-        self._place, self._doing = place, doing
-        self._until = 0.0
-        self._failures = 0
-        self._said = False
-
-    @property
-    def rests(self) -> bool:
-        return time.monotonic() < self._until
-
-    def went_well(self) -> None:
-        self._failures = 0
-        if self._said:
-            self._said = False
-            log.warning("the cache in %s works again", self._place)
-
-    def failed(self, error: OSError) -> None:
-        self._failures += 1
-        if self._failures < _FAILURES_MAX:
-            return
-        self._until = time.monotonic() + REST_S
-        if not self._said:
-            self._said = True
-            log.warning(
-                "cannot %s the cache in %s (%s): it is passed by, and tried again every %.0f s",
-                self._doing, self._place, error.strerror, REST_S,
-            )  # fmt: skip
 
 
 class _File(Held):
@@ -562,6 +566,10 @@ def _counted(marker: int) -> int:
 def _add(marker: int, size: int) -> None:
     if size:
         os.pwrite(marker, _HEAD.pack(_MAGIC, max(_counted(marker) + size, 0)), 0)
+
+
+def _has_chunk_name(entry: os.DirEntry[str]) -> bool:
+    return _CHUNK_NAME.fullmatch(entry.name) is not None
 
 
 def _try_lock(file: int, how: int) -> bool:

@@ -5,7 +5,10 @@ are numbers, which mean the same on every node. Owned here: the interface, and t
 know only the past. Not owned: bytes, tiers, and the budget, which the caller counts. Pure: the same
 events give the same answers on every machine; one thread at a time.
 
-A policy is a class and a line in `POLICIES`.
+A policy is a class and a line in `POLICIES`. What tells of the future, of costs and of other nodes
+(`Planned`, `Progress`, `Cost`, `Value`, `Elsewhere`), and the question to which node a unit belongs
+(`home`), are part of the interface, so that policies can be written for them; no cache says or asks
+any of that yet.
 """
 
 from abc import ABC, abstractmethod

@@ -83,7 +83,6 @@ class ContentReader:
         prefer_entries: bool = False,
     ) -> None:
         """`prefer_entries`: of a dataset that does not fit the memory, small entries are read
-
         alone, if possible on the spot: somebody else keeps what lies near them.
         """
         self.snapshot = snapshot
@@ -240,7 +239,6 @@ class ContentReader:
 
     def _read_window(self, window: _Window) -> Iterator[memoryview]:
         """The contents of a window's files. What is done here for each file is done 200,000 times
-
         a second, so it repeats, for an uncompressed entry that is right, what `_check` does.
         """
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed

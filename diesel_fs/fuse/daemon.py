@@ -32,22 +32,22 @@ from pathlib import Path
 from .. import clouds, daemons
 from ..errors import DieselError
 from ..messages import described
+from ..mountinfo import mounts
 from . import kernel
 from .helper import help_mount
 from .holders import make_mark
+from .launcher import FOREGROUND
 from .log_limit import LogLimit
-from .mountpoint import mounted_at, mounts
+from .mountpoint import mounted_at
 from .request import MountRequest
 from .server import LEAVE, ORPHANED, READY, Report, serve_mount
 from .source import SourceOpener
 
 log = logging.getLogger("diesel.mount")
 
-FOREGROUND = "--foreground"
-
 WATCHDOG_S = 20.0
 """So long the server may go without a turn of its loop, which takes milliseconds: it is stopped or
-broken, or the machine has no memory left (FAULTS H6)."""
+broken, or the machine has no memory left."""
 
 LOOK_S = 0.5
 """How often the watchdog looks."""

@@ -26,13 +26,13 @@ import numpy.typing as npt
 from ..cache.extents import Batch
 from ..entries import Kind
 from ..errors import DieselError
+from ..mountinfo import mounts
 from ..snapshot import Snapshot
 from ..snapshot_layout import MANY, kinds
 from ..snapshot_match import Match
 from .decisions import Drop, Idle, Policy, Push, Sample
 from .helper_link import Message, ServerEnd, Value
 from .kernel_news import ENDED, KernelNews, Nodes, tell_folders
-from .mountpoint import mounts
 from .plan_messages import PlanMessages
 from .push_board import PushBoard
 from .request import MountRequest
@@ -284,7 +284,6 @@ class Helper:
 
     def _walk_above(self, batch: Batch) -> None:
         """The kernel takes contents only of files that it knows: of a folder in which it does not
-
         know the first file, it asks for all.
         """
         parents = self._snapshot.columns.parent[batch.entries].tolist()

@@ -111,7 +111,6 @@ class HelperLink:
 
     async def hand_over(self, message: Message, descriptors: Sequence[int]) -> Message | None:
         """A message from which on entries are others, with descriptors: behind all that was told,
-
         missed and forgotten when it was called. The answer, however long it takes; None where the
         helper has gone.
         """

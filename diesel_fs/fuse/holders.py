@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .mountpoint import mounts
+from ..mountinfo import mounts
 
 _MARK = "diesel-mount-"
 

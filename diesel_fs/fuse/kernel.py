@@ -92,7 +92,6 @@ def _write_control(device: str, name: str, value: str) -> None:
 
 def open_abort(device: str) -> int:
     """A descriptor to which to write what ends this connection and no other, whatever its number is
-
     given to later; -1 where this user may not.
     """
     try:
@@ -192,7 +191,6 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
 
 def clone_mount(mountpoint: str) -> int:
     """A descriptor of another mount of the same file system, which hangs in no tree (open_tree(2),
-
     Linux 5.2, root only): files can be opened below it, and the mount itself is not busy for it.
     The file system lives until it is closed. Raises OSError.
     """

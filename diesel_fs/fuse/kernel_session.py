@@ -137,7 +137,6 @@ class KernelSession:
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Answers requests until the kernel has closed the connection; cancelled, it answers EIO to
-
         those that still wait.
         """
         started()
@@ -175,7 +174,6 @@ class KernelSession:
         board: PushBoard,
     ) -> None:
         """From now on, tell of each entry whose content the kernel did not have, and of those that
-
         it has forgotten; hold the answers for what the board says is pushed soon.
         """
         self._missed, self._forgotten, self._board = missed, forgotten, board

@@ -47,6 +47,7 @@ OWN_DEADLINE_S = 2.0
 """So long a mount may be busy by its own helper, which lets go after each piece of work."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.fuse.daemon")
+FOREGROUND = "--foreground"
 
 _PIDS_SHOWN = 20
 
@@ -87,7 +88,7 @@ def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMO
     os.write(sender, text)  # fits the pipe
     os.close(sender)
     os.dup2(receiver, 0)
-    command = [*program, "--foreground", request.mountpoint]
+    command = [*program, FOREGROUND, request.mountpoint]
     os.execve(command[0], command, daemons.environment())  # noqa: S606  # without a shell, on purpose
 
 
@@ -128,7 +129,6 @@ def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
 
 def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> list[str]:
     """The paths of a mount's files in the order of an epoch: that of `.diesel/filelist`, or another
-
     one of the same seed and group size. Reading it announces that it will be followed. Raises
     DieselError.
     """

@@ -7,7 +7,7 @@ from typing import Self, Unpack
 
 from ..client import Dataset
 from ..settings import load_settings
-from ..task.request import TaskOptions, TaskWords
+from ..task.request import TaskOptions, TaskWords, whole
 from . import launcher
 from .request import MountRequest
 
@@ -38,7 +38,7 @@ def mount(
     folder: str | os.PathLike[str],
     *,
     url: str | None = None,
-    memory_bytes: int = 0,
+    memory_bytes: int | None = None,
     allow_other: bool = False,
     **task: Unpack[TaskWords],
 ) -> Mounted:
@@ -54,13 +54,13 @@ def mount(
         name, address, who = dataset, settings.repository_url, settings.credentials
     path = Path(os.path.realpath(folder))
     joins = TaskOptions.of(task, str(path))
-    if not task and isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset) and not any(value is not None for value in task.values()):
         joins = dataset.joins
     request = MountRequest(
         address,
         name,
         str(path),
-        memory_bytes=memory_bytes,
+        memory_bytes=whole("memory_bytes", memory_bytes or 0),
         policy=joins.policy,
         allow_other=allow_other,
         joins=joins,

@@ -1,20 +1,19 @@
 """Mount points: which are ours, whether one may be used, whether one is dead, and taking it away.
 
-Everything is read from `/proc/self/mountinfo`. Nothing here calls stat on a mount (a dead one looks
+What is mounted is told by `mountinfo.py`. Nothing here calls stat on a mount (a dead one looks
 alive, its attributes are cached; a hung one would never answer): what must touch one is asked of a
 child process with a deadline. Any thread.
 """
 
 import errno
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import BusyError, DeadlineError, DieselError, NoSuchPath, PermissionDenied, UsageError
+from ..mountinfo import Mounted, mounts
 from . import kernel
 
 SUBTYPE = "diesel"
@@ -23,38 +22,10 @@ SUBTYPE = "diesel"
 ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs or to give its statistics."""
 
-_OCTAL = re.compile(rb"\\([0-7]{3})")
 
-
-@dataclass(frozen=True, slots=True)
-class Mounted:
-    """A line of mountinfo."""
-
-    mount_id: int
-    device: str
-    path: str
-    kind: str
-    source: str
-
-    @property
-    def ours(self) -> bool:
-        return self.kind == f"fuse.{SUBTYPE}"
-
-
-def mounts(process: str = "self") -> Iterator[Mounted]:
-    """What a process sees mounted, in the order of mounting."""
-    lines = Path(f"/proc/{process}/mountinfo").read_bytes().splitlines()
-    for line in lines:
-        before, _, after = line.partition(b" - ")
-        mount_id, _, device, _, path, *_ = before.split(b" ")
-        kind, source, *_ = after.split(b" ")
-        yield Mounted(
-            int(mount_id), device.decode(), _unescaped(path), kind.decode(), _unescaped(source)
-        )
-
-
-def _unescaped(field: bytes) -> str:
-    return os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), field))
+def is_ours(found: Mounted) -> bool:
+    """Whether a dataset is mounted there."""
+    return found.kind == f"fuse.{SUBTYPE}"
 
 
 def mounted_at(path: str) -> Mounted | None:
@@ -73,7 +44,7 @@ def our_mount(directory: str | os.PathLike[str]) -> Mounted:
     """The mount of ours at `directory`. Raises UsageError where there is none."""
     path = real_path(directory)
     found = mounted_at(path)
-    if found is None or not found.ours:
+    if found is None or not is_ours(found):
         what = "nothing is mounted there" if found is None else f"that is a mount of {found.kind}"
         raise UsageError(f"{path} is no mount of a dataset: {what}")
     return found
@@ -86,7 +57,7 @@ def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> None:
     Raises UsageError, NoSuchPath, BusyError or PermissionDenied.
     """
     found = mounted_at(mountpoint)
-    if found is not None and found.ours:
+    if found is not None and is_ours(found):
         if is_alive(mountpoint):
             raise BusyError(
                 f"{found.source} is mounted on {mountpoint}", advice="umount it, or take another"

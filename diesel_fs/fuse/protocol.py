@@ -53,7 +53,6 @@ class Flag(IntFlag):
     MAX_PAGES = 1 << 22
     CACHE_SYMLINKS = 1 << 23
     NO_OPENDIR_SUPPORT = 1 << 24
-    INIT_EXT = 1 << 30
 
 
 NEEDED = Flag.NO_OPEN_SUPPORT | Flag.NO_OPENDIR_SUPPORT | Flag.DO_READDIRPLUS

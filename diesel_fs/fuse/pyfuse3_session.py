@@ -81,7 +81,7 @@ class _Operations(pyfuse3.Operations):
         self.started()
 
     def refusal(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """What to raise for whatever a handler raised (FAULTS H5).
+        """What to raise for whatever a handler raised.
 
         pyfuse3 lets only FUSEError through: any other exception would end the mount.
         """
@@ -214,7 +214,6 @@ class _Operations(pyfuse3.Operations):
         self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
     ) -> int:
         """Adds children from `position` on: the position after them, the same at the end of the
-
         folder, and -1 where the answer is full.
         """
         skip = position - found.position

@@ -77,7 +77,8 @@ class MountRequest(Request):
     @property
     def kept_outside(self) -> Sequence[Path]:
         """Folders that the mount must neither hide nor lie in."""
-        return [parse_url(self.url).path] if self.url.startswith("file:") else []
+        kept = [parse_url(self.url).path] if self.url.startswith("file:") else []
+        return kept + [Path(self.joins.cache_dir)] * bool(self.joins.cache_dir)
 
     @property
     def owner_ids(self) -> tuple[int, int]:

@@ -82,20 +82,17 @@ class Residency:
         policy: Policy = "on-demand",
         offset: npt.NDArray[np.int64] | None = None,
         is_file: Mask | None = None,
-        known_entry_bytes: int = KNOWN_ENTRY_BYTES,
-        page_bytes: int = PAGE_BYTES,
     ) -> None:
         """Per entry: its (first) chunk, -1 for none; its size in bytes; its offset in the chunk,
         by which mixed units are sorted; whether it is a file (else: what has a chunk).
         """
-        cost = -(-size // page_bytes) * page_bytes
+        cost = -(-size // PAGE_BYTES) * PAGE_BYTES
         cost[chunk < 0] = 0
         self._columns = Columns(chunk.astype(np.int32), cost.astype(np.int64), chunk_count)
         self._cost = self._columns.cost
         self._chunk = self._columns.chunk
         self._plan = Plan(chunk >= 0 if is_file is None else is_file)
         self._budget_bytes = budget_bytes
-        self._known_entry_bytes = known_entry_bytes
         self._known = 0
         self._members = Members(self._columns, offset)
         self._held = Held(self._cost)
@@ -319,7 +316,7 @@ class Residency:
             lost_entries=self._done.lost_entries,
             resident_entries=int(np.count_nonzero(self._held.resident)),
             resident_bytes=self._held.bytes,
-            known_bytes=self._known * self._known_entry_bytes,
+            known_bytes=self._known * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
             reads_avoided_estimate=max(opened * STRIDE - reads, 0),
             streams=[follow.stats() for follow in follows],
@@ -441,7 +438,7 @@ class Residency:
 
     def _whole(self) -> int:
         """The budget less the kernel's memory for entries, or most of it: contents need room."""
-        known_bytes = self._known * self._known_entry_bytes
+        known_bytes = self._known * KNOWN_ENTRY_BYTES
         return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_PART)
 
     def _is_still(self, follow: Follow, signs: list[float], now_s: float) -> bool:

@@ -41,7 +41,6 @@ _PACKED = np.dtype((np.void, STORE.size))
 
 _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
-_LISTED_AT_ONCE = 4096
 
 
 class Folders:
@@ -156,7 +155,6 @@ class Residents:
 
     def store(self, batch: Batch) -> list[int]:
         """Make parts of files resident; the places in the batch of those that the kernel does not
-
         know (now). Waits while a READ of the same pages is under way.
         """
         headers = np.zeros(len(batch.entries), _STORE)

@@ -46,7 +46,7 @@ from .version_leases import VersionLeases
 log = logging.getLogger("diesel.mount")
 
 GRACE_S = 1.5
-"""How long reads under way may take after a signal: the process ends within 2 s (FAULTS H4)."""
+"""How long reads under way may take after a signal: the process ends within 2 s."""
 
 LEASE_DEADLINE_S = 2.0
 """So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""

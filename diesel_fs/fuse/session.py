@@ -26,9 +26,8 @@ class MountOptions:
 
     def as_list(self) -> Sequence[str]:
         """The options for mount(2) or fusermount3: a fixed list, and nothing of a user's but a
-
-        dataset's name, which holds neither comma nor backslash (FAULTS H20, S16). The mount is
-        `ro` and `noatime`, or each read would make the kernel ask for attributes again.
+        dataset's name, which holds neither comma nor backslash, so that none becomes an option. The
+        mount is `ro` and `noatime`, or each read would make the kernel ask for attributes again.
         """
         name = check_dataset_name(self.dataset)
         source = name if self.follows else f"{name}@{int(self.version)}"
@@ -58,7 +57,6 @@ class Session(Protocol):
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Answers requests until the kernel has closed the connection; cancelled, it answers EIO to
-
         those that still wait. Calls `started` once the kernel's first request is being answered.
         """
         ...

@@ -19,10 +19,11 @@ import numpy.typing as npt
 from ..available_memory import fair_bytes
 from ..cache.extents import Batch, ExtentReader
 from ..cache.store import ContentReader as RepositoryReader
+from ..catalogue import DatasetInfo
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..leases import ReadLease
 from ..repositories import open_repository
-from ..repository import DatasetInfo, Repository
+from ..repository import Repository
 from ..snapshot import Snapshot
 from ..snapshot_match import Match, Places
 from ..snapshots import adopt
@@ -123,7 +124,6 @@ class SourceOpener:
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
         """The current version of the dataset that is mounted. Raises NoSuchDataset where it has
-
         been deleted, ForeignError where another one has its name, DieselError where nobody can
         tell.
         """
@@ -131,7 +131,7 @@ class SourceOpener:
             info = repository.dataset(request.dataset)
             if info.identity != identity:
                 raise ForeignError(f"{request.dataset!r} is another dataset now ({info.identity})")
-            return _newest(repository, info)
+            return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
         """That this process reads a version, where its chunks are objects. Raises DieselError."""
@@ -228,8 +228,10 @@ def _opened(request: MountRequest) -> Repository:
 def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
     """What a snapshot from a file is beside the current version, where that must be told.
 
-    FAULTS E4 to E6. Raises ForeignError for another dataset's; ConflictError for one that is stale
-    and refused; MetadataError where nobody can tell, unless `offline`.
+    One that is older is stale, and one that is newer says that the metadata store has lost
+    something, which is no reason not to read. Raises ForeignError for another dataset's;
+    ConflictError for one that is stale and refused; MetadataError where nobody can tell, unless
+    `offline`.
     """
     info = _known(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
@@ -240,7 +242,7 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     if info is None or request.offline:
         return ""
     known = info.marker.version if info.marker else 0
-    current = _newest(repository, info)
+    current = repository.newest_known(info)
     text = ""
     if current > snapshot.version:
         text = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
@@ -249,12 +251,6 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     elif known < snapshot.version:
         text = f"the metadata store is behind {request.snapshot_file} (version {snapshot.version})"
     return "" if request.stale == "allow" else text
-
-
-def _newest(repository: Repository, info: DatasetInfo) -> int:
-    """The greatest version that anybody knows of."""
-    known = info.marker.version if info.marker else 0
-    return max(known, repository.snapshots.newest(info.identity))
 
 
 def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:

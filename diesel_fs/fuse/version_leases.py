@@ -28,7 +28,6 @@ class VersionLeases:
 
     def hold(self, snapshots: Iterable[Snapshot]) -> None:
         """These, and no others. New ones are taken before others end; what could not be taken is
-
         tried again when this is called again.
         """
         wanted = {each.version: each for each in snapshots}

@@ -12,8 +12,6 @@ Concurrency: any thread, any process; nothing is open between calls to a file.
 import errno
 import fcntl
 import os
-import re
-import secrets
 import stat
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +23,8 @@ from pathlib import Path
 
 from diesel_fs.accounts import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 from diesel_fs.errors import BusyError, DieselError, MetadataError, NoSpaceError, PermissionDenied
+
+from .folder import sync_folder, temporary_name
 
 FILE = "accounts"
 """Beside the chunks, where the metadata are embedded; and `accounts.lock`."""
@@ -130,7 +130,7 @@ class AccountFile(AccountTable):
 
     def _write(self, content: bytes) -> None:
         folder = os.stat(self.path.parent)
-        temporary = self.path.with_name(_temporary_name())
+        temporary = self.path.with_name(temporary_name())
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb") as file:
@@ -144,11 +144,7 @@ class AccountFile(AccountTable):
             with suppress(OSError):
                 temporary.unlink()
             raise
-        fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(self.path.parent)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -183,9 +179,3 @@ class AccountFile(AccountTable):
             if error.errno in _NOT_ALLOWED:
                 raise PermissionDenied(message) from error
             raise MetadataError(message) from error
-
-
-def _temporary_name() -> str:
-    """As `folder.py` names its own, so that one which a crash left behind is known as such."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
-    return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"

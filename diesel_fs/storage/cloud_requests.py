@@ -44,6 +44,7 @@ from diesel_fs.errors import (
     ObjectStoreError,
     ObjectStoreRefused,
 )
+from diesel_fs.names import shown
 
 from .cloud_place import Place, access_to
 from .objects import Bytes
@@ -65,6 +66,9 @@ _WHOLE_READ_S: Final = 3600.0  # the body of a chunk is bounded by its stalls
 _THROTTLED_PAUSE_S = 1.0  # the library does not show Retry-After, and most stores mean seconds
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
+_BAD_KEY = re.compile(
+    r'Path "(.*)"(?:: Encountered illegal character| contained empty path segment)', re.DOTALL
+)
 _CODE = re.compile(r"<Code>([A-Za-z0-9_.]{1,64})</Code>")
 _NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"})
 _NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
@@ -98,6 +102,10 @@ class StoreGone(ObjectStoreError):
     """It will not answer otherwise until somebody does something."""
 
     retry = False
+
+
+class UnlistableKey(StoreGone):
+    """A key in the store is no path, and the library lists nothing of the page that it is on."""
 
 
 class EmptyRange(ObjectStoreError):
@@ -375,8 +383,8 @@ class CloudRequests:
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
         if isinstance(error, InvalidPathError):
-            return StoreGone(
-                f"{self._at(key)}: a key there has empty or dotted parts: it cannot be listed",
+            return UnlistableKey(
+                f"{self._at(key)}: {_fault_of_key(text)}: it cannot be listed",
                 advice="remove it, or give the store a prefix of its own",
             )
         if status == 0 and isinstance(error, FileNotFoundError):
@@ -392,6 +400,16 @@ class CloudRequests:
             code,
             isinstance(error, AlreadyExistsError),
         )
+
+
+def _fault_of_key(text: str) -> str:
+    """Which key the library calls no path, and why, as far as its text says."""
+    match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
+    key = match[1] if match else ""
+    named = f"the key {shown(key.encode())}" if key else "a key there"
+    if any(ord(letter) < 0x20 or ord(letter) == 0x7F for letter in key):
+        return f"{named} has control characters"
+    return f"{named} has empty or dotted parts"
 
 
 def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> DieselError:

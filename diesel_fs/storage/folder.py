@@ -54,7 +54,7 @@ from .objects import (
 
 _WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
-_BESIDE = re.compile(r"meta\.sqlite[-.a-z0-9]*|accounts(\.lock)?")
+_BESIDE = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
 # mkfs puts this into the root of a new file system, so a store's new home may hold it.
 _OF_THE_FILE_SYSTEM = "lost+found"
 # The kernel may have thrown the pages away (EIO), or the folder went (ENOENT, ESTALE): a second
@@ -160,7 +160,7 @@ class FolderStore(ObjectStore):
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
-        temporary = os.path.join(self.root, folder, _temporary_name())
+        temporary = os.path.join(self.root, folder, temporary_name())
         final = os.path.join(self.root, name)
         try:
             _write_file(temporary, parts, direct=self._takes_direct(folder))
@@ -169,7 +169,7 @@ class FolderStore(ObjectStore):
             _unlink_quietly(temporary)
             raise
         try:
-            _sync_folder(os.path.dirname(final))
+            sync_folder(os.path.dirname(final))
         except OSError:
             # Visible, but nobody knows for how long, and it has not been acknowledged.
             if publish is _link:
@@ -205,7 +205,7 @@ class FolderStore(ObjectStore):
             self._check_here()
         try:
             # Also where it was absent: whoever unlinked it may have died before this.
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
@@ -429,14 +429,15 @@ def _make_folder_durably(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
-        _sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
             os.rmdir(path)  # so that the next try makes it anew rather than syncs it again
         raise
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable, as far as its file system lets one ask for it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -447,7 +448,7 @@ def _sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def _temporary_name() -> str:
+def temporary_name() -> str:
     """`.tmp-<host>-<pid>-<random>`: says whose it is, to whoever finds it."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import socket
 import struct
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diesel_fs.errors import BusyError, MetadataError, PermissionDenied
+from diesel_fs.mountinfo import mounts, parse_mounts
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
@@ -43,7 +43,6 @@ _NETWORK = frozenset(
 _LOCAL_LOCKS = frozenset(
     "nolock local_lock=all local_lock=posix nobrl localflock noflock forcemandatorylock".split()
 )
-_OCTAL = re.compile(rb"\\([0-7]{3})")
 _FLOCK = struct.Struct("hhqqi4x")
 _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process apart
 
@@ -63,19 +62,13 @@ class FileSystem:
 
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
     """The file system that holds `path`, which need not exist; `table` stands for mountinfo."""
-    lines = Path("/proc/self/mountinfo").read_bytes() if table is None else table
-    here = os.fsencode(os.path.realpath(path))
+    here = os.path.realpath(path)
     found, longest = FileSystem("", frozenset()), -1
-    for line in lines.splitlines():
-        before, _, after = line.partition(b" - ")
-        point = _OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), before.split(b" ")[4])
-        inside = here == point or here.startswith(point.rstrip(b"/") + b"/")
-        if inside and len(point) >= longest:  # of two at one point the later one is on top
-            kind, _, options, *_ = (*after.split(b" "), b"", b"")
-            longest = len(point)
-            found = FileSystem(
-                kind.decode(), frozenset(options.decode("ascii", "replace").split(","))
-            )
+    for each in mounts() if table is None else parse_mounts(table):
+        inside = here == each.path or here.startswith(each.path.rstrip("/") + "/")
+        if inside and len(each.path) >= longest:  # of two at one point the later one is on top
+            longest = len(each.path)
+            found = FileSystem(each.kind, each.options)
     return found
 
 

@@ -82,8 +82,7 @@ CHUNK = struct.Struct("<QqIQ")
 TAKEN = struct.Struct("<HH")
 """A bucket, and how many pieces of a chunk are in it."""
 STATE = struct.Struct("<cQ")
-"""A state (one of those below) and when it was written, in seconds of Redis's clock."""
-UNDER_WAY, ABANDONED = b"b", b"x"
+"""A state (`b`: begun, `x`: abandoned) and when it was written, in seconds of Redis's clock."""
 
 FOLDER_BYTES = 16
 PLAIN_BYTES = RECORD.itemsize + 16

@@ -31,7 +31,6 @@ ENTRIES_MIN = 8
 """Fewer entries of a folder are inserted one by one: looking for runs in the way costs as much."""
 
 _RECORD_BYTES = RECORD.itemsize
-_STAMP_BYTES = 20
 
 
 class Run(NamedTuple):

@@ -2,22 +2,30 @@
 
 Owned here: what `--listen` and `--advertise` mean, and what is taken where they say nothing: never
 all interfaces, and never an address that other nodes do not reach. Not owned: binding
-(`__main__.py`), what an address looks like when it is registered (`membership.py`). Blocks where a
+(`daemon.py`), what an address looks like when it is registered (`membership.py`). Blocks where a
 name has to be looked up.
+
+Where there are several nodes, a name that is this machine alone is refused: Debian gives a
+machine's own name such an address. Who writes the address itself may mean it, for nodes that are
+all on one machine, and is warned, but where `--peers` says so of all of them.
 """
 
+import hashlib
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..errors import UsageError
 from ..rpc_connection import addresses as servers_of
 from ..storage.redis_address import parse_redis_url
 from ..urls import SERVER_SCHEMES, RepositoryUrl
 
+log = logging.getLogger("diesel.task")
+
 _PLACE = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
-_LOOPBACK = "127.0.0.1"
 
 Place = tuple[str, int]
 
@@ -25,12 +33,22 @@ Place = tuple[str, int]
 def listening(
     listen: str, advertise: str, *, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
 ) -> Place:
-    """The address (not a name) and port to bind; port 0 for any. Raises UsageError.
+    """The address (not a name) and port to bind; port 0 for any. Raises UsageError, also where
+    other nodes would not find this one, which may be a warning (see the module).
 
     Where nothing is said: the address that `peers` have for this rank; of a node that is alone
     loopback; else the address by which this machine reaches what all nodes have in common, a server
     or Redis.
     """
+    found = _place(listen, advertise, rank, world, peers, url)
+    if world > 1:
+        _look_from_outside(advertise, found[0], peers)
+    return found
+
+
+def _place(
+    listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
+) -> Place:
     if listen:
         return _given(listen, advertise, world)
     if peers:
@@ -38,7 +56,7 @@ def listening(
             raise UsageError(f"--peers names {len(peers)} nodes, and this is node {rank}")
         return _given(peers[rank], advertise, world)
     if world == 1:
-        return _LOOPBACK, 0
+        return _own_loopback(), 0
     for place in _common(url):
         found = _our_address(place)
         if found and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
@@ -54,7 +72,7 @@ def advertised(advertise: str, host: str, port: int) -> str:
         match = _PLACE.fullmatch(advertise)
         if match is not None and int(match["port"]):
             return advertise
-        host = match["host"].strip("[]") if match is not None else advertise.strip("[]")
+        host = _host_in(advertise)
     elif _is_any(host):
         raise UsageError(
             f"at which address do other nodes reach one that listens on {host}?",
@@ -72,18 +90,58 @@ def _given(listen: str, advertise: str, world: int) -> Place:
         if _is_any(host) and world > 1 and not advertise:
             advertised("", host, port)  # says what is missing
         return host, port
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"--listen {listen}: {host} has no address ({error})") from None
-    addresses = [str(each[4][0]) for each in found]
-    reached = [each for each in addresses if not _is_loopback(each)]
+    found = _looked_up(host, f"--listen {listen}")
+    reached = [each for each in found if not _is_loopback(each)]
     if not reached and world > 1:
-        raise UsageError(
-            f"{host} is {addresses[0]} on this machine, which no other node reaches",
-            advice="say --listen ADDRESS:PORT",
-        )
-    return (reached or addresses)[0], port
+        raise _here_alone(host, found[0], "--listen ADDRESS:PORT")
+    return (reached or found)[0], port
+
+
+def _look_from_outside(advertise: str, host: str, peers: Sequence[str]) -> None:
+    """Raises UsageError where no other node finds this one; warns where none of another machine
+    does."""
+    told = _host_in(advertise) if advertise else host
+    if not _is_address(told):
+        found = _looked_up(told, f"--advertise {advertise}")
+        if all(map(_is_loopback, found)):
+            raise _here_alone(told, found[0], "--advertise ADDRESS")
+    elif _is_loopback(told) and not (peers and all(_is_loopback(_host_in(each)) for each in peers)):
+        log.warning(
+            "%s is this machine alone: nodes on others do not reach this one; where there are any,"
+            " say --listen ADDRESS:PORT, or --advertise ADDRESS", told,
+        )  # fmt: skip
+
+
+def _here_alone(name: str, address: str, option: str) -> UsageError:
+    return UsageError(
+        f"{name} is {address} on this machine, which no other node reaches", advice=f"say {option}"
+    )
+
+
+def _looked_up(host: str, said: str) -> list[str]:
+    """The addresses of a name, one at least. Raises UsageError."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter: no name is like this
+        raise UsageError(f"{said}: {host} has no address ({error})") from None
+    return [str(each[4][0]) for each in found]
+
+
+def _own_loopback() -> str:
+    """Loopback, as an address that another machine does not give itself: nodes that are alone, each
+    of them rank 0 of one task, are told apart by it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return "127.0.0.1"
+    second, third, fourth, *_ = hashlib.sha256(boot).digest()
+    return f"127.{second}.{third}.{1 + fourth % 254}"
+
+
+def _host_in(place: str) -> str:
+    """Without a port, and without brackets."""
+    match = _PLACE.fullmatch(place)
+    return (place if match is None else match["host"]).strip("[]")
 
 
 def _common(url: RepositoryUrl) -> list[Place]:
@@ -121,5 +179,6 @@ def _is_any(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def _is_loopback(host: str) -> bool:
+    """Of an address, not a name."""
+    return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback

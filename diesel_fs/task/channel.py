@@ -59,7 +59,6 @@ class Channel:
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
         self._unsent: deque[Raw] = deque()
-        self.unsent_bytes = 0
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
@@ -111,7 +110,6 @@ class Channel:
             if sent == size:
                 return True
         self._unsent.extend(parts)
-        self.unsent_bytes += size
         self._forget(sent)
         return False
 
@@ -163,7 +161,6 @@ class Channel:
 
     def _forget(self, sent: int) -> None:
         """What has left needs no memory."""
-        self.unsent_bytes -= sent
         unsent = self._unsent
         while unsent:
             size = len(unsent[0])

@@ -29,7 +29,7 @@ from ..snapshots import snapshot_descriptor
 from ..storage.objects import ObjectStore, Part, StoreWrapper, check_range, together
 from . import wire
 from .client_connection import WINDOW_BYTES
-from .launch import join, revived
+from .launch import ends, is_alive, join, revived
 from .link import DEADLINE_S, PAUSE_S, Begun, MasterLink
 from .mapped import MappedChunks
 from .request import TaskOptions, TaskRequest
@@ -57,7 +57,10 @@ READS_REMEMBERED = 64
 BEAT_S = 1.0
 """How often a master is told what is mapped no more, and heard, where nothing else is asked."""
 
-_JOIN_ATTEMPTS = 2
+_JOIN_ATTEMPTS = 3
+
+_END_S = 1.0
+"""How long a master that may be ending is waited for."""
 
 
 def requested(
@@ -119,7 +122,7 @@ class TaskStore(StoreWrapper):
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
             deadline_s=deadline_s, pause_s=pause_s,
-            revive=None if request is None else partial(revived, request, Path(path)),
+            revive=None if request is None else partial(_brought_back, request, Path(path)),
         )  # fmt: skip
         self._paid_s = np.zeros(len(self._sizes), np.float32)
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
@@ -135,9 +138,10 @@ class TaskStore(StoreWrapper):
     def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
         """The store of who joins a task: its master is there, or is started. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
-            store = cls(inner, join(request), snapshot, request=request)
-            if store.connect():
-                break  # else it has just ended, deserted; or it will not have us, which is logged
+            place = join(request)
+            store = cls(inner, place, snapshot, request=request)
+            if store.connect() or not ends(place, _END_S):
+                break  # else it has just ended, deserted, or for us, who want another version
         return store
 
     def connect(self) -> bool:
@@ -234,7 +238,9 @@ class TaskStore(StoreWrapper):
         that version. This one stays as it is."""
         self.show(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
-        return TaskStore(self.inner, self._path, snapshot, request=request)
+        store = TaskStore(self.inner, self._path, snapshot, request=request)
+        store._link.rank = self._link.rank  # it has been this node's master all the time
+        return store
 
     def stats(self) -> dict[str, object]:
         """What the master says of itself, and what came from where here."""
@@ -461,6 +467,15 @@ class TaskStore(StoreWrapper):
         threading.Thread(
             target=_beat, args=(self._link, self._mapped, ended), name="diesel-task", daemon=True
         ).start()
+
+
+def _brought_back(request: TaskRequest, place: Path, was_there: bool) -> bool:
+    """Start a master where there is none, and is to be one; whether that was so. `was_there`: it
+    has served this reader, else it was another version's, for readers that may have gone by now.
+    Raises DieselError."""
+    if was_there:
+        return revived(request, place)
+    return not is_alive(place) and is_alive(join(request))
 
 
 def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:

@@ -15,7 +15,6 @@ wrong. Where it is killed, its registration ends by its time, and its socket is 
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -24,25 +23,22 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from uuid import UUID
 
 import trio
 
 from .. import clouds, daemons
 from ..cache.disk_shelf import DiskShelf, cache_place
 from ..cache.policy import POLICIES
-from ..errors import ConflictError, DieselError, UsageError
+from ..errors import DieselError, NoSpaceError, UsageError
 from ..messages import described
+from ..reopening import same_view
 from ..repositories import open_repository
-from ..repository import Repository
-from ..snapshot import Snapshot
-from ..snapshots import open_private
 from ..urls import parse_url
 from . import local
 from .addresses import advertised, listening
 from .handshake import Me
 from .holdings import Fetch, Holdings, for_chunks
-from .launch import forget, is_followed, socket_of, tidy
+from .launch import MARK_S, forget, is_followed, mark, socket_of, tidy
 from .master import Master
 from .membership import INSTANCE_BYTES, Member, Membership, node_of, split_address
 from .memory import raise_descriptor_limit
@@ -102,7 +98,9 @@ class _Daemon:
         repository = open_repository(request.url, request.credentials)
         stack.callback(repository.close)
         self._objects = repository.objects
-        self._snapshot = _shown(repository, request)
+        self._snapshot = same_view(  # its readers have just fetched it
+            repository, request.dataset, request.identity, request.version
+        )
         key = request.task_key.encode() or None
         self._registry = open_registry(repository, self._name, key=key, peers=request.peers)
         stack.callback(self._registry.close)
@@ -130,10 +128,17 @@ class _Daemon:
     def _opened_disk(self) -> DiskShelf | None:
         if not self._request.cache_dir:
             return None
-        place = cache_place(Path(self._request.cache_dir), self._objects)
-        limit = self._request.cache_bytes or shutil.disk_usage(place).free // 2
-        self._warn_of_little(limit, "--cache-size", "on the disk")
-        return DiskShelf(place, self._objects.store_id, limit)
+        try:
+            place = cache_place(Path(self._request.cache_dir), self._objects)
+        except NoSpaceError as error:  # a full disk is a smaller cache
+            self._warn(f"{error.message}: this node keeps nothing on a disk")
+            return None
+        shelf = DiskShelf(place, self._objects.store_id, self._request.cache_bytes or None)
+        if shelf.refusal:
+            daemons.report({"warning": shelf.refusal})  # the log has it
+        else:
+            self._warn_of_little(shelf.limit_bytes, "--cache-size", "on the disk")
+        return shelf
 
     def _warn_of_little(self, room_bytes: int, option: str, where: str) -> None:
         """Room for no chunk looks like a cache that does not work."""
@@ -151,6 +156,15 @@ class _Daemon:
             self._warn(
                 f"this master has taken the place of another one of rank {self._rank}, at"
                 f" {address}: give each node a --rank of its own"
+            )
+
+    def _warn_of_more(self, found: Membership) -> None:
+        """Nodes that count differently share the chunks all the same."""
+        last = max((each.rank for each in found.members), default=0)
+        if last >= self._world:
+            self._warn(
+                f"there is a node {last} in this task, and --world says {self._world} here: say the"
+                " same --world on all nodes"
             )
 
     def _warn(self, text: str) -> None:
@@ -184,6 +198,7 @@ class _Daemon:
         """Register, serve, and leave at the end. Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
         self._warn_of_another(first.replaced)
+        self._warn_of_more(first)
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 master = await self._serve(first, signals)
@@ -230,6 +245,7 @@ class _Daemon:
             await nursery.start(self._be_member, master, first, nursery.cancel_scope)
             self._clients.listen()
             nursery.start_soon(clients.serve, self._clients.socket)
+            nursery.start_soon(_mark, self._clients.path)
             nursery.start_soon(
                 until_the_end, partial(clients.until_deserted, self._request.linger_s)
             )
@@ -284,6 +300,12 @@ class _Daemon:
         )
 
 
+async def _mark(place: Path) -> None:
+    while True:
+        await trio.sleep(MARK_S)
+        mark(place)
+
+
 async def _signalled(signals: Signals) -> None:
     async for number in signals:
         log.info("asked to end by signal %d", number)
@@ -294,17 +316,3 @@ async def _followed(place: Path) -> None:
     while not is_followed(place):  # noqa: ASYNC110  # another process tells nobody
         await trio.sleep(FOLLOWED_S)
     log.info("another master of this node comes")
-
-
-def _shown(repository: Repository, request: TaskRequest) -> Snapshot:
-    """The version that this node's readers read; they have just fetched it. Raises DieselError."""
-    found = open_private(UUID(hex=request.identity), request.version)
-    if found is None:
-        found = repository.view(request.dataset)
-    if found.version != request.version:
-        found = repository.view_at(request.dataset, request.version)
-    if found.identity.hex != request.identity:
-        raise ConflictError(
-            f"{request.dataset!r} is another dataset now ({found.identity})", advice="mount it anew"
-        )
-    return found

@@ -17,12 +17,12 @@ from ..greeting import Greetings
 from ..messages import Fields, Message
 from ..wire import BINDING_BYTES, Limits, frame, parse_head
 from ..wire import NO_BINDING as NO_BINDING
+from .membership import INSTANCE_BYTES
 from .wire import RANK_MAX, Raw
 
 VERSION = 1
 
 PROOF_BYTES = 32
-INSTANCE_BYTES = 16
 
 HELLO = Limits(4 << 10, 64, 0)
 """All that is read of whoever has not shown that it knows the secret."""

@@ -7,8 +7,8 @@ A task has a folder in the user's runtime folder, a node of it one in that: `soc
 is held while a master is being started; and `options`, what it was started with, secrets and
 addresses with passwords left out. A master that ends by itself takes that along, so whoever finds
 it beside a dead socket knows that the master was killed, and which node it was: who has joined
-without naming one must not become another. The last master of a task's nodes takes the folders
-along. Any thread, any process.
+without naming one must not become another. What a job of old has left is cleared away by the next.
+The last master of a task's nodes takes the folders along. Any thread, any process.
 """
 
 import fcntl
@@ -52,6 +52,10 @@ OTHERS_FIRST_S = 2.0
 """How long all but the first process of a node wait for that to start the master: its errors are
 seen there."""
 
+MARK_S, MISSED_S = 10.0, 60.0
+"""How often a master says on its node that it lives, and for how long it is missed by who comes to
+its task without a rank. Who was there all the time goes on missing it."""
+
 DESCRIPTORS_MIN = 512
 """Open files of a master besides its connections to other nodes: for clients, and for chunks."""
 
@@ -91,6 +95,8 @@ def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
         if len(alive) == 1:
             return alive[0]
         killed = [each.with_name("socket") for each in sorted(folder.glob(f"*/{_OPTIONS}"))]
+        if not alive:
+            killed = [each for each in killed if not _is_of_old(each)]
         if not alive and len(killed) == 1:
             revived(request, killed[0], program=program)
             if is_alive(killed[0]):
@@ -143,6 +149,29 @@ def tidy(place: Path) -> None:
             place.parent.parent.rmdir()
 
 
+def mark(place: Path) -> None:
+    """The master at a socket lives: said every `MARK_S`."""
+    with suppress(OSError):
+        os.utime(place.with_name(_OPTIONS))
+
+
+def _is_of_old(place: Path) -> bool:
+    """Whether the master that was killed here was of a job that has been over for long: then what
+    is left of it goes, as a new job is not to become what that was."""
+    try:
+        if place.with_name(_OPTIONS).stat().st_mtime > time.time() - MISSED_S:
+            return False
+        with _locked(place, patience_s=0.0):
+            if is_alive(place):
+                return False
+            place.unlink(missing_ok=True)
+            forget(place)
+    except (OSError, DieselError):
+        return False
+    tidy(place)
+    return True
+
+
 def is_followed(place: Path) -> bool:
     """Whether another master is there, or coming up, at a socket that was closed."""
     if place.exists():
@@ -176,6 +205,16 @@ def is_alive(place: Path) -> bool:
 def default_log(request: TaskRequest) -> Path:
     """Where the log of a node's master goes."""
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
+
+
+def ends(place: Path, patience_s: float) -> bool:
+    """Whether the master at a socket is gone within some time."""
+    until_s = time.monotonic() + patience_s
+    while is_alive(place):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def _sockets(folder: Path) -> Iterator[Path]:
@@ -275,9 +314,12 @@ def _remember(request: TaskRequest, place: Path) -> None:
     """Keeps what a master was started with, but for what is secret, or may hold a password."""
     said = replace(request, url="", user="", key="", task_key="").to_json()
     new = place.with_name(f"{_OPTIONS}.new")
-    with suppress(OSError):  # no space: it will not be started again
+    try:
         new.write_bytes(said)
         new.replace(place.with_name(_OPTIONS))
+    except OSError:  # no space: it will not be started again
+        new.unlink(missing_ok=True)
+        forget(place)  # of another one
 
 
 def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:

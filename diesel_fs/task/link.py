@@ -65,12 +65,13 @@ class MasterLink:
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
-        revive: Callable[[], bool] | None = None,
+        revive: Callable[[bool], bool] | None = None,
     ) -> None:
         """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
 
         `revive` starts a master in the place of one that was killed, and says whether it has; it
-        may take its time, and is called in a thread, whenever there is none to connect to.
+        may take its time, and is called in a thread, whenever there is none to connect to. It is
+        told whether there has ever been one for us.
         """
         self._path = os.fspath(path)
         self._identity = identity
@@ -298,7 +299,7 @@ class MasterLink:
         assert self._revive is not None
         if self._reviving.acquire(blocking=False):
             try:
-                if self._revive():
+                if self._revive(self.rank >= 0):
                     self.retry()
                 self._said_of_none = ""
             except DieselError as error:

@@ -49,6 +49,8 @@ class LocalServer:
     def __init__(self, master: Master) -> None:
         self._master = master
         self._borrowers: Counter[int] = Counter()  # connections, by process
+        self._welcomed = 0  # of them those that read what this master has
+        self._is_passed_by = False  # somebody came for another version when nobody read this one
         self._came_or_went = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -75,19 +77,22 @@ class LocalServer:
                 nursery.start_soon(self._serve, ours, pid)
 
     async def until_deserted(self, linger_s: float) -> None:
-        """Returns when there has been no client for so long."""
+        """Returns when there has been no client for so long; or when there is none, and one comes
+        for another version of the dataset, who may then have a master of his own."""
         while True:
             self._came_or_went = trio.Event()
-            with trio.move_on_after(linger_s if not self._borrowers else float("inf")) as patience:
+            with trio.move_on_after(linger_s if not self._welcomed else float("inf")) as patience:
                 await self._came_or_went.wait()
+            if self._is_passed_by:
+                log.info("another version is wanted, and nobody reads this one: it ends")
+                return
             if patience.cancelled_caught:
                 log.info("nobody has used this master for %g s: it ends", linger_s)
                 return
 
     async def _serve(self, ours: socket.socket, pid: int) -> None:
         self._borrowers[pid] += 1
-        self._came_or_went.set()
-        client = _Client(self._master, ours, pid)
+        client = _Client(self, self._master, ours, pid)
         try:
             await client.serve()
         except (CorruptError, UsageError) as error:
@@ -100,13 +105,27 @@ class LocalServer:
             if not self._borrowers[pid]:
                 del self._borrowers[pid]
                 self._master.holdings.gone(pid)
+            if client.is_welcome:
+                self._welcomed -= 1
+                self._came_or_went.set()
+
+    def welcome(self) -> None:
+        """A connection has come for what this master has."""
+        self._welcomed += 1
+        self._came_or_went.set()
+
+    def pass_by(self) -> None:
+        """A connection has come for another version."""
+        if not self._welcomed:
+            self._is_passed_by = True
             self._came_or_went.set()
 
 
 class _Client:
     """One connection of a client."""
 
-    def __init__(self, master: Master, ours: socket.socket, pid: int) -> None:
+    def __init__(self, server: LocalServer, master: Master, ours: socket.socket, pid: int) -> None:
+        self._server = server
         self._master = master
         self._socket = ours
         self._pid = pid
@@ -115,6 +134,11 @@ class _Client:
         self._version = -1  # before the hello
         self._map: mmap.mmap | None = None
         self._window = memoryview(b"")
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether its hello was good."""
+        return self._version >= 0
 
     def close(self) -> None:
         """Let go of all that this connection holds."""
@@ -189,9 +213,12 @@ class _Client:
                 f"the task reads version {shown.version} of {shown.identity}, not {version} of"
                 f" {identity}",
             )
+            self._server.pass_by()
             return
         self._map = _mapped_window(self._files)
         self._window = memoryview(self._map)
+        if not self.is_welcome:
+            self._server.welcome()
         self._version = version
         welcome = wire.local_welcome(self._master.rank, shown.chunk_count)
         await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))

@@ -5,43 +5,61 @@ owned: starting a master (`launch.py`), being one (`__main__.py`). Pure values; 
 is to be there at once.
 """
 
+import difflib
 import hashlib
 import os
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypedDict
+from typing import ClassVar, Literal, Self, SupportsIndex, TypedDict, TypeVar, get_args
 from uuid import UUID
 
 from ..credentials import Credentials, parse_key
 from ..daemons import Request
-from ..errors import ConfigError, PermissionDenied, UsageError
+from ..errors import ConfigError, UsageError
+from ..settings import KEY_FILE_BYTES_MAX, private_text
 from .membership import TaskName
-
-KEY_BYTES_MAX = 4096
 
 LINGER_S = 10.0
 """How long a master stays that nobody uses: workers end and begin between two epochs."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
+Eviction = Literal["lru", "lfu", "none"]
 
 
 class TaskWords(TypedDict, total=False):
-    """The words of a Python call that are about a task: each as `TaskOptions` has it."""
+    """The words of a Python call that are about a task: each as `TaskOptions` has it, and None
+    for what is not said."""
 
-    task: str
+    task: str | None
     task_key: str | None  # None: what the environment has
-    rank: int | None
-    world: int | None
-    peers: Sequence[str]
-    listen: str
-    advertise: str
-    cache_dir: str | os.PathLike[str]
-    cache_bytes: int
-    policy: FillPolicy
-    evict: str
-    peer_tls: bool
+    rank: SupportsIndex | str | None  # text: as an environment has it
+    world: SupportsIndex | str | None
+    peers: Sequence[str] | str | None  # text: with commas between
+    listen: str | None
+    advertise: str | None
+    cache_dir: str | os.PathLike[str] | None
+    cache_bytes: SupportsIndex | None
+    policy: FillPolicy | None
+    evict: Eviction | None
+    peer_tls: bool | None
+
+
+_Kind = TypeVar("_Kind")
+
+_POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
+_EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+_KNOWN_WORDS = sorted(TaskWords.__optional_keys__)
+_WRITTEN = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
+_MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
+
+
+def _option(name: str) -> str:
+    """A field as `dlcmd` has it."""
+    return _WRITTEN.get(name, "--" + name.replace("_", "-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,59 +86,162 @@ class TaskOptions(Request):
         """Whether a task is wanted at all."""
         return bool(self.task)
 
-    def or_alone(self, what: str) -> Self:
+    def or_alone(self, what: str, spelled: Callable[[str], str] = _option) -> Self:
         """These; where no task is named but a folder for a cache is, a task of this machine alone,
-        for all on it who mean the same `what`. Raises UsageError as `check`."""
+        for all on it who mean the same `what`. Raises as `check`."""
         if self.task or not self.cache_dir or self.rank is not None or self.world is not None:
-            self.check()
+            self.check(spelled)
             return self
         return replace(self, task=own_task(what), rank=0, world=1)
 
-    def check(self) -> None:
-        """Raises UsageError for what means nothing without a task, or cannot be had together."""
+    def check(self, spelled: Callable[[str], str] = _option) -> None:
+        """Raises UsageError for what means nothing without a task, or cannot be had together, and
+        ConfigError for a key of blanks. `spelled`: how users write a field."""
         if self.cache_bytes and not self.cache_dir:
-            raise UsageError("a size of a cache without its folder", advice="say --cache-dir")
+            raise UsageError(
+                "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
+            )
         if self.peers and self.world is not None and len(self.peers) < self.world:
             raise UsageError(
-                f"--peers names {len(self.peers)} nodes, and --world says {self.world}",
+                f"{spelled('peers')} names {len(self.peers)} nodes, and {spelled('world')} says"
+                f" {self.world}",
                 advice="name all of them, in the order of their ranks",
             )
         if self.task:
+            if self.task_key and not self.task_key.strip():  # no secret, and was meant as one
+                raise ConfigError("the task's key is empty", advice=_MAKE_A_KEY)
             return
         default = TaskOptions()
         for each in fields(TaskOptions):
             if each.name in ("task_key", "policy"):  # of the environment; of a mount as well
                 continue
             if getattr(self, each.name) != getattr(default, each.name):
-                option = "--" + each.name.replace("_", "-")
-                raise UsageError(f"{option} is about a task", advice="say which, by --task NAME")
+                raise _about_a_task(each.name, spelled)
 
     @classmethod
-    def of(cls, words: "TaskWords", what: str) -> Self:
-        """The options that these words of a call mean; `what`: see `or_alone`. Raises UsageError
-        as `check`."""
-        key, folder = words.get("task_key"), words.get("cache_dir")
-        return cls(
-            task=words.get("task", ""),
-            task_key=os.environ.get("DIESEL_TASK_KEY", "") if key is None else key,
-            rank=words.get("rank"),
-            world=words.get("world"),
-            peers=tuple(words.get("peers", ())),
-            listen=words.get("listen", ""),
-            advertise=words.get("advertise", ""),
-            cache_dir=os.path.abspath(folder) if folder else "",
-            cache_bytes=words.get("cache_bytes", 0),
-            policy=words.get("policy", "on-demand"),
-            evict=words.get("evict", "lru"),
-            peer_tls=words.get("peer_tls", False),
-        ).or_alone(what)
+    def of(
+        cls, words: TaskWords, what: str, *, needing: Mapping[str, object] | None = None
+    ) -> Self:
+        """The options that these words of a call mean; `what`: see `or_alone`. `needing`: more of
+        its words, which mean nothing without a task. Raises UsageError, which names the word, for
+        one that is unknown or has no meaning, and as `check`."""
+        said = _Said(words)
+        found = cls(
+            task=said.text("task"),
+            task_key=said.text("task_key", os.environ.get("DIESEL_TASK_KEY", "")),
+            rank=said.number("rank"),
+            world=said.number("world"),
+            peers=said.names("peers"),
+            listen=said.text("listen"),
+            advertise=said.text("advertise"),
+            cache_dir=said.folder("cache_dir"),
+            cache_bytes=said.number("cache_bytes", written=False) or 0,
+            policy=said.one_of("policy", _POLICIES),
+            evict=said.one_of("evict", _EVICTIONS),
+            peer_tls=said.flag("peer_tls"),
+        ).or_alone(what, str)
+        if not found:
+            for word, value in {"task_key": said.get("task_key"), **(needing or {})}.items():
+                if value:
+                    raise _about_a_task(word, str)
+        return found
+
+
+class _Said:
+    """The words of a call, whose values may be anything. Its methods raise UsageError, which names
+    the word, and not what should be text: that may be a secret."""
+
+    def __init__(self, words: TaskWords) -> None:
+        self._words: dict[str, object] = {**words}
+        for word in self._words:
+            if word not in _KNOWN_WORDS:
+                near = difflib.get_close_matches(word, _KNOWN_WORDS, 1)
+                meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_WORDS)}"
+                raise UsageError(f"unknown word {word!r}", advice=meant)
+
+    def get(self, word: str) -> object:
+        """What is said, None for nothing."""
+        return self._words.get(word)
+
+    def text(self, word: str, default: str = "") -> str:
+        value = self.get(word)
+        if value is not None and not isinstance(value, str):
+            raise _bad(word, "text", value)
+        return default if value is None else value
+
+    def number(self, word: str, *, written: bool = True) -> int | None:
+        """`written`: also as text, as an environment has it."""
+        value = self.get(word)
+        if written and isinstance(value, str):
+            if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
+                raise UsageError(f"{word} is a number, not {value!r}")
+            return int(value)
+        return None if value is None else whole(word, value)
+
+    def names(self, word: str) -> tuple[str, ...]:
+        """Several, or one text with commas between."""
+        value = self.get(word)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return tuple(filter(None, map(str.strip, value.split(","))))
+        if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+            raise _bad(word, "a list of HOST:PORT", value)
+        for each in value:
+            if not isinstance(each, str):
+                raise _bad(word, "a list of HOST:PORT", each)
+        return tuple(value)
+
+    def folder(self, word: str) -> str:
+        """Absolute; empty for none."""
+        value = self.get(word)
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if path is not None and not isinstance(path, str):
+            raise _bad(word, "a path", path)
+        return os.path.abspath(path) if path else ""
+
+    def one_of(self, word: str, kinds: tuple[_Kind, ...]) -> _Kind:
+        """The first where nothing is said."""
+        value = self.get(word)
+        if value is None:
+            return kinds[0]
+        for each in kinds:
+            if each == value:
+                return each
+        raise UsageError(f"bad {word} {value!r}", advice=f"one of {', '.join(map(str, kinds))}")
+
+    def flag(self, word: str) -> bool:
+        value = self.get(word)
+        if value is not None and not isinstance(value, bool):
+            raise _bad(word, "True or False", value)
+        return bool(value)
+
+
+def whole(word: str, value: object) -> int:
+    """The number from 0 on that a word of a call has. Raises UsageError, which names the word."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise _bad(word, "a whole number", value)
+    try:
+        found = index(value)
+    except TypeError:  # an array, for one
+        raise _bad(word, "a whole number", value) from None
+    if found < 0:
+        raise UsageError(f"{word} is a number from 0 on, not {found}")
+    return found
+
+
+def _bad(word: str, meant: str, value: object) -> UsageError:
+    return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
+
+
+def _about_a_task(name: str, spelled: Callable[[str], str]) -> UsageError:
+    return UsageError(f"{spelled(name)} is about a task", advice=f"say which, by {spelled('task')}")
 
 
 NO_TASK = TaskOptions()
 
 _OF_MASTER = {each.name for each in fields(TaskOptions)} - {"task", "task_key", "rank"}
 _OF_MASTER |= {"memory_bytes"}
-_WRITTEN = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +275,7 @@ class TaskRequest(TaskOptions):
                 getattr(default, each.name),
                 getattr(running, each.name),
             ):
-                found.append(_WRITTEN.get(each.name, "--" + each.name.replace("_", "-")))
+                found.append(_option(each.name))
         return found
 
     @property
@@ -172,20 +293,9 @@ def own_task(what: str) -> str:
 def key_in(path: Path) -> str:
     """What a task's key file holds. Raises ConfigError, and PermissionDenied where others may read
     it."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise PermissionDenied(
-                    f"others may read the task's key in {path}", advice=f"chmod 600 {path}"
-                )
-            content = file.read(KEY_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the task's key in {path}: {error.strerror}") from error
-    if len(content) > KEY_BYTES_MAX:
-        raise ConfigError(f"{path} is too long for a task's key (at most {KEY_BYTES_MAX} bytes)")
-    try:
-        return content.decode("ascii").strip()
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"{path} holds no text", advice="make one: head -c 32 /dev/urandom | base64"
-        ) from None
+    text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
+    if not text.isascii():
+        raise ConfigError(f"{path} holds no text", advice=_MAKE_A_KEY)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: it holds no key", advice=_MAKE_A_KEY)
+    return text.strip()

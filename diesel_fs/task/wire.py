@@ -31,7 +31,6 @@ UNDER_WAY_BYTES_MAX = 64 << 20
 
 HEAD_BYTES = 16
 PART_BYTES = 12
-REQUEST_BYTES_MAX = HEAD_BYTES + PARTS_MAX * PART_BYTES
 
 READ, PING, WORKING = 1, 3, 4  # 2 is free
 LOAD = 1
@@ -55,11 +54,6 @@ _FEW = 8  # records that are looked at one by one: what numpy's calls cost takes
 
 
 # parts --------------------------------------------------------------------------------------------
-
-
-def parts_of(records: Sequence[tuple[int, int, int]]) -> Parts:
-    """Parts from (chunk, start, bytes)."""
-    return np.array(records, "<u4").reshape(-1, 3)
 
 
 def parse_parts(
@@ -172,8 +166,8 @@ LOCAL_VERSION = 1
 LOCAL_HELLO, LOCAL_READ, LOCAL_LEND, LOCAL_RETURN, LOCAL_DAMAGED, LOCAL_STATS, LOCAL_SHOW = range(
     1, 8
 )
-LOCAL_OK, LOCAL_REFUSED, LOCAL_FAILED = range(3)
-"""Statuses: done; this client cannot be served, now or later; it went wrong this once."""
+LOCAL_OK, LOCAL_REFUSED = range(2)
+"""Statuses: done; this client cannot be served, now or later."""
 
 RETURNED_MAX = 1 << 16
 """Chunks that are returned, or wanted back, at once."""
@@ -253,12 +247,9 @@ def local_answer(kind: int, count: int = 0, body: Raw = b"", wanted: Sequence[in
     return _local_answer(kind, LOCAL_OK, count, body, wanted)
 
 
-def local_refusal(
-    kind: int, sentence: str, *, status: int = LOCAL_REFUSED, wanted: Sequence[int] = ()
-) -> bytes:
+def local_refusal(kind: int, sentence: str, *, wanted: Sequence[int] = ()) -> bytes:
     """An answer that says in one sentence why there is none."""
-    assert status != LOCAL_OK
-    return _local_answer(kind, status, 0, sentence.encode()[:SENTENCE_BYTES_MAX], wanted)
+    return _local_answer(kind, LOCAL_REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], wanted)
 
 
 def _local_answer(kind: int, status: int, count: int, body: Raw, wanted: Sequence[int]) -> bytes:

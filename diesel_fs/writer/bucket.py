@@ -3,7 +3,8 @@
 Owned here: what of a listing becomes which entry, and how far fetching runs ahead of packing. Not
 owned: listing and fetching themselves (a `Bucket` is handed in). Keys that end in a slash are what
 consoles show as folders: they are left out, and so are keys that can be no path, which are named.
-Modes are 0644, times are when the object was written.
+Modes are 0644, times are when the object was written. Nothing is made of the dataset before the
+listing has begun: of a source that is not there, or cannot be listed, no empty dataset is left.
 
 Concurrency: one thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
@@ -12,6 +13,7 @@ import io
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..entries import Kind, Stat, join, path_fault, split
@@ -21,7 +23,7 @@ from ..snapshot import Snapshot, same_content
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Unsettled
 from .plan import RESERVED
-from .single import new_packer
+from .single import check_target, new_packer
 from .standing import Standing, leave_out_shadowed, view_unchanged
 
 FETCHES = 32
@@ -38,7 +40,8 @@ _PROGRESS_OBJECTS = 64
 
 
 class BucketObject(NamedTuple):
-    """One object of a listing; `key` is below the prefix that was asked for."""
+    """One object of a listing; `key` is below the prefix that was asked for, and empty where that
+    is the key of the object itself."""
 
     key: bytes
     size: int
@@ -50,7 +53,10 @@ class Bucket(Protocol):
     """Objects below a prefix of a bucket. `read` may be called from many threads."""
 
     def objects(self) -> Iterator[BucketObject]:
-        """All of them, in order of their keys. Raises ObjectStoreError, PermissionDenied."""
+        """All of them, in order of their keys; or the one object that the prefix names.
+
+        Raises NotFoundError where there is neither, ObjectStoreError, PermissionDenied.
+        """
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
@@ -70,24 +76,48 @@ def put_bucket(
     options: PutOptions | None = None,
     progress: Progress = quiet,
 ) -> PutReport:
-    """Put the objects of a bucket below `prefix` of a dataset; as `put_tree` otherwise."""
+    """Put the objects of a bucket below `prefix` of a dataset; as `put_tree` otherwise.
+
+    A source of one object becomes the file `prefix`. One that is not there counts as empty where
+    that is allowed. Raises NotFoundError.
+    """
     options = options or PutOptions()
     if prefix.split(b"/", 1)[0] == RESERVED:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
+    objects = _begun(bucket, prefix, options)
     session = None if options.dry_run else repository.begin(dataset)
     view = session.view if session else view_unchanged(repository, dataset)
-    put = _BucketPut(view, bucket, prefix, options, progress)
+    put = _BucketPut(view, bucket, objects, prefix, options, progress)
     if session is None:
         put.report.seen = sum(1 for _ in put.wanted())
-        put.report.deleted = len(put.gone())
+        put.report.deleted = len(put.standing.gone())
         return put.report
     put.run(session)
-    if gone := put.gone():
+    if gone := put.standing.gone():
         put.report.deleted = session.delete(gone)
     put.report.version = session.finish()
     leave_out_shadowed(repository, session, view, put.report, "it is a folder of the bucket, too")
     progress(put.report)
     return put.report
+
+
+def _begun(bucket: Bucket, prefix: bytes, options: PutOptions) -> Iterator[BucketObject]:
+    """The objects of a bucket, of which the first has been heard of. Raises NotFoundError, and
+    UsageError for one object that has no name, or goes with --delete."""
+    listed = bucket.objects()
+    try:
+        first = next(listed, None)
+    except NotFoundError:
+        if not options.allow_empty:
+            raise
+        first = None
+    if first is None:
+        return iter(())
+    if not first.key:
+        check_target(prefix)
+        if options.delete:
+            raise UsageError("one object says nothing about others: --delete cannot go with it")
+    return chain([first], listed)
 
 
 class _BucketPut:
@@ -97,18 +127,19 @@ class _BucketPut:
         self,
         view: Snapshot,
         bucket: Bucket,
+        objects: Iterator[BucketObject],
         prefix: bytes,
         options: PutOptions,
         progress: Progress,
     ) -> None:
         self.report = PutReport()
         self._bucket = bucket
+        self._objects = objects
         self._prefix = prefix
         self._options = options
         self._chosen = Filter(options)
-        self._standing = Standing(view, prefix, options)
+        self.standing = Standing(view, prefix, options)
         self._progress = progress
-        self._any = False
 
     def run(self, session: WriteSession) -> None:
         """Pack all that is wanted. Raises DieselError; what was committed by then stays."""
@@ -117,7 +148,7 @@ class _BucketPut:
         try:
             for each in fetched:
                 try:
-                    target = join(self._prefix, each.key)
+                    target = _target(self._prefix, each.key)
                     packer.add_stream(
                         io.BufferedReader(fetched.content()), each.size, split(target),
                         _MODE, each.modified_ns,
@@ -131,36 +162,29 @@ class _BucketPut:
 
     def wanted(self) -> Iterator[BucketObject]:
         """The objects to put, looked at as they are listed."""
-        for number, each in enumerate(self._bucket.objects()):
+        for number, each in enumerate(self._objects):
             if number % _PROGRESS_OBJECTS == 0:
                 self._progress(self.report)
-            if each.key.endswith(b"/") or not each.key:
+            if each.key.endswith(b"/"):
                 continue
-            target = join(self._prefix, each.key)
+            target = _target(self._prefix, each.key)
             if reason := _refusal(target):
                 self.report.fail(each.key, reason)
                 continue
             if self._chosen.leaves_out(each.key, is_folder=False):
                 continue
-            self._any = True
-            index = self._standing.find(target)
-            if reason := self._standing.obstacle(target, index, Kind.FILE):
+            index = self.standing.find(target)
+            if reason := self.standing.obstacle(target, index, Kind.FILE):
                 self.report.fail(each.key, reason)
                 continue
             entry = Stat(Kind.FILE, _MODE, each.size, each.modified_ns)
-            if self._standing.unchanged(index, entry) and self._holds(index, each):
+            if self.standing.unchanged(index, entry) and self._holds(index, each):
                 self.report.unchanged += 1
                 continue
             self.report.seen += 1
-            self._standing.put_over(index, Kind.FILE)
+            self.standing.put_over(index, Kind.FILE)
             yield each
         self.report.walked = True
-
-    def gone(self) -> list[bytes]:
-        """What --delete removes."""
-        if not self._options.delete or not (self._any or self._options.allow_empty):
-            return []
-        return self._standing.gone()
 
     def _holds(self, index: int, each: BucketObject) -> bool:
         """Whether the dataset has these very bytes, where that is asked for."""
@@ -168,7 +192,7 @@ class _BucketPut:
             return True
         try:
             return same_content(
-                self._standing.view.extents(index),
+                self.standing.view.extents(index),
                 lambda size, start: self._bucket.read(each, start, size),
             )
         except (NotFoundError, ConflictError):
@@ -264,6 +288,10 @@ class _Content(io.RawIOBase):
         buffer[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
+
+
+def _target(prefix: bytes, key: bytes) -> bytes:
+    return join(prefix, key) if key else prefix
 
 
 def _refusal(target: bytes) -> str:

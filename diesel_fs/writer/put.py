@@ -21,9 +21,10 @@ from pathlib import Path
 import msgpack
 
 from ..chunk import ENTRIES_MAX
+from ..commits import Admitted, StaleChunk
 from ..entries import ChunkId
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, revived
-from ..repository import Admitted, Repository, StaleChunk, WriteSession
+from ..repository import Repository, WriteSession
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
 from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process

@@ -78,14 +78,16 @@ class Standing:
     def __init__(self, view: Snapshot, prefix: bytes, options: PutOptions) -> None:
         self.view = view
         self._prefix = prefix
-        self._delete = options.delete
+        self._options = options
         self._chosen = Filter(options)
         self._entered: dict[bytes, str] = {b"": ""}  # folders, and why nothing can go into them
         self._changed: set[int] = set()
         self._seen = bytearray(view.entry_count)
+        self._any_found = False
 
     def find(self, target: bytes) -> int:
         """The index of what stands at a path, or -1; the source has it too."""
+        self._any_found = True
         index = self.view.lookup(target)
         if index >= 0:
             self._seen[index] = 1
@@ -94,7 +96,7 @@ class Standing:
     def obstacle(self, target: bytes, index: int, kind: Kind) -> str:
         """Why an entry cannot be put at a path where `index` stands, or the empty string."""
         if kind != Kind.FOLDER and keeps_place(
-            self.view, index, self._prefix, self._chosen, self._delete
+            self.view, index, self._prefix, self._chosen, self._options.delete
         ):
             return "refused: it is a folder of the dataset, with entries"
         folder = split(target)[0]
@@ -120,7 +122,12 @@ class Standing:
                 self._entered = {b"": ""}
 
     def gone(self) -> list[bytes]:
-        """The paths that were never asked for, deepest first."""
+        """What `--delete` removes: the paths that were never asked for, deepest first.
+
+        Empty for a source without anything in it, unless that is allowed.
+        """
+        if not self._options.delete or not (self._any_found or self._options.allow_empty):
+            return []
         return gone(self.view, self._prefix, self._seen, self._chosen)
 
     def _enter(self, folder: bytes) -> str:

@@ -81,7 +81,7 @@ def put_tar(
     try:
         whole = put.read(tar)
         if session is None:
-            report.deleted = len(put.gone()) if whole else 0
+            report.deleted = len(put.standing.gone()) if whole else 0
             return report
         put.finish()
         if put.hard_links:
@@ -89,7 +89,7 @@ def put_tar(
             put.copy_hard_links(ContentReader(
                 repository.view(dataset), repository.objects, _LINK_MEMORY_BYTES
             ))  # fmt: skip
-        if whole and (gone := put.gone()):
+        if whole and (gone := put.standing.gone()):
             report.deleted = session.delete(gone)
         report.version = session.finish()
         leave_out_shadowed(repository, session, view, report, "it is a folder of the tar, too")
@@ -229,7 +229,7 @@ class _TarPut:
     ) -> None:
         self.report = PutReport()
         self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
-        self._standing = Standing(view, prefix, options)
+        self.standing = Standing(view, prefix, options)
         self._packer: Packer | None = None
         if session is not None:
             self._packer = new_packer(session, options, self.report)
@@ -237,7 +237,6 @@ class _TarPut:
         self._options = options
         self._chosen = Filter(options)
         self._progress = progress
-        self._any = False
 
     def read(self, tar: _Tar) -> bool:
         """Take all entries; whether the tar was whole. Raises DieselError."""
@@ -263,12 +262,6 @@ class _TarPut:
         finally:
             self.report.walked = True
         return True
-
-    def gone(self) -> list[bytes]:
-        """What --delete removes."""
-        if not self._options.delete or not (self._any or self._options.allow_empty):
-            return []
-        return self._standing.gone()
 
     def finish(self) -> None:
         """Make all that was taken durable."""
@@ -321,8 +314,7 @@ class _TarPut:
             return
         if self._chosen.leaves_out(path, is_folder=member.isdir()):
             return
-        self._any = True
-        index = self._standing.find(target)
+        index = self.standing.find(target)
         if self.hard_links:
             self.hard_links.pop(target, None)
         if member.isreg():
@@ -337,7 +329,7 @@ class _TarPut:
         else:
             self.report.fail(path, "skipped: a pipe, device or unknown kind")
             return
-        if reason := self._standing.obstacle(target, index, entry.kind):
+        if reason := self.standing.obstacle(target, index, entry.kind):
             self.report.fail(path, reason)
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
@@ -351,12 +343,12 @@ class _TarPut:
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = cast("BinaryIO", tar.extractfile(member))
-        same = self._standing.unchanged(index, entry, link)
+        same = self.standing.unchanged(index, entry, link)
         if same and self._options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
                 shutil.copyfileobj(content, spool, _READ_BYTES)
                 spool.seek(0)
-                extents = self._standing.view.extents(index)
+                extents = self.standing.view.extents(index)
                 same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
                 spool.seek(0)
                 if not same:
@@ -369,7 +361,7 @@ class _TarPut:
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
         self.report.seen += 1
-        self._standing.put_over(index, entry.kind)
+        self.standing.put_over(index, entry.kind)
         if self._packer is None:
             return
         match entry.kind:

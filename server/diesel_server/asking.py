@@ -164,15 +164,17 @@ class Asking:
             known = self._directory.remember(info)
         return known.info()
 
-    async def known(self, identity: UUID) -> Known:
+    async def known(self, identity: UUID, *, dying_too: bool = False) -> Known:
         """A dataset by its identity. Raises NoSuchDataset."""
         found = self._directory.peek(identity)
-        if found is not None:
-            return found
-        is_new = not self._directory.has_known(identity)
-        return await trio.to_thread.run_sync(
-            self._directory.find, identity, limiter=self._finding if is_new else self._threads
-        )
+        if found is None:
+            is_new = not self._directory.has_known(identity)
+            found = await trio.to_thread.run_sync(
+                self._directory.find, identity, limiter=self._finding if is_new else self._threads
+            )
+        if found.is_dying and not dying_too:
+            raise no_such(str(identity))
+        return found
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})

@@ -5,6 +5,7 @@ identities of datasets, remembered. To who may not read a dataset there is none:
 the same words as where there is none. Not owned: accounts (`login.py`), what datasets hold.
 
 What is remembered of an identity is looked at again after some seconds: it may have been deleted.
+Then it is dying as long as objects of it are left: there for who was reading it, and not by name.
 Thread-safe.
 """
 
@@ -39,6 +40,7 @@ class Known:
     name: str
     identity: UUID
     created_ns: int
+    is_dying: bool = False
 
     def info(self) -> DatasetInfo:
         """The dataset where nobody knows its marker."""
@@ -62,18 +64,21 @@ class Directory:
         return identity in self._known
 
     def find(self, identity: UUID) -> Known:
-        """The dataset of an identity. May block. Raises NoSuchDataset."""
+        """The dataset of an identity, also one that is dying. May block. Raises NoSuchDataset."""
         found = self.peek(identity)
         if found is not None:
             return found
         before = self._known.pop(identity, None)
         try:
             info = self._look(identity)
+            dying = None if info else self._repository.catalogue.dying_one(identity)
         except ObjectStoreError:
             if before is None:
                 raise
             self._known[identity] = before[0], time.monotonic()  # it does not change its name
             return before[0]
+        if dying is not None:
+            return self.remember(dying, is_dying=True)
         if info is None:
             raise no_such(str(identity))
         return self.remember(info)
@@ -92,15 +97,15 @@ class Directory:
     def named(self, name: str) -> Known | None:
         """The dataset of this name, as far as it is remembered."""
         for known, _ in list(self._known.values()):
-            if known.name == name:
+            if known.name == name and not known.is_dying:
                 return self.peek(known.identity)
         return None
 
-    def remember(self, info: DatasetInfo) -> Known:
+    def remember(self, info: DatasetInfo, *, is_dying: bool = False) -> Known:
         """A dataset that has just been found."""
         if len(self._known) >= _REMEMBERED_MAX:
             self._known.clear()
-        known = Known(info.name, info.identity, info.created_ns)
+        known = Known(info.name, info.identity, info.created_ns, is_dying)
         self._known[info.identity] = known, time.monotonic()
         return known
 

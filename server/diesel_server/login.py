@@ -114,10 +114,10 @@ class Login:
         self._clock = clock
         self._table: AccountTable | None = None
         self._nobody = keys.public_key(keys.new_seed())  # its key is thrown away
-        self._reading = threading.Lock()  # held while the table is read
+        self._reading_lock = threading.Lock()  # held while the table is read
         self._asked_s = float("-inf")  # when the last reading began
         self._known = _Known(problem=MetadataError("the accounts have not been read yet"))
-        self._failed = threading.Lock()  # guards the buckets and what follows
+        self._failures_lock = threading.Lock()  # guards the buckets and what follows
         self._of_user = _Bucket(OF_USER, clock)
         self._of_address = _Bucket(OF_ADDRESS, clock)
         self._advised = _Bucket(Rate(1, ADVICE_S), clock)
@@ -154,14 +154,14 @@ class Login:
             away = _away()
             away.add_note(known.problem.message)
             raise away
-        with self._failed:
+        with self._failures_lock:
             if self._of_user.is_full(key) or self._of_address.is_full(network):
                 raise BusyError("too many failed logins from your address", advice="wait a minute")
         refusal = PermissionDenied(
             "no such user, or another key", advice="check --user and --key-file"
         )
         refusal.add_note("the signature is not by its key" if account else "there is no such user")
-        with self._failed:
+        with self._failures_lock:
             self._of_user.add(key)
             self._of_address.add(network)
             if known.token == NEVER and not self._advised.is_full(""):
@@ -204,13 +204,13 @@ class Login:
 
     def close(self) -> None:
         """Let go of the table."""
-        with self._reading:
+        with self._reading_lock:
             if self._table is not None:
                 self._table.close()
 
     def _refresh(self, since_s: float, *, wait: bool = True) -> None:
         """Read the table, unless somebody has begun to since then (or, not to `wait`, does now)."""
-        if not self._reading.acquire(blocking=wait):
+        if not self._reading_lock.acquire(blocking=wait):
             return
         try:
             if self._asked_s <= since_s:
@@ -225,7 +225,7 @@ class Login:
                 log.warning("the accounts cannot be looked up: %s", error)
             self._known = replace(self._known, problem=error)
         finally:
-            self._reading.release()
+            self._reading_lock.release()
 
     def _read(self) -> None:
         if self._table is None:

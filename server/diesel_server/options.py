@@ -5,8 +5,10 @@ that may hold a password.
 """
 
 import os
+import stat
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
@@ -55,20 +57,27 @@ def default_workers() -> int:
 
 _OPTIONS = (
     click.option("--listen", metavar="HOST:PORT", default=LISTEN, show_default=True,
-                 help="Where clients connect; not only this machine's with TLS alone."),
+                 help="Where clients connect. Other machines' can only with TLS, or --insecure."),
     click.option("--store", metavar="URL", help="Where the chunks are: file:///..., s3://..."),
     click.option("--meta", metavar="URL",
                  help="The metadata store: redis://...  [default: beside a file:// store]"),
-    click.option("--tls-cert", metavar="FILE", help="The server's certificate and chain, PEM."),
-    click.option("--tls-key", metavar="FILE", help="Its key, PEM."),
-    click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=default_workers,
-                 show_default="processors, at most 4", help="Processes that serve."),
-    click.option("--cache-dir", metavar="DIR", help="A folder for the fast tier."),
-    click.option("--cache-size", metavar="SIZE", help="How large it may get, as 100G."),
+    click.option("--tls-cert", metavar="FILE",
+                 help="The server's certificate and chain, PEM; goes with --tls-key."),
+    click.option("--tls-key", metavar="FILE",
+                 help="The certificate's key, PEM; goes with --tls-cert."),
+    click.option("--workers", type=click.IntRange(1, WORKERS_MAX), metavar="N",
+                 default=default_workers, show_default="processors, at most 4",
+                 help="How many processes serve."),
+    click.option("--cache-dir", metavar="DIR",
+                 help="A folder for the fast tier; goes with --cache-size.  [default: no fast"
+                 " tier]"),
+    click.option("--cache-size", metavar="SIZE",
+                 help="How large the folder of --cache-dir may get: 100G."),
     click.option("--metrics", metavar="[HOST:]PORT",
-                 help="Where Prometheus asks; without HOST, this machine alone."),
+                 help="Where Prometheus may ask; without HOST, from this machine alone."
+                 "  [default: nowhere]"),
     click.option("--insecure", is_flag=True,
-                 help="Listen for other machines without TLS: in a trusted network."),
+                 help="Listen for other machines without TLS, as in a trusted network."),
 )  # fmt: skip
 
 
@@ -130,7 +139,11 @@ def checked(
         raise ConfigError("--tls-cert and --tls-key belong together")
     if (cache_dir is None) != (cache_size is None):
         raise ConfigError("--cache-dir and --cache-size belong together")
-    warnings = _warnings(url)
+    cache_bytes = 0 if cache_size is None else parse_size(cache_size)
+    if cache_dir is not None and not cache_bytes:
+        raise ConfigError("--cache-size 0 is no fast tier", advice="leave --cache-dir away")
+    key = None if tls_key is None else Path(tls_key)
+    warnings = [*_of_redis(url), *_of_key(key)]
     if tls_cert is None and not is_local(place):
         if not insecure:
             raise ConfigError(
@@ -144,9 +157,9 @@ def checked(
             url=url,
             workers=workers,
             certificate=None if tls_cert is None else Path(tls_cert),
-            key=None if tls_key is None else Path(tls_key),
+            key=key,
             cache=None if cache_dir is None else Path(cache_dir).absolute(),
-            cache_bytes=0 if cache_size is None else parse_size(cache_size),
+            cache_bytes=cache_bytes,
             metrics=None if metrics is None else parse_place(metrics, default_host=LOOPBACK),
         ),
         warnings,
@@ -168,7 +181,7 @@ def _repository(store: str | None, meta: str | None) -> RepositoryUrl:
     return replace(url, meta=meta)
 
 
-def _warnings(url: RepositoryUrl) -> list[str]:
+def _of_redis(url: RepositoryUrl) -> list[str]:
     if not url.meta:
         return []
     try:
@@ -178,3 +191,11 @@ def _warnings(url: RepositoryUrl) -> list[str]:
     if address.local or address.password:
         return []
     return [f"the Redis at {address} has no password: whoever reaches it can change everything"]
+
+
+def _of_key(key: Path | None) -> list[str]:
+    """A key that cannot be looked at is an error when it is loaded."""
+    with suppress(OSError):
+        if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            return [f"the key {key} is open to every user of this machine: chmod o= it"]
+    return []

@@ -57,10 +57,6 @@ class LoopRounds(Generic[K, V]):
             self._next[key] = _Flight()
             self._begin(key)
 
-    def is_at_work(self, key: K) -> bool:
-        """Whether a run is under way or to come."""
-        return key in self._at_work
-
     def _begin(self, key: K) -> None:
         if key not in self._at_work:
             self._at_work.add(key)

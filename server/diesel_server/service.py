@@ -58,9 +58,10 @@ class Service:
         markers: Markers,
     ) -> None:
         self._repository = repository
+        self._markers = markers
         self._directory = Directory(repository)
         self._asking = Asking(repository, self._directory, markers, reads, pieces)
-        self._writing = Writing(repository, self._directory, self._asking)
+        self._writing = Writing(repository, self._directory, self._asking, markers)
         self._jobs = Jobs()
         self._tasks = Tasks(repository)
 
@@ -75,17 +76,17 @@ class Service:
             "finish": self._by_identity(Role.WRITE, writing.finish),
             "snapshot": self._snapshot,
             "kept": self._by_identity(Role.READ, asking.kept),
-            "read": self._by_identity(Role.READ, asking.read),
+            "read": self._by_identity(Role.READ, asking.read, dying_too=True),
             "stat": self._by_identity(Role.READ, asking.stat),
             "list": self._by_identity(Role.READ, asking.listing),
             "reclaimable": self._by_name(Role.READ, asking.reclaimable),
             "verify": self._verify,
             "recover": self._recover,
             "purge": self._purge,
-            "lease": self._by_identity(Role.READ, writing.lease),
+            "lease": self._by_identity(Role.READ, writing.lease, dying_too=True),
             "delete_dataset": self._by_name(Role.ADMIN, writing.delete_dataset),
-            "join": self._by_identity(Role.READ, tasks.join),
-            "leave": self._by_identity(Role.READ, tasks.leave),
+            "join": self._by_identity(Role.READ, tasks.join, dying_too=True),
+            "leave": self._by_identity(Role.READ, tasks.leave, dying_too=True),
         }
 
     # Who may
@@ -96,9 +97,11 @@ class Service:
 
         return handle
 
-    def _by_identity(self, role: Role, work: Identified) -> Handler:
+    def _by_identity(self, role: Role, work: Identified, *, dying_too: bool = False) -> Handler:
+        """`dying_too`: what who is reading a dataset goes on with when it has been deleted."""
+
         async def handle(request: Request) -> Reply:
-            return await work(request, await self._identified(request, role))
+            return await work(request, await self._identified(request, role, dying_too=dying_too))
 
         return handle
 
@@ -109,10 +112,10 @@ class Service:
         check_role(request.account, name, role, name)
         return name
 
-    async def _identified(self, request: Request, role: Role) -> Known:
+    async def _identified(self, request: Request, role: Role, *, dying_too: bool = False) -> Known:
         """The dataset whose identity a request has. Raises NoSuchDataset, PermissionDenied."""
         identity = identity_in(Fields(request.message, "a request"))
-        known = await self._asking.known(identity)
+        known = await self._asking.known(identity, dying_too=dying_too)
         check_role(request.account, known.name, role, str(identity))
         return known
 
@@ -164,6 +167,10 @@ class Service:
             yield reply
 
     async def _job(self, kind: str, name: str, how: Message, work: Work) -> AsyncIterator[Reply]:
+        def opened(tell: Tell) -> Message:
+            self._markers.reopen()  # it may have been away since the server started
+            return work(tell)
+
         with plainly(name):
-            async for reply in self._jobs.run(kind, name, how, work):
+            async for reply in self._jobs.run(kind, name, how, opened):
                 yield reply

@@ -18,7 +18,7 @@ from diesel_fs.cache.merged_reads import MergedReads
 from diesel_fs.cache.shelves import MemoryShelf, Shelf
 from diesel_fs.cache.tier import FastTier
 from diesel_fs.commits import Admitted
-from diesel_fs.errors import DieselError, ObjectMissing, ObjectStoreError
+from diesel_fs.errors import DieselError, ObjectMissing
 from diesel_fs.metrics import Cells
 from diesel_fs.repository import Repository
 from diesel_fs.settings import cache_folder
@@ -119,7 +119,7 @@ def _pieces_folder(place: Path | None, store: UUID) -> Path | None:
 def _objects(url: RepositoryUrl) -> ObjectStore:
     try:
         return open_objects(url, create=False)
-    except (ObjectMissing, ObjectStoreError) as error:
+    except ObjectMissing as error:
         make = f'if it is to be new: dlcmd --url "{url}" user add NAME --admin'
         error.advice = "; ".join(filter(None, [error.advice, make]))
         raise

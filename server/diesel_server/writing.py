@@ -37,11 +37,13 @@ from diesel_fs.errors import (
 from diesel_fs.layout import chunk_object
 from diesel_fs.leases import LEASE_S, give_lease
 from diesel_fs.messages import Fields
+from diesel_fs.pins import Deletion
 from diesel_fs.repository import Repository, WriteSession
 from diesel_fs.wire_values import info_message
 
 from .asking import Asking
 from .directory import Directory, Known, no_such, plainly
+from .markers import Markers
 from .requests import Reply, Request
 from .rounds import Groups, Rounds
 
@@ -64,10 +66,13 @@ _ID_BYTES = 16
 class Writing:
     """The requests that change datasets."""
 
-    def __init__(self, repository: Repository, directory: Directory, asking: Asking) -> None:
+    def __init__(
+        self, repository: Repository, directory: Directory, asking: Asking, markers: Markers
+    ) -> None:
         self._repository = repository
         self._directory = directory
         self._asking = asking
+        self._markers = markers
         self._storing = trio.CapacityLimiter(_STORE_THREADS)
         self._threads = trio.CapacityLimiter(_FINISH_THREADS)
         self._commits = Groups(
@@ -96,17 +101,21 @@ class Writing:
 
     def _begin(self, wanted: tuple[str, bool]) -> None:
         name, create = wanted
+        self._markers.reopen()
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
         """A dataset goes for ever."""
-        delete = self._repository.delete_dataset
         try:
             with plainly(name):
-                removed = await trio.to_thread.run_sync(delete, name, limiter=self._threads)
+                done = await trio.to_thread.run_sync(self._delete, name, limiter=self._threads)
         finally:
             self._directory.forget(name)
-        return Reply({"removed": removed})
+        return Reply({"removed": done.removed, "left": done.left})
+
+    def _delete(self, name: str) -> Deletion:
+        self._markers.reopen()
+        return self._repository.delete_dataset(name)
 
     # Chunks
 

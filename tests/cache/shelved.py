@@ -14,7 +14,7 @@ STORE = UUID(int=7)
 Chunks = dict[ChunkKey, bytes]
 
 
-def shelf_at(place: Path, limit_bytes: int = 1 << 30) -> DiskShelf:
+def shelf_at(place: Path, limit_bytes: int | None = 1 << 30) -> DiskShelf:
     return DiskShelf(place, STORE, limit_bytes)
 
 

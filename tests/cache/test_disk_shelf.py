@@ -116,6 +116,10 @@ def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
     (marked / ".diesel-cache").write_text("something else")
     with pytest.raises(ConflictError, match="not the marker"):
         cache_place(marked)
+    (marked / ".diesel-cache").unlink()
+    os.mkfifo(marked / ".diesel-cache")
+    with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
+        cache_place(marked)
     assert list(full.iterdir()) == [full / "thesis.tex"]
 
 
@@ -224,6 +228,35 @@ def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> No
     limit = 3 * max(map(len, chunks.values()))
     assert 0 < counted(shelf_at(place, limit)) <= limit
     assert sum(path.stat().st_size for path in files(place)) <= limit
+
+
+def test_without_a_limit_it_is_half_of_what_the_cache_could_have(
+    tmp_path: Path, chunks: Chunks
+) -> None:
+    """What it holds already is not free, and is its own: a restart leaves a warm cache alone."""
+    disk_bytes = 3 * sum(map(len, chunks.values()))
+    with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
+        place = cache_place(point)
+        limit_bytes = 0
+        for start in range(4):
+            shelf = shelf_at(place, None)
+            assert len(files(place)) == (len(chunks) if start else 0)
+            if start:
+                assert abs(shelf.limit_bytes - limit_bytes) < 50_000  # folders and pages
+            limit_bytes = shelf.limit_bytes
+            for key, content in chunks.items():
+                if not start:
+                    put(shelf, key, content)
+            assert all(held(shelf, key) == content for key, content in chunks.items())
+            shelf.close()
+        for key in list(chunks)[: len(chunks) // 2]:  # its own count is not needed for that
+            file_of(place, key).unlink()
+        assert abs(shelf_at(place, None).limit_bytes - limit_bytes) < 50_000
+        (point / "lost+found").write_bytes(bytes(2 * shelf.limit_bytes - disk_bytes // 2))
+        assert shelf_at(place, None).limit_bytes < 0.8 * limit_bytes, "others need it"
+        shelf.make_room(1 << 40)
+        assert shelf.limit_bytes == limit_bytes, "it stays what it was at the start"
+    assert shelf_at(cache_place(tmp_path / "none"), 0).limit_bytes == 0
 
 
 def test_J1_a_twentieth_of_the_disk_stays_free(

@@ -74,7 +74,7 @@ def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
     assert bytes(reader.cached(index, 2, 5) or b"") == b"small"
 
 
-def test_F8_read_many_holds_no_more_chunks_than_its_budget(
+def test_read_many_holds_no_more_chunks_than_its_budget(
     repository: Repository, tmp_path: Path
 ) -> None:
     """However far it looks ahead: what it holds for a window is held until the window's end."""

@@ -171,6 +171,15 @@ def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place:
     dlcmd("user", "import", file, "--replace")
     assert users(dlcmd) == before
 
+    assert dlcmd.program("user", "export", "/dev/stdout").out == file.read_bytes()
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    dlcmd("user", "export", fifo)
+    assert os.read(reader, 1 << 16) == file.read_bytes()
+    os.close(reader)
+    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+
     other = (tmp_path / "other").as_uri()
     assert dlcmd.program("--url", other, "user", "import", "-", stdin=file.read_bytes()).code == 0
     assert dlcmd("--url", other, "user", "export").out == file.read_bytes()
@@ -193,6 +202,8 @@ def test_nonsense_is_not_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> N
             said = dlcmd("user", "import", file, *more, code=code)
             assert len(said.err.splitlines()) == 1
     dlcmd("user", "import", tmp_path / "gone", code=10)
+    assert "is a folder" in dlcmd("user", "import", tmp_path, code=2).err
+    assert "is a folder" in dlcmd("user", "export", tmp_path, code=2).err
     assert users(dlcmd) == before
 
 

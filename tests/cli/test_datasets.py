@@ -4,6 +4,7 @@ import base64
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ def test_rm_deletes_all_or_nothing(dlcmd: Dlcmd, pets: Path) -> None:
 def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
     assert "--yes" in dlcmd("delete-dataset", "pets", code=2).err
     dlcmd("delete-dataset", "gone", code=10)
-    dlcmd("delete-dataset", "pets", "--yes")
+    (said,) = dlcmd("delete-dataset", "--json", "pets", "--yes").objects
+    assert said == {"dataset": "pets", "objects_removed": 2, "objects_left": 0}
     assert dlcmd("ls").out == b""
     assert chunks(dlcmd) == []
     dlcmd("delete-dataset", "pets", "--yes", code=10)
@@ -166,6 +168,20 @@ def test_A12_a_snapshot_file_is_replaced_whole_or_not_at_all(
     assert list(tmp_path.glob(".tmp-*")) == []
     dlcmd("save-meta", "pets", file)
     assert file.read_bytes() != before
+
+
+def test_a_snapshot_goes_to_what_is_no_file(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    """A device or a fifo is written to and stays what it is; /dev/stdout gets nothing else."""
+    file, fifo = tmp_path / "pets.snapshot", tmp_path / "fifo"
+    dlcmd("save-meta", "pets", file)
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    dlcmd("save-meta", "pets", fifo)
+    assert os.read(reader, 1 << 16) == file.read_bytes()
+    os.close(reader)
+    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+    assert dlcmd.program("save-meta", "pets", "/dev/stdout").out == file.read_bytes()
+    assert "is a folder" in dlcmd("save-meta", "pets", tmp_path, code=2).err
 
 
 def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:

@@ -211,6 +211,15 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
     with tarfile.open(fileobj=io.BytesIO(one)) as tar:
         assert tar.getnames() == ["file"]
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert dlcmd.program("get", "odd", "--tar", "/dev/stdout").out == said.out
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    for force in ([], ["--force"]):
+        dlcmd("get", "odd/sub/deeper/file", "--tar", tmp_path / "fifo", *force)
+        assert os.read(reader, 1 << 16) == one
+        assert (tmp_path / "fifo").is_fifo()
+    os.close(reader)
+    assert "is a folder" in dlcmd("get", "odd", "--tar", tmp_path, "--force", code=2).err
 
 
 def test_get_takes_one_destination(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:

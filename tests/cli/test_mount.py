@@ -14,7 +14,9 @@ from .conftest import Dlcmd
 def test_a_mount_that_cannot_be_says_why(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "no mount of a dataset" in dlcmd("umount", tmp_path, code=2).err
     assert "no mount of a dataset" in dlcmd("stats", tmp_path, code=2).err
-    dlcmd("mount", "--umask", "999", "pets", tmp_path, code=2)
+    for bad in ("99", "-1", "0o22", "07777777", ""):
+        said = dlcmd("mount", f"--umask={bad}", "pets", tmp_path, code=2).err
+        assert f"bad umask {bad!r}" in said
     dlcmd("mount", "--memory", "much", "pets", tmp_path, code=2)
     dlcmd("mount", "--session", "none", "pets", tmp_path, code=2)
 

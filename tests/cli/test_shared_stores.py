@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.storage.conftest import s3 as s3
 from tests.storage.redis_servers import RedisServer
-from tests.storage.s3_server import Server
+from tests.storage.s3_server import Server, credentials
+from tests.storage.scripted_s3 import ScriptedS3
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -263,3 +265,99 @@ def test_a_bucket_is_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
     client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/a")
     shared.program("put", "--delete", place, "pets/in")
     assert b" a" not in shared.program("ls", "pets/in").out
+    for key in contents:
+        client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+    client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/d/")
+    said = shared.program("put", "--delete", place, "pets/in", code=10)
+    assert place in said.err
+    shared.program("put", "--delete", "--allow-empty", place, "pets/in")
+    assert shared.program("ls", "-R", "pets").out in (b"", b"in\n", b"in/\n")
+
+
+def test_one_object_of_a_bucket_is_put(shared: Dlcmd, s3: Server) -> None:
+    """As a single file is; but what lies below its key as a prefix comes first."""
+    place = s3.place()
+    prefix = place.removeprefix(f"s3://{s3.bucket}/")
+    client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
+    content = os.urandom(9 << 20)
+    client.put_object(Bucket=s3.bucket, Key=f"{prefix}/large", Body=content)
+    for target, path in (("", "large"), ("/in/", "in/large"), ("/as", "as"), ("/in", "in/large")):
+        shared.program("put", f"{place}/large", f"pets{target}")
+        assert shared.program("cat", f"pets/{path}").out == content
+    assert "--delete" in shared.program("put", "--delete", f"{place}/large", "pets", code=2).err
+    client.put_object(Bucket=s3.bucket, Key=f"{prefix}/large/below", Body=b"1")
+    shared.program("put", f"{place}/large", "other")
+    assert shared.program("cat", "other/below").out == b"1"
+    assert shared.program("cat", "other/large", code=10).out == b""
+
+
+@pytest.mark.parametrize(
+    ("key", "shown", "why"),
+    [
+        ("a\tb", r"a\tb", "control characters"),
+        ("a\x1b[2Jb", r"a\x1b[2Jb", "control characters"),
+        ("a//b", "a//b", "empty or dotted parts"),
+        ('a"/../b', 'a"/../b', "empty or dotted parts"),
+    ],
+)
+def test_a_key_that_is_no_path_is_named(
+    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch, key: str, shown: str, why: str
+) -> None:
+    """The store's library lists nothing beside it; no empty dataset is left."""
+    with ScriptedS3() as server:
+        for name, text in credentials(server.endpoint).items():
+            monkeypatch.setenv(name, text)
+        server.put(f"images/{key}", b"1")
+        server.put("images/fine", b"1")
+        said = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
+    assert f"the key images/{shown} has {why}" in said.err
+    assert "rename or remove that object" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert dlcmd("ls", code=13 if not dlcmd.store.exists() else 0).out == b""
+
+
+def test_a_source_that_is_not_there_leaves_no_dataset(
+    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ScriptedS3() as server:
+        for name, text in credentials(server.endpoint).items():
+            monkeypatch.setenv(name, text)
+        server.put("images/fine", b"1")
+        server.put("empty/", b"")
+        for typo in ("image", "images/fin", "images/fine/x"):
+            said = dlcmd.program("put", f"s3://bucket/{typo}", "pets", code=10)
+            assert f"there is no object below s3://bucket/{typo}, nor at that key" in said.err
+        assert dlcmd("ls").out == b""
+        assert b"put 0 files" in dlcmd.program("put", "s3://bucket/empty", "pets").out
+
+
+def test_O1_a_source_that_cannot_be_reached_is_given_up_soon(
+    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, text in credentials(endpoint).items():
+            monkeypatch.setenv(name, text)
+        begun_s = time.monotonic()
+        said = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
+    assert "connection refused" in said.err
+    assert time.monotonic() - begun_s < 32  # the README says 30 s, and the program has to start
+    assert not dlcmd.store.exists()
+
+
+def test_a_verb_says_that_it_goes_by_a_snapshot(
+    shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is down: reading goes on without, and says so once, unless -q."""
+    source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
+    shared.program("put", source, "pets")
+    place = os.environ["DIESEL_URL"].partition("?")[0]
+    monkeypatch.setenv("DIESEL_URL", f"{place}?meta=redis://me:hush@127.0.0.1:1")
+    said = shared.program("cat", "pets/a", "pets/b")
+    assert said.out == b"12"
+    (line,) = said.err.splitlines()
+    assert "127.0.0.1:1" in line
+    assert "the newest snapshot" in line
+    assert "hush" not in line
+    assert shared.program("-q", "ls", "pets").err == ""

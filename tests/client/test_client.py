@@ -25,6 +25,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.repository import Repository
 from diesel_fs.storage.folder import FolderStore
+from diesel_fs.urls import parse_url
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
@@ -140,6 +141,21 @@ def test_save_and_load_meta(filled: str, tmp_path: Path) -> None:
         dataset.save_meta(saved)
     with connect("other", filled, create=True) as other, pytest.raises(ForeignError):
         other.load_meta(saved)
+
+
+def test_a_saved_snapshot_is_old_also_where_the_metadata_are_lost(
+    filled: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved.snapshot"
+    with connect("ds", filled) as dataset:
+        dataset.save_meta(saved)
+        dataset.put(b"later", "later")
+        dataset.flush()
+    for each in parse_url(filled).path.glob("meta.sqlite*"):
+        each.unlink()
+    with connect("ds", filled) as dataset:
+        assert dataset.get("later") == b"later"
+        assert dataset.load_meta(saved) is False
 
 
 def test_E1_a_damaged_snapshot(filled: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.fuse import MountRequest, mount, stats, umount
-from diesel_fs.fuse.mountpoint import mounted_at
+from diesel_fs.fuse.mountpoint import is_ours, mounted_at
 from diesel_fs.fuse.server import SESSIONS
 from tests.fuse.folder_dataset import GO
 
@@ -79,7 +79,7 @@ def mounting(source: Path, at: Path, session: str = "auto", **options: object) -
         assert isinstance(pid, int)
         yield Mounted(source, at, pid)
     finally:
-        while (found := mounted_at(str(at))) is not None and found.ours:
+        while (found := mounted_at(str(at))) is not None and is_ours(found):
             with suppress(DieselError):
                 umount(at, force=True)
 

@@ -1,5 +1,4 @@
 """A dataset made of a real folder, without chunks: the snapshot is real, the content is read from
-
 the folder itself. Names of files say which fault their reads meet; they are the tests' own, and no
 protection under test can know them.
 """
@@ -25,7 +24,6 @@ IDENTITY = UUID("0123456789abcdef0123456789abcdef")
 CHUNK = ChunkId(bytes(range(16)))
 GO = ".go"
 """While the file `SOURCE.go` beside the source is missing, reads of files called `wait*` hang, and
-
 second reads of files called `retry*`, whose first one fails.
 """
 

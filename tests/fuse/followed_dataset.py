@@ -34,7 +34,7 @@ def soon(what: Callable[[], object], hope_s: float = HOPE_S) -> None:
 
 def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
     """Makes an attempt, given its number, until one passes: a machine may take idle pages away at
-    any moment (DESIGN 6, DAMON), but not each time.
+    any moment (DAMON), but not each time.
     """
     for number in range(tries - 1):
         with suppress(AssertionError):

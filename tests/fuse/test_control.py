@@ -119,7 +119,8 @@ def test_a_mount_that_pushes_nothing_says_so(at: Path) -> None:
 def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
     files = view(at).files()
     order = files[::-1].copy()
-    control.announce("mine", [explicit(epoch=0, entries=order[:400]), drawn(epoch=1, seed=3)])
+    epochs = [explicit(epoch=0, entries=order[:400], bounds=[200, 400]), drawn(epoch=1, seed=3)]
+    control.announce("mine", epochs, lag_entries=400)
     end_s = time.monotonic() + HOPE_S
     while not control.resident(order).all() and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -129,7 +130,7 @@ def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
         for path in view(at).paths(order[part::97]):
             (at / os.fsdecode(path)).read_bytes()
         counts.append(reads(at))
-    # The machine may take an idle page away (DESIGN 6), not always one of these.
+    # The machine may take an idle page away, not always one of these.
     assert any(after == before for before, after in itertools.pairwise(counts))
     control.progress("mine", 300)
     assert streams(control)["mine"]["position"] == 300

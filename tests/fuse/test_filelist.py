@@ -20,8 +20,8 @@ from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.mountpoint import mounted_at
 from diesel_fs.hidden import FILELIST, HiddenFolder, ListRef, OneEpoch
 from diesel_fs.nodes import HIDDEN_ROOT, Owner, Refused
-from diesel_fs.order_lists import WORLD_MAX, ListName, PathLists
-from diesel_fs.shuffle import SEED_MAX, chunk_shuffle
+from diesel_fs.order_lists import ListName, PathLists
+from diesel_fs.shuffle import SEED_MAX, WORLD_MAX, chunk_shuffle
 from diesel_fs.snapshot import Snapshot
 from tests.fuse.conftest import Mounted
 from tests.fuse.folder_dataset import snapshot_of
@@ -311,7 +311,6 @@ def test_any_order_by_name(at: Path) -> None:
 @pytest.mark.only_session("kernel")
 def test_a_list_is_a_plan(at: Path) -> None:
     """Reading it makes its files resident ahead; looking at it does not. Each reading counts, also
-
     where the kernel had the list's pages.
     """
     name = "seed=9,epoch=0,group=2"
@@ -332,7 +331,7 @@ def test_a_list_is_a_plan(at: Path) -> None:
         follow(at, b"".join(paths[part::5]))
         counts.append(reads(at))
     asked = [after - before for before, after in itertools.pairwise(counts)]
-    # Idle pages may be taken away by the machine (DESIGN 6) meanwhile, not again and again.
+    # Idle pages may be taken away by the machine (DAMON) meanwhile, not again and again.
     assert min(asked) <= FILES // 5 // 20, "files were asked for that should have been there"
 
 

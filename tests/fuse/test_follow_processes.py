@@ -184,7 +184,6 @@ def test_many_processes_open_one_snapshot_at_once(
     begun: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes whose cache folder lies on a shared file system: all have the version, and one copy of
-
     it is left, whole.
     """
     cache = begun.at.with_name("cache")

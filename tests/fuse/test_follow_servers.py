@@ -1,5 +1,4 @@
 """Mounts, and mounts that follow, where the dataset is not in a folder of this machine's: behind a
-
 server, in a bucket, with its metadata in a Redis.
 """
 

@@ -16,7 +16,7 @@ import pytest
 
 from diesel_fs.errors import DieselError, NoSuchPath, PermissionDenied, UsageError
 from diesel_fs.fuse import MountRequest, launcher, mount, umount
-from diesel_fs.fuse.mountpoint import is_alive, mounted_at
+from diesel_fs.fuse.mountpoint import is_alive, is_ours, mounted_at
 from diesel_fs.fuse.session import MountOptions
 from diesel_fs.settings import state_folder
 from diesel_fs.task.request import TaskOptions
@@ -33,12 +33,12 @@ def refused(request: MountRequest) -> DieselError:
     with pytest.raises(DieselError) as raised:
         mount(request, program=PROGRAM)
     found = mounted_at(request.mountpoint)
-    assert found is None or not found.ours
+    assert found is None or not is_ours(found)
     return raised.value
 
 
 def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
-    """A mount point is an empty folder that neither lies in the store nor holds it."""
+    """A mount point is an empty folder that neither lies in the store or the cache nor holds it."""
     full = tmp_path / "full"
     full.mkdir()
     (full / "something").touch()
@@ -54,6 +54,12 @@ def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     assert "lie in one another" in str(refused(request_for(outside / "repository", outside)))
+    for cache in (outside, outside / "cache", outside.parent):
+        request = replace(
+            request_for(source, outside), joins=TaskOptions(task="t", cache_dir=str(cache))
+        )
+        assert "lie in one another" in str(refused(request))
+        assert not any(outside.iterdir())
 
 
 @pytest.mark.parametrize(

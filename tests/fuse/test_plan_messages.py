@@ -105,6 +105,19 @@ def test_an_announced_order_is_pushed(bench: Bench) -> None:
     assert streams["streams"] == []
 
 
+def test_batches_and_how_far_apart_workers_read_are_said_with_a_plan(bench: Bench) -> None:
+    files = SNAPSHOT.files()[:20]
+    epoch = explicit(epoch=0, entries=files, bounds=[8, 16, 20])
+    bench.ask(**announce(epochs=[epoch], lag_entries=300))
+    stream = bench.residency._plan.stream("s")
+    assert stream.lag_entries == 300
+    assert stream.epoch(0).bounds is not None
+    assert stream.epoch(0).batch_entries_max == 8
+    for bad in ([8, 21], [8, 8, 20], [-1, 20]):
+        with pytest.raises(UsageError, match="bounds"):
+            bench.ask(**announce(epochs=[explicit(epoch=0, entries=files, bounds=bad)]))
+
+
 @pytest.mark.parametrize(
     "epoch",
     [

@@ -122,7 +122,6 @@ def drop_caches() -> None:
 
 def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: Mounted) -> None:
     """What their group has no room for goes, and is read again. (Whether inodes go, too, is the
-
     kernel's choice; the next test makes it.)
     """
     with small_group() as group:
@@ -133,7 +132,6 @@ def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: Mounted)
 
 def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: Mounted) -> None:
     """While all caches are dropped in a loop, readers are right; FORGETs come and the helper hears
-
     of them; what it pushes into forgotten inodes heals.
     """
     before = requests(many_files, "forget", "batch_forget")

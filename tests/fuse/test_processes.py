@@ -361,7 +361,6 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     source: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
     """Whether it waits for a page that is read ahead, or in a READ of its own, which the kernel
-
     then interrupts (pyfuse3 does not hear of that). Later reads of the file work.
     """
     (source / name).write_bytes(CONTENT)

@@ -77,7 +77,6 @@ def test_of_many_misses_few_are_told_where_few_are_wanted() -> None:
 
 def held_s(signs: int, *, rest: int = 1000) -> float:
     """How long a READ is held while the helper goes on for so many half steps, in virtual seconds;
-
     after `rest` of them it has pushed the entry.
     """
     server, helper = boards()

@@ -215,7 +215,6 @@ REQUESTS_A_FILE = {
 
 def test_what_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
     """With pyfuse3 OPEN, READ and RELEASE; when its pages are kept, OPEN and RELEASE. With the
-
     kernel session one READ; when its pages are kept, nothing. CLOSE asks nothing.
     """
     counts = []

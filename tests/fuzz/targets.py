@@ -1,11 +1,12 @@
-"""What is fuzzed: parsers of bytes from outside, with what each may raise (FAULTS, rule 8).
+"""What is fuzzed: parsers of bytes from outside, with what each may raise.
 
-Whatever else a target raises is a finding. Imported under atheris' instrumentation.
+A target says whether anything took the bytes, as it must take its seeds. Whatever else it raises is
+a finding. Imported under atheris' instrumentation.
 """
 
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from uuid import UUID
 
 import numpy as np
@@ -22,61 +23,76 @@ from diesel_fs.fuse import protocol
 from diesel_fs.fuse.helper import residency_of
 from diesel_fs.fuse.plan_messages import PlanMessages
 from diesel_fs.fuse.protocol import Malformed, Op
-from diesel_fs.messages import unpacked
+from diesel_fs.messages import error_in, unpacked
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task import hello
 from diesel_fs.task import wire as task_wire
-from tests.fuse.test_plan_messages import OF_VERSION, SNAPSHOT, announce
+from tests.fuse.test_plan_messages import SNAPSHOT, announce
 
 SNAPSHOT_HEADER_BYTES = 640
 SIZES = np.array([1000, 1 << 31, 0], np.uint64)
-PARTS = task_wire.parts_of([(0, 0, 100), (1, 5, 90)])
+PARTS = np.array([(0, 0, 100), (1, 5, 90)], "<u4")
 _HEADER = struct.Struct("<IIQQIIIHH")
 _POINT = bytes([0x58]) + bytes([0x66]) * 31  # the base point of Ed25519
 
 
-def request(content: bytes) -> None:
+Refusals = type[Exception] | tuple[type[Exception], ...]
+
+
+def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
+    """Whether a parser took what it was given."""
+    try:
+        parse()
+    except refusals:
+        return False
+    return True
+
+
+def request(content: bytes) -> bool:
     """The kernel session's requests: header, then the body that its kind has."""
     message = memoryview(content)
-    try:
+    bodies = {
+        Op.LOOKUP: protocol.parse_name,
+        Op.READ: protocol.parse_read,
+        Op.READDIRPLUS: protocol.parse_read,
+        Op.INTERRUPT: protocol.parse_interrupt,
+        Op.INIT: protocol.parse_init,
+    }
+
+    def parse() -> None:
         protocol.parse_if_read(message)
         head = protocol.parse_header(message)
-        bodies = {
-            Op.LOOKUP: protocol.parse_name,
-            Op.READ: protocol.parse_read,
-            Op.READDIRPLUS: protocol.parse_read,
-            Op.INTERRUPT: protocol.parse_interrupt,
-            Op.INIT: protocol.parse_init,
-        }
         if head.op in (Op.FORGET, Op.BATCH_FORGET):
             protocol.parse_forgets(head, message)
         elif head.op in bodies:
             bodies[Op(head.op)](message)
-    except Malformed:
-        pass
+
+    return _taken(Malformed, parse)
 
 
-def control(content: bytes) -> None:
+def control(content: bytes) -> bool:
     """One message to the control socket, with all that is behind it."""
     try:
         message = unpacked(content)
     except CorruptError:
-        return
+        return False
     plans = PlanMessages(SNAPSHOT, residency_of(SNAPSHOT, 1 << 30, "on-demand"))
-    plans.answer(message, 1.0)
+    plans.answer(announce(), 1.0)  # `s`, of which a message may speak
+    return error_in(plans.answer(message, 1.0)) is None
 
 
-def chunk(content: bytes) -> None:
+def chunk(content: bytes) -> bool:
     """The front of a chunk, preamble and header, as one who can compute checksums forges it."""
     front = bytearray(content.ljust(PREAMBLE_BYTES, b"\0"))
     stored = bytes(front[PREAMBLE_BYTES:])
     front[80:88] = _sum(stored[: int.from_bytes(front[64:68], "little")])
     front[88:96] = _sum(bytes(front[:88]))
-    with suppress(FormatError):
-        parse_header(parse_preamble(bytes(front[:PREAMBLE_BYTES])), stored)
+    return _taken(
+        FormatError, lambda: parse_header(parse_preamble(bytes(front[:PREAMBLE_BYTES])), stored)
+    )
 
 
-def snapshot(content: bytes) -> None:
+def snapshot(content: bytes) -> bool:
     """A forged snapshot, and all that may be asked of it where it is taken for one."""
     forged = bytearray(content)
     if len(forged) >= SNAPSHOT_HEADER_BYTES:
@@ -87,57 +103,70 @@ def snapshot(content: bytes) -> None:
     try:
         found = Snapshot(bytes(forged))
     except FormatError:
-        return
+        return False
     for index in range(min(len(found), 100)):
         found.path(index)
         found.stat(index)
     found.lookup(b"a/b")
+    return True
 
 
-def wires(content: bytes) -> None:
+def wires(content: bytes) -> bool:
     """What a server gets of a client, and a client of a server: greeting, then a frame."""
-    for parse in (wire.parse_greeting, wire.parse_welcome):
-        with suppress(ForeignError):
-            parse(content[: wire.GREETING_BYTES])
-    with suppress(CorruptError):
-        if len(content) >= wire.LENGTHS_BYTES:
-            wire.parse_lengths(content[: wire.LENGTHS_BYTES], wire.BEFORE_LOGIN)
-        wire.parse_head(content[wire.LENGTHS_BYTES :], wire.REQUEST)
+    lengths, rest = content[: wire.LENGTHS_BYTES], content[wire.LENGTHS_BYTES :]
+    if len(lengths) == wire.LENGTHS_BYTES:
+        _taken(CorruptError, lambda: wire.parse_lengths(lengths, wire.BEFORE_LOGIN))
+    taken = [
+        _taken(ForeignError, lambda: wire.parse_greeting(content[: wire.GREETING_BYTES])),
+        _taken(ForeignError, lambda: wire.parse_welcome(content[: wire.GREETING_BYTES])),
+        _taken(CorruptError, lambda: wire.parse_head(rest, wire.REQUEST)),
+    ]
+    return any(taken)
 
 
-def peers(content: bytes) -> None:
+def peers(content: bytes) -> bool:
     """What a master gets of another one: greetings and hello, requests, answers."""
-    for parse in (hello.parse_greeting, hello.parse_welcome):
-        with suppress(ForeignError):
-            parse(content[: hello.GREETING_BYTES])
-    with suppress(CorruptError, UsageError):
-        hello.parse_hello(content[wire.LENGTHS_BYTES :])
-    if len(content) < task_wire.HEAD_BYTES:
-        return
-    rest = len(content) - task_wire.HEAD_BYTES
-    with suppress(CorruptError):
-        asked = task_wire.parse_request(content)
-        count = min(asked.counted, rest // task_wire.PART_BYTES)
-        task_wire.parse_parts(content, count, SIZES, start=task_wire.HEAD_BYTES)
-    with suppress(CorruptError):
-        head = task_wire.parse_answer(content)
-        task_wire.check_answer(head, task_wire.READ, len(PARTS), 200)
-        statuses = np.frombuffer(content, np.uint8, -1, task_wire.HEAD_BYTES)[: len(PARTS)]
-        if len(statuses) == len(PARTS):
-            task_wire.given_bytes(PARTS, statuses)
+    greeting, after = content[: hello.GREETING_BYTES], content[wire.LENGTHS_BYTES :]
+    taken = [
+        _taken(ForeignError, lambda: hello.parse_greeting(greeting)),
+        _taken(ForeignError, lambda: hello.parse_welcome(greeting)),
+        _taken((CorruptError, UsageError), lambda: hello.parse_hello(after)),
+    ]
+    if len(content) >= task_wire.HEAD_BYTES:
+        taken += [
+            _taken(CorruptError, lambda: _peer_request(content)),
+            _taken(CorruptError, lambda: _peer_answer(content)),
+        ]
+    return any(taken)
 
 
-def clients(content: bytes) -> None:
+def _peer_request(content: bytes) -> None:
+    asked = task_wire.parse_request(content)
+    count = min(asked.counted, (len(content) - task_wire.HEAD_BYTES) // task_wire.PART_BYTES)
+    task_wire.parse_parts(content, count, SIZES, start=task_wire.HEAD_BYTES)
+
+
+def _peer_answer(content: bytes) -> None:
+    head = task_wire.parse_answer(content)
+    task_wire.check_answer(head, task_wire.READ, len(PARTS), 200)
+    statuses = np.frombuffer(content, np.uint8, -1, task_wire.HEAD_BYTES)[: len(PARTS)]
+    if len(statuses) == len(PARTS):
+        task_wire.given_bytes(PARTS, statuses)
+
+
+def clients(content: bytes) -> bool:
     """What a master gets of a client, and a client of a master."""
     head, body = content[: task_wire.HEAD_BYTES], content[task_wire.HEAD_BYTES :]
-    with suppress(CorruptError):
-        task_wire.parse_local_request(head)
+    taken = [_taken(CorruptError, lambda: task_wire.parse_local_request(head))]
+
+    def parse_answer(kind: int) -> None:
+        told = task_wire.parse_local_answer(head, kind, len(PARTS))
+        if told.body_bytes == len(body):
+            task_wire.split_wanted(told, body)
+
     for kind in range(task_wire.LOCAL_HELLO, task_wire.LOCAL_SHOW + 1):
-        with suppress(CorruptError):
-            told = task_wire.parse_local_answer(head, kind, len(PARTS))
-            if told.body_bytes == len(body):
-                task_wire.split_wanted(told, body)
-    for parse in (
+        taken.append(_taken(CorruptError, partial(parse_answer, kind)))
+    bodies: list[Callable[[bytes], object]] = [
         task_wire.parse_local_hello,
         task_wire.parse_local_welcome,
         task_wire.parse_source,
@@ -145,22 +174,37 @@ def clients(content: bytes) -> None:
         lambda body: task_wire.parse_placed(body, PARTS[:, 2], 300),
         lambda body: task_wire.parse_chunks(body, len(SIZES)),
         lambda body: task_wire.parse_damaged(body, SIZES),
-    ):
-        with suppress(CorruptError, UsageError):
-            parse(body)
+    ]
+    for parse in bodies:
+        _taken((CorruptError, UsageError), partial(parse, body))
     task_wire.sentence_in(body)
+    return any(taken)
 
 
-def account_text(content: bytes) -> None:
+def account_text(content: bytes) -> bool:
     """An export, and a public key, of whoever may give one."""
-    with suppress(FormatError):
-        parse_accounts(content)
-    with suppress(UsageError):
-        check_public_key(content[:32])
+    _taken(UsageError, lambda: check_public_key(content[:32]))
+    return _taken(FormatError, lambda: parse_accounts(content))
 
 
 def _sum(content: bytes) -> bytes:
     return xxh3_64_intdigest(content).to_bytes(8, "little")
+
+
+_BODIES = {
+    Op.LOOKUP: (b"name\0",),
+    Op.READ: (struct.pack("<QQIIQII", 0, 4096, 65536, 0, 0, 0, 0),),
+    Op.READDIRPLUS: (struct.pack("<QQIIQII", 0, 3, 4096, 0, 0, 0, 0),),
+    Op.FORGET: (struct.pack("<Q", 2),),
+    Op.BATCH_FORGET: (struct.pack("<II", 2, 0), struct.pack("<QQQQ", 5, 1, 6, 2)),
+    Op.INTERRUPT: (struct.pack("<Q", 7),),
+    Op.INIT: (struct.pack("<IIII", 7, 41, 1 << 20, 0xFFFF), bytes(48)),
+}
+
+
+def _kernel_request(op: Op, *body: bytes) -> bytes:
+    size = _HEADER.size + sum(map(len, body))
+    return b"".join([_HEADER.pack(size, op.value, 1, 1, 0, 0, 0, 0, 0), *body])
 
 
 def seeds() -> dict[str, list[bytes]]:
@@ -171,11 +215,11 @@ def seeds() -> dict[str, list[bytes]]:
     placed = task_wire.placed_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     return {
-        "request": [_HEADER.pack(_HEADER.size, op.value, 1, 1, 0, 0, 0, 0, 0) for op in Op],
+        "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
         "control": [
             frame({"do": "stats"})[4:],
             frame(announce())[4:],
-            frame({"do": "progress", "stream": "s", "position": 3, **OF_VERSION})[4:],
+            frame({"do": "progress", "stream": "s", "position": 3})[4:],
         ],
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],
@@ -199,7 +243,7 @@ def seeds() -> dict[str, list[bytes]]:
     }
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
+TARGETS: dict[str, Callable[[bytes], bool]] = {
     "request": request,
     "control": control,
     "chunk": chunk,

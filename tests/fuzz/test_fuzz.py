@@ -19,8 +19,9 @@ def test_seeds_are_good() -> None:
     """Else the fuzzer would have to find out what a message is."""
     assert seeds().keys() == TARGETS.keys()
     for name, target in TARGETS.items():
-        for seed in seeds()[name]:
-            target(seed)
+        for number, seed in enumerate(seeds()[name]):
+            assert target(seed), (name, number)
+        assert not target(b"\xff" * 100), name
 
 
 @pytest.mark.skipif(

@@ -13,8 +13,10 @@ from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
     BusyError,
     NoSpaceError,
+    NotFoundError,
     ObjectMissing,
     ObjectStoreError,
+    UsageError,
 )
 from diesel_fs.housekeeping import PurgeOptions, PurgeReport, purge
 from diesel_fs.layout import chunk_object, lease_object
@@ -449,3 +451,21 @@ def test_purge_of_the_library(repository: Repository) -> None:
         assert (report.deleted, report.written) == (3, 1)
         assert ds.get("late") == b"pending"
         assert ds.version == repository.view("ds").version
+
+
+def test_purge_of_the_library_takes_the_share_and_the_versions(repository: Repository) -> None:
+    with dataset_of(repository) as ds:
+        for i in range(7):  # one whole chunk
+            ds.put(os.urandom(600_000), f"f{i}")
+        ds.flush()
+        before = ds.version
+        ds.delete("f0")
+        assert ds.purge(grace_s=0, max_unused=0.2, dry_run=True).rewritten == 0
+        assert ds.purge(grace_s=0, max_unused=0.05, dry_run=True).rewritten > 0
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            ds.purge(max_unused=5)
+        assert ds.purge(grace_s=0, keep=2).waiting == 1
+        assert repository.view_at("ds", before).lookup(b"f0") >= 0
+        assert ds.purge(grace_s=0, keep=0).deleted > 0
+        with pytest.raises(NotFoundError):
+            repository.view_at("ds", before)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.chunk_id import id_seconds
+from diesel_fs.commits import CLOCK_ALLOWANCE_S
 from diesel_fs.errors import CorruptError
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import CLOCK_ALLOWANCE_S, Repository
+from diesel_fs.repository import Repository
 
 from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
 

@@ -23,7 +23,7 @@ from diesel_fs.writer import PutOptions, put_tree
 from ..storage.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
 from ..writer.test_put import shown
-from .test_interleavings import Writer, content
+from .test_interleavings import Writer, content, fold_in
 
 ONE = PutOptions(jobs=1)
 
@@ -50,7 +50,7 @@ def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
     writer = Writer(repository)
     writer.add(b"f", b"1")
     sealed = writer.seal()
-    repository.fold_in(writer.session.identity, sealed.id)
+    fold_in(repository, sealed.id)
     later = time.time() + 7200
     monkeypatch.setattr(time, "time", lambda: later)
     sealed.commit()

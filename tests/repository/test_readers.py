@@ -2,19 +2,23 @@
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from diesel_fs.commits import batch_of
 from diesel_fs.errors import (
     ConfigError,
     ConflictError,
     DieselError,
     MetadataBehind,
     MetadataError,
+    NewerVersionError,
     NoSpaceError,
     NoSuchDataset,
     NoSuchPath,
@@ -23,7 +27,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession, batch_of
+from diesel_fs.repository import Repository, WriteSession
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..client.test_client import in_child
@@ -199,6 +203,37 @@ def test_a_deleted_dataset_is_never_brought_back(filled: Repository, tmp_path: P
         assert writer.datasets() == []
         with pytest.raises(NoSuchDataset):
             recover(writer, "ds")
+
+
+@pytest.mark.parametrize("damage", ["gone", "not a database"])
+def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_deletion(
+    filled: Repository, tmp_path: Path, damage: str
+) -> None:
+    filled.close()
+    lose_metadata(tmp_path / "store")
+    if damage != "gone":
+        (tmp_path / "store/meta.sqlite").write_bytes(b"x" * 9000)
+    with Repository.open(filled.url) as blind:
+        findings = verify(blind, "ds")
+        assert any("recover ds" in problem for problem in findings.problems)
+        assert (findings.chunks, findings.files) == (1, 3)  # they are looked at all the same
+        assert blind.delete_dataset("ds").left == 0
+        assert blind.datasets() == []
+        with pytest.raises(NoSuchDataset):
+            blind.delete_dataset("ds")
+
+
+def test_a_metadata_store_of_a_newer_program_is_not_lost(
+    filled: Repository, tmp_path: Path
+) -> None:
+    filled.close()
+    with closing(sqlite3.connect(tmp_path / "store/meta.sqlite")) as db:
+        db.execute("PRAGMA user_version=99")
+    with Repository.open(filled.url) as blind:
+        for work in (verify, Repository.delete_dataset):
+            with pytest.raises(NewerVersionError):
+                work(blind, "ds")
+        assert [info.name for info in blind.datasets()] == ["ds"]
 
 
 def test_a_snapshot_is_exactly_one_version_while_commits_run(

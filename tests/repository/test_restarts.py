@@ -1,14 +1,19 @@
 """A metadata store that comes back older in the middle of a put (FAULTS C4, C11, Z8)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.commits import batch_of
 from diesel_fs.entries import Kind
+from diesel_fs.errors import ConflictError, MetadataBehind, NoSuchDataset
+from diesel_fs.housekeeping import purge
+from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.storage.objects import Bytes
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.redis_servers import RedisServer, free_port
 
@@ -119,3 +124,120 @@ def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
         view = one.view(NAME)
         assert view.stat(view.lookup(b"d/base")).size == 5
         assert one.stat(NAME, b"d/base").size == 5
+
+
+@pytest.mark.parametrize("when", ["before a chunk", "before a commit", "before the end"])
+def test_C4_a_metadata_store_that_comes_back_empty_is_no_deletion(
+    server: RedisServer, url: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Repository.open(url, create=True) as one:
+        session = one.begin(NAME)
+        add(session, b"base")
+        put = one.objects.put
+
+        def empty() -> None:
+            server.kill()
+            server.start()
+
+        def emptied(name: str, parts: Sequence[Bytes]) -> None:
+            put(name, parts)
+            empty()
+
+        def go_on() -> None:
+            if when == "before a commit":
+                monkeypatch.setattr(one.objects, "put", emptied)
+                add(session, b"more")
+            empty()
+            if when == "before a chunk":
+                add(session, b"more")
+            session.finish()
+
+        with pytest.raises(MetadataBehind, match=f"dlcmd recover {NAME}") as raised:
+            go_on()
+        assert raised.value.exit_code == 14
+        monkeypatch.undo()
+        recover(one, NAME)
+        assert b"base" in names(url)
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
+    url: str, is_made_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made again or not: it is a deletion that the writer is told of."""
+    with Repository.open(url, create=True) as one, Repository.open(url) as two:
+        session = one.begin(NAME)
+        put = one.objects.put
+
+        def deleted(name: str, parts: Sequence[Bytes]) -> None:
+            put(name, parts)
+            two.delete_dataset(NAME)
+            if is_made_again:
+                two.begin(NAME)
+
+        monkeypatch.setattr(one.objects, "put", deleted)
+        with pytest.raises(ConflictError, match="deleted meanwhile"):
+            add(session, b"f")
+        with pytest.raises(ConflictError, match="deleted meanwhile"):
+            session.finish()
+
+
+@pytest.mark.parametrize("trouble", ["down", "another password"])
+def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
+    server: RedisServer, url: str, trouble: str
+) -> None:
+    """What a deletion left in a Redis nobody would ever find again."""
+    with Repository.open(url, create=True) as one:
+        session = one.begin(NAME)
+        add(session, b"base")
+        session.finish()
+    client = server.client()
+    if trouble == "down":
+        client.save()
+        server.kill()
+    else:
+        client.config_set("requirepass", "hush")
+    with Repository.open(url) as blind:
+        problem = blind.meta_problem
+        assert problem is not None
+        assert problem.exit_code == 14
+        for work in (verify, Repository.delete_dataset):
+            with pytest.raises(type(problem)) as raised:
+                work(blind, NAME)
+            assert raised.value.message == problem.message
+        with pytest.raises(NoSuchDataset):
+            blind.delete_dataset("other")
+        assert [info.name for info in blind.datasets()] == [NAME]
+    if trouble == "down":
+        server.start()
+    else:
+        client.config_set("requirepass", "")  # it has logged in, as far as that was needed
+    with Repository.open(url) as whole:
+        assert verify(whole, NAME).sound
+        whole.delete_dataset(NAME)
+        assert whole.meta.markers() == []
+
+
+@pytest.mark.parametrize("by", ["delete-dataset", "purge"])
+def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
+    url: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the mark and the metadata."""
+    with Repository.open(url, create=True) as one:
+        session = one.begin(NAME)
+        add(session, b"base")
+        session.finish()
+
+        def killed(identity: UUID) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(one.meta, "drop", killed)
+        with pytest.raises(KeyboardInterrupt):
+            one.delete_dataset(NAME)
+        monkeypatch.undo()
+        if by == "purge":
+            assert "is deleted" in purge(one, NAME).notes[0]
+        else:
+            one.delete_dataset(NAME)
+        assert one.meta.markers() == []
+        assert list(one.catalogue.dying(NAME)) == []

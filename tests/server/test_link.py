@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from uuid import UUID
 
 import numpy as np
@@ -27,6 +28,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.messages import Message
 from diesel_fs.rpc import Link
+from diesel_fs.rpc_connection import Deadline
 from diesel_fs.storage.objects import Bytes
 from diesel_fs.urls import parse_url
 from diesel_server.limits import ConnectionCount
@@ -466,6 +468,30 @@ def test_a_server_that_hangs_is_left_for_another() -> None:
             if hangs.requests:
                 return
     raise AssertionError("it was never asked: proves nothing")
+
+
+@pytest.mark.parametrize("hello", [True, False])
+def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: bool) -> None:
+    """Stopped, or the machine is gone: neither the first call nor the next fails for it."""
+    silent = [socket.create_server(("127.0.0.1", 0), backlog=16 if hello else 0) for _ in range(2)]
+    with ExitStack() as stack, Standing() as well:
+        for each in silent:
+            stack.enter_context(each)
+            for _ in range(0 if hello else 2):  # its backlog is full: connecting hangs
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(each.getsockname())
+        places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
+        link = Link.open(parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=3.0)
+        link._first = 2
+        with pytest.raises(DieselError):
+            link._connected(Deadline(0.0))
+        assert link._first == 0, "who could not is not asked first again"
+        assert link.call({"do": "echo"}, [b"x"], deadline_s=3.0)
+        link.rest()
+        begun = time.monotonic()
+        assert link.call({"do": "echo"}, [b"x"], deadline_s=3.0)
+        assert time.monotonic() - begun < 1.0, "it remembers who answers"
 
 
 def test_G8_servers_of_one_address_serve_one_store() -> None:

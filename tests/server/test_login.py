@@ -349,7 +349,7 @@ def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> N
     table.gate = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         one = pool.submit(login.current, bob)
-        while not login._reading.locked():
+        while not login._reading_lock.locked():
             time.sleep(0.001)
         start = time.monotonic()
         assert login.current(bob) == BOB

@@ -104,6 +104,7 @@ def test_S5_without_TLS_it_is_for_this_machine_alone(tmp_path: Path) -> None:
         (["--store", "file:///x", "--tls-cert", "c"], "together"),
         (["--store", "file:///x", "--cache-dir", "/c"], "together"),
         (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "ten"], "bad size"),
+        (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "0"], "no fast tier"),
         (["--store", "file:///x", "--listen", "9300"], "HOST:PORT"),
         (["--store", "file:///x", "--listen", ":9300"], "HOST:PORT"),
         (["--store", "file:///x", "--listen", "no-such.invalid:1"], "no-such.invalid"),

@@ -31,6 +31,7 @@ from diesel_fs.leases import ReadLease, leased_versions
 from diesel_fs.messages import Message
 from diesel_fs.recovery import verify
 from diesel_fs.repository import Repository
+from diesel_server.directory import Directory
 
 from .served import KEY, Sealer, Served, link_of, read
 from .served import filled as filled
@@ -176,6 +177,94 @@ def test_a_reader_takes_a_lease_through_the_server(filled: Served) -> None:
     assert leased_versions(objects, view.identity, time.time()) == set()
     ReadLease.take(filled.with_role(Role.READ, "other").objects, view.identity, 1).close()
     assert leased_versions(objects, view.identity, time.time()) == set()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
+    filled: Served,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where another server deletes it, and this one finds that out when it looks again."""
+    identity, (chunk,) = filled.store.dataset("ds").identity, filled.chunks()
+    reader, other = filled.with_role(Role.READ, "ds"), filled.with_role(Role.ADMIN, "other")
+    version = reader.view("ds").version
+    content = read(reader, identity, chunk, 50)
+    lease = ReadLease.take(reader.objects, identity, version)
+    if is_told:
+        caplog.clear()
+        assert filled.admin.delete_dataset("ds").left == 2  # the chunk and the snapshot
+        told = [record.name for record in caplog.records if "2 objects are left" in record.message]
+        assert len(told) == 2  # by the server to itself, and to who has asked
+    else:
+        with Repository.open(filled.store.url) as another:
+            another.delete_dataset("ds")
+        monkeypatch.setattr("diesel_server.directory.REMEMBERED_S", 0)
+    for _ in range(2):
+        assert read(reader, identity, chunk, 50) == content
+        lease.move(version + 1)
+        assert leased_versions(filled.store.objects, identity, time.time()) == {version + 1}
+        lease.move(version)
+        for do in NEEDED.keys() - {"begin", "put", "read", "lease", "join", "leave"}:
+            with pytest.raises(NoSuchDataset):
+                list(link_of(filled.admin).stream(request(do, "no", identity)))
+        for do in ("join", "leave"):  # found, but there is no Redis
+            with pytest.raises(UsageError):
+                link_of(reader).call(request(do, "ds", identity))
+        assert filled.admin.datasets() == []
+        with pytest.raises(NoSuchDataset):
+            filled.admin.dataset("ds")
+        with pytest.raises(NoSuchDataset) as hidden:
+            read(other, identity, chunk, 50)
+        with pytest.raises(NoSuchDataset) as missing:
+            read(other, nowhere := uuid4(), chunk, 50)
+        assert hidden.value.message == missing.value.message.replace(str(nowhere), str(identity))
+    lease.close()
+    assert leased_versions(filled.store.objects, identity, time.time()) == set()
+    done = filled.admin.delete_dataset("ds")
+    assert (done.removed, done.left) == (2, 0)
+    with pytest.raises(NoSuchDataset):
+        read(reader, identity, chunk, 50)
+    with pytest.raises(NoSuchDataset):
+        reader.objects.delete(lease_object(identity, "0" * 32))
+
+
+def test_a_dying_dataset_is_not_the_one_of_its_name(filled: Served) -> None:
+    old, (chunk,) = filled.store.dataset("ds").identity, filled.chunks()
+    content = read(filled.admin, old, chunk, 50)
+    lease = ReadLease.take(filled.admin.objects, old, filled.admin.view("ds").version)
+    filled.admin.delete_dataset("ds")
+    directory = Directory(filled.store)
+    assert directory.find(old).is_dying
+    assert directory.named("ds") is None
+    sealer = Sealer(filled.admin)
+    sealer.file(b"new", b"1")
+    sealer.session.finish()
+    assert read(filled.admin, old, chunk, 50) == content
+    assert filled.admin.dataset("ds").identity == sealer.session.identity != old
+    assert sorted(filled.admin.list("ds").names) == [b"new"]
+    lease.close()
+    assert verify(filled.admin, "ds").sound
+
+
+@pytest.mark.parametrize("do", ["begin", "verify", "delete_dataset"])
+def test_C1_a_metadata_store_that_was_away_when_the_server_started(
+    filled: Served, tmp_path: Path, do: str
+) -> None:
+    filled.store.close()
+    file, away = tmp_path / "store/meta.sqlite", tmp_path / "away"
+    file.rename(away)
+    filled.store.open_metadata(create=False)
+    assert filled.store.meta_problem is not None
+    away.rename(file)
+    if do == "begin":
+        filled.admin.begin("ds")
+    elif do == "verify":
+        assert verify(filled.admin, "ds").sound
+    else:
+        filled.admin.delete_dataset("ds")
+        assert filled.store.meta.markers() == []
 
 
 def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:

@@ -78,11 +78,20 @@ def test_S4_a_bad_certificate_is_refused_and_why(
         "wrong host": "mismatch|not valid for",
         "wrong authority": "signature|issuer|verify",
     }
+    authorities = "SSL_CERT_FILE"
+    advice = {
+        "expired": "renewed",
+        "not yet valid": "clock",
+        "self-signed": authorities,
+        "wrong host": "name the server as",
+        "wrong authority": authorities,
+    }
     with serving(pairs[case]()) as server:
         begun = time.monotonic()
         with pytest.raises(MetadataError, match=words[case]) as caught:
             server.link().call({"do": "echo"})
         assert caught.value.exit_code == 14
+        assert advice[case] in caught.value.advice
         assert time.monotonic() - begun < 3, "it was tried again and again"
         assert not server.cells.get("diesel_logins_total")
         if case != "wrong host":  # that the client finds out after the handshake

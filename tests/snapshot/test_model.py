@@ -80,6 +80,10 @@ def check(snapshot: Snapshot, state: Mapping[bytes, Own]) -> None:
     chunks = [p.chunk for p in ([*expected[everything[i]].parts, HOME_PART][0] for i in files)]
     numbers = snapshot.chunk_of(files).tolist()
     assert [snapshot.chunk_ids[k] for k in numbers] == [oracle.chunk_id(k) for k in chunks]
+    used = dict.fromkeys(snapshot.chunk_ids, 0)
+    for part in (part for own in state.values() for part in own.parts):  # shadowed ones, too
+        used[oracle.chunk_id(part.chunk)] += part.stored
+    assert snapshot.used_bytes().tolist() == list(used.values())
     assert (snapshot.file_count, snapshot.entry_count) == (len(files), len(expected))
     assert snapshot.byte_count == sum(expected[everything[i]].size for i in files)
     assert [everything[i] for i in snapshot.shadowed().tolist()] == shadowed(state)
@@ -152,7 +156,7 @@ def test_a_large_merge_gives_the_bytes_of_a_full_build() -> None:
 def test_a_dataset_without_entries_is_a_root() -> None:
     snapshot = Snapshot(build(None, {}, []))
     check(snapshot, {})
-    assert (snapshot.file_count, snapshot.folder_count, snapshot.chunk_count) == (0, 1, 0)
+    assert (snapshot.file_count, snapshot.header.folders, snapshot.chunk_count) == (0, 1, 0)
     assert snapshot.stat(0) == Stat(Kind.FOLDER, 0o755, 0, 0)
 
 
@@ -187,14 +191,11 @@ def test_what_a_snapshot_is_of() -> None:
     snapshot = Snapshot(build(None, oracle.SMALL, [3, 9], version=2**63))
     assert (snapshot.identity, snapshot.dataset) == (oracle.IDENTITY, "flowers")
     assert (snapshot.version, snapshot.digest) == (2**63, 1 << 127 | 2)
-    assert snapshot.names_bytes == sum(
-        len(path.rpartition(b"/")[2]) for path in shown(oracle.SMALL)
-    )
     check(snapshot, oracle.SMALL)
 
 
 def test_sixty_bytes_an_entry_beside_names() -> None:
-    """INTERFACE promises 64."""
+    """FORMAT.md, section 7."""
     state = {b"f%04d" % i: Own(Kind.FILE) for i in range(2000)}
     snapshot = Snapshot(build(None, state, [oracle.HOME]))
     assert 59 < snapshot.bytes_per_entry < 61

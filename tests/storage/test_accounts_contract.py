@@ -1,5 +1,6 @@
 """The laws of every table of accounts (`AccountTable`'s docstrings), and those of each alone."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -322,6 +324,43 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         table.change(add(BOB))
     assert table.read().accounts == {"ann": ANN}
     assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
+
+
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    """As by the chunks beside it; other errors count."""
+    real = os.fsync
+
+    def picky(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    table = AccountFile(tmp_path / "accounts")
+    monkeypatch.setattr(os, "fsync", picky)
+    with pytest.raises(MetadataError) if fails else nullcontext():
+        table.change(add(ANN))
+
+
+def test_what_a_crash_leaves_is_known_as_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore.create(tmp_path / "store")
+    table = AccountFile(tmp_path / "store/accounts")
+
+    def cut(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "rename", cut)
+    monkeypatch.setattr(Path, "unlink", cut)
+    with pytest.raises(MetadataError):
+        table.change(add(ANN))
+    assert [(each.host, each.pid) for each in store.leftovers()] == [
+        (os.uname().nodename, os.getpid())
+    ]
+    assert [*store.foreign()] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")

@@ -1,5 +1,4 @@
 """`read_now`: bytes that are in the machine's memory already, at once; never a wait, never a wrong
-
 byte.
 """
 

@@ -78,7 +78,7 @@ def made(method: str, server: ScriptedS3) -> None:
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_o1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
+def test_O1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
     with ScriptedS3(Rule(method, NAME, status=403)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -88,7 +88,7 @@ def test_o1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
     assert sleeps.slept == []
 
 
-def test_o1_forbidden_everywhere_is_no_missing_store() -> None:
+def test_O1_forbidden_everywhere_is_no_missing_store() -> None:
     with ScriptedS3(Rule("GET", status=403, times=2)) as server:
         for create in (False, True):
             with pytest.raises(ObjectStoreRefused):
@@ -96,7 +96,7 @@ def test_o1_forbidden_everywhere_is_no_missing_store() -> None:
         assert len(server.asked) == 2
 
 
-def test_o1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
+def test_O1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
     expired = Rule("GET", NAME, status=400, code="ExpiredToken")
     with ScriptedS3(
         expired, Rule("GET", NAME, status=400, code="ExpiredToken", skip=1, times=2)
@@ -112,7 +112,7 @@ def test_o1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
     assert sleeps.slept == []
 
 
-def test_o18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
+def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("GET", NAME, status=403, code="RequestTimeTooSkewed")) as server:
         store = store_on(server, sleeps)
         with pytest.raises(ObjectStoreRefused, match="clock is wrong"):
@@ -123,7 +123,7 @@ def test_o18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
 # O2, and what is not there
 
 
-def test_o2_missing_is_said_only_by_a_store_that_is_there(
+def test_O2_missing_is_said_only_by_a_store_that_is_there(
     server: ScriptedS3, sleeps: Sleeps
 ) -> None:
     store = store_on(server, sleeps)
@@ -186,7 +186,7 @@ def test_of_several_that_make_a_store_all_get_the_same_one() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 @pytest.mark.parametrize("method", [*CALLS])
-def test_o3_errors_that_pass_are_outlived(sleeps: Sleeps, method: str, status: int) -> None:
+def test_O3_errors_that_pass_are_outlived(sleeps: Sleeps, method: str, status: int) -> None:
     with ScriptedS3(Rule(method, NAME, status=status, times=2)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -198,7 +198,7 @@ def test_o3_errors_that_pass_are_outlived(sleeps: Sleeps, method: str, status: i
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_o3_errors_that_stay_end_at_the_deadline(sleeps: Sleeps, method: str) -> None:
+def test_O3_errors_that_stay_end_at_the_deadline(sleeps: Sleeps, method: str) -> None:
     script = Rule(method, NAME, status=500, times=1000)
     with ScriptedS3(script) as server:
         store = store_on(server, sleeps)
@@ -210,7 +210,7 @@ def test_o3_errors_that_stay_end_at_the_deadline(sleeps: Sleeps, method: str) ->
         script.times = script.hits
 
 
-def test_o3_making_a_store_outlives_errors(sleeps: Sleeps) -> None:
+def test_O3_making_a_store_outlives_errors(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("GET", status=503), Rule("PUT", status=500, done=True)) as server:
         store = store_on(server, sleeps)
         assert [*store.names("")] == [MARKER]
@@ -221,7 +221,7 @@ def test_o3_making_a_store_outlives_errors(sleeps: Sleeps) -> None:
 
 @pytest.mark.parametrize("method", [*CALLS])
 @pytest.mark.parametrize("done", [False, True])
-def test_o4_a_lost_answer_is_asked_for_again(sleeps: Sleeps, method: str, done: bool) -> None:
+def test_O4_a_lost_answer_is_asked_for_again(sleeps: Sleeps, method: str, done: bool) -> None:
     """A put whose effect was kept meets its own object, and has succeeded."""
     with ScriptedS3(Rule(method, NAME, reset=True, done=done)) as server:
         store = store_on(server, sleeps)
@@ -232,7 +232,7 @@ def test_o4_a_lost_answer_is_asked_for_again(sleeps: Sleeps, method: str, done: 
 
 
 @pytest.mark.parametrize("theirs", [b"Content", b"content and more", b"con"])
-def test_o4_a_lost_answer_does_not_hide_anothers_object(sleeps: Sleeps, theirs: bytes) -> None:
+def test_O4_a_lost_answer_does_not_hide_anothers_object(sleeps: Sleeps, theirs: bytes) -> None:
     overtaken = Rule("PUT", NAME, act=lambda server: server.put(key(NAME), theirs), reset=True)
     with ScriptedS3(overtaken) as server:
         store = store_on(server, sleeps)
@@ -241,7 +241,7 @@ def test_o4_a_lost_answer_does_not_hide_anothers_object(sleeps: Sleeps, theirs: 
         assert server.objects[key(NAME)].content == theirs
 
 
-def test_o4_equal_content_is_no_success_without_a_lost_answer(
+def test_O4_equal_content_is_no_success_without_a_lost_answer(
     server: ScriptedS3, sleeps: Sleeps
 ) -> None:
     store = store_on(server, sleeps)
@@ -251,7 +251,7 @@ def test_o4_equal_content_is_no_success_without_a_lost_answer(
 
 
 @pytest.mark.parametrize("then", ["reset", "close", "stall"])
-def test_o4_reading_goes_on_behind_the_last_good_byte(
+def test_O4_reading_goes_on_behind_the_last_good_byte(
     sleeps: Sleeps, then: Literal["reset", "close", "stall"]
 ) -> None:
     content = os.urandom(5 * MIB // 2)
@@ -270,7 +270,7 @@ def test_o4_reading_goes_on_behind_the_last_good_byte(
     assert sleeps.slept == []
 
 
-def test_o4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: Sleeps) -> None:
+def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: Sleeps) -> None:
     broken = Rule("GET", NAME, keep=0, then="close", times=1000)
     with ScriptedS3(broken) as server:
         store = store_on(server, sleeps)
@@ -280,7 +280,7 @@ def test_o4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: Sleeps) -> No
         broken.times = broken.hits
 
 
-def test_o4_a_port_where_nobody_listens_is_named(sleeps: Sleeps) -> None:
+def test_O4_a_port_where_nobody_listens_is_named(sleeps: Sleeps) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -291,7 +291,7 @@ def test_o4_a_port_where_nobody_listens_is_named(sleeps: Sleeps) -> None:
     assert "testing-secret" not in repr(caught.value)
 
 
-def test_o4_a_host_without_a_name_is_named(sleeps: Sleeps) -> None:
+def test_O4_a_host_without_a_name_is_named(sleeps: Sleeps) -> None:
     environ = credentials("http://no-such-host.invalid:9000")
     with pytest.raises(ObjectStoreError, match=r"no-such-host\.invalid:9000: .*no such host"):
         open_cloud(URL, environ=environ, policy=POLICY, limits=LIMITS, clock=sleeps.clock())
@@ -300,7 +300,7 @@ def test_o4_a_host_without_a_name_is_named(sleeps: Sleeps) -> None:
 # O5: answers that stand still
 
 
-def test_o5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: Sleeps) -> None:
+def test_O5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: Sleeps) -> None:
     with ScriptedS3(
         Rule("GET", NAME, act=_hold, reset=True),
         Rule("GET", NAME, keep=0, then="stall"),
@@ -319,7 +319,7 @@ def _hold(server: ScriptedS3) -> None:
     server.stopped.wait(10 * LIMITS.stall_s)
 
 
-def test_o5_an_answer_that_trickles_is_given_up(sleeps: Sleeps) -> None:
+def test_O5_an_answer_that_trickles_is_given_up(sleeps: Sleeps) -> None:
     content = os.urandom(MIB)
     with ScriptedS3(Rule("GET", NAME, keep=1000, then="dribble")) as server:
         limits = Limits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 14)
@@ -332,7 +332,7 @@ def test_o5_an_answer_that_trickles_is_given_up(sleeps: Sleeps) -> None:
         assert len(server.asked) == 2
 
 
-def test_o5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: Sleeps) -> None:
+def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: Sleeps) -> None:
     """Not so slow that it stands still, and too slow for what is wanted: 20 bytes a second."""
     content = os.urandom(1000)
     limits = Limits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1280)
@@ -345,7 +345,7 @@ def test_o5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: Sleeps) -
         assert "if-match" not in server.asked[1].headers  # begun again, not gone on with
 
 
-def test_o5_a_put_that_nobody_reads_is_given_up(sleeps: Sleeps) -> None:
+def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("PUT", NAME, act=_hold, reset=True)) as server:
         store = store_on(server, sleeps)
         begun = time.monotonic()
@@ -353,7 +353,7 @@ def test_o5_a_put_that_nobody_reads_is_given_up(sleeps: Sleeps) -> None:
         assert time.monotonic() - begun < 5 * LIMITS.stall_s
 
 
-def test_o5_a_stall_that_stays_ends_at_the_deadline(sleeps: Sleeps) -> None:
+def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: Sleeps) -> None:
     stalled = Rule("GET", NAME, keep=0, then="stall", times=1000)
     with ScriptedS3(stalled) as server:
         store = store_on(server, sleeps)
@@ -368,7 +368,7 @@ def test_o5_a_stall_that_stays_ends_at_the_deadline(sleeps: Sleeps) -> None:
 # O7, O9: other bytes
 
 
-def test_o7_damage_on_the_way_back_is_the_callers_to_find(sleeps: Sleeps) -> None:
+def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: Sleeps) -> None:
     """S3's ETag is no checksum of the content in general; ours are checked by whoever reads."""
     with ScriptedS3(Rule("GET", NAME, flip=3)) as server:
         store = store_on(server, sleeps)
@@ -377,7 +377,7 @@ def test_o7_damage_on_the_way_back_is_the_callers_to_find(sleeps: Sleeps) -> Non
         assert store.get(NAME) == b"\0\0"
 
 
-def test_b14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Sleeps) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [b"con", b"tent"])
     sent = server.asked[-1].headers
@@ -386,7 +386,7 @@ def test_b14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Sleeps)
     assert "x-amz-content-sha256" in sent["authorization"]
 
 
-def test_b14_what_the_store_says_came_damaged_is_an_error(sleeps: Sleeps) -> None:
+def test_B14_what_the_store_says_came_damaged_is_an_error(sleeps: Sleeps) -> None:
     damaged = Rule("PUT", NAME, status=400, code="XAmzContentSHA256Mismatch")
     with ScriptedS3(damaged) as server:
         store = store_on(server, sleeps)
@@ -395,7 +395,7 @@ def test_b14_what_the_store_says_came_damaged_is_an_error(sleeps: Sleeps) -> Non
         assert key(NAME) not in server.objects
 
 
-def test_o9_a_resumed_read_is_of_one_version(sleeps: Sleeps) -> None:
+def test_O9_a_resumed_read_is_of_one_version(sleeps: Sleeps) -> None:
     old, new = b"o" * MIB, b"n" * MIB
 
     def change(server: ScriptedS3) -> None:
@@ -409,7 +409,7 @@ def test_o9_a_resumed_read_is_of_one_version(sleeps: Sleeps) -> None:
     assert len(sleeps.slept) == 1
 
 
-def test_o9_ranges_are_of_one_version(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O9_ranges_are_of_one_version(server: ScriptedS3, sleeps: Sleeps) -> None:
     store = store_on(server, sleeps)
     for name in (LEASE, NAME):
         server.put(key(name), b"old content")
@@ -454,7 +454,7 @@ def inner(store: RetryingStore) -> CloudStore:
     return store.inner
 
 
-def test_o11_a_store_that_obeys_conditions_is_found_out(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O11_a_store_that_obeys_conditions_is_found_out(server: ScriptedS3, sleeps: Sleeps) -> None:
     store = store_on(server, sleeps)
     assert inner(store).conditional is True
     store.put(NAME, [b"x"])
@@ -463,7 +463,7 @@ def test_o11_a_store_that_obeys_conditions_is_found_out(server: ScriptedS3, slee
 
 
 @pytest.mark.parametrize("way", ["ignored", "501", "400"])
-def test_o11_where_conditions_are_unknown_the_store_is_asked_first(
+def test_O11_where_conditions_are_unknown_the_store_is_asked_first(
     sleeps: Sleeps, way: str
 ) -> None:
     if way == "ignored":
@@ -487,14 +487,14 @@ def test_o11_where_conditions_are_unknown_the_store_is_asked_first(
             rule.times = rule.hits
 
 
-def test_o11_a_conflict_is_tried_again(sleeps: Sleeps) -> None:
+def test_O11_a_conflict_is_tried_again(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("PUT", NAME, status=409, times=2)) as server:
         store = store_on(server, sleeps)
         store.put(NAME, [b"content"])
         assert server.objects[key(NAME)].content == b"content"
 
 
-def test_o11_a_conflict_is_no_lost_answer(sleeps: Sleeps) -> None:
+def test_O11_a_conflict_is_no_lost_answer(sleeps: Sleeps) -> None:
     """Whoever was faster with equal content has won."""
     lost = Rule("PUT", NAME, act=lambda s: s.put(key(NAME), b"content"), status=409)
     with ScriptedS3(lost) as server:
@@ -525,7 +525,7 @@ def test_a_leases_answer_that_was_lost_is_written_again(sleeps: Sleeps) -> None:
 # O19, O20
 
 
-def test_o19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: Sleeps) -> None:
+def test_O19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: Sleeps) -> None:
     with (
         ScriptedS3() as elsewhere,
         ScriptedS3(Rule("PUT", NAME, status=307, headers={"Location": elsewhere.endpoint})) as s,
@@ -537,7 +537,7 @@ def test_o19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: Sl
     assert sleeps.slept == []
 
 
-def test_o20_requests_under_way_are_bounded(
+def test_O20_requests_under_way_are_bounded(
     server: ScriptedS3, sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
@@ -550,7 +550,7 @@ def test_o20_requests_under_way_are_bounded(
     assert server.busiest == 4
 
 
-def test_o20_a_place_that_never_gets_free_is_an_error(
+def test_O20_a_place_that_never_gets_free_is_an_error(
     server: ScriptedS3, sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_on(server, sleeps)
@@ -559,7 +559,7 @@ def test_o20_a_place_that_never_gets_free_is_an_error(
         store.get(NAME)
 
 
-def test_o20_every_way_out_of_a_read_frees_its_place(
+def test_O20_every_way_out_of_a_read_frees_its_place(
     sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (Rule("GET", NAME, status=403), Rule("GET", NAME, keep=10, then="close"))
@@ -580,7 +580,7 @@ def test_o20_every_way_out_of_a_read_frees_its_place(
 # S8
 
 
-def test_s8_no_message_holds_a_secret(sleeps: Sleeps) -> None:
+def test_S8_no_message_holds_a_secret(sleeps: Sleeps) -> None:
     statuses = (400, 403, 404, 416, 500)
     script = [Rule("GET", NAME, status=status) for status in statuses]
     with ScriptedS3(*script, Rule("GET", NAME, reset=True)) as server:

@@ -82,7 +82,7 @@ def test_pages_are_fetched_as_they_are_needed(
     assert server.asked[0].query["start-after"] == key(NAMES[6])
 
 
-def test_o12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: Sleeps) -> None:
+def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: Sleeps) -> None:
     def cut(page: str) -> str:
         return re.sub("<NextContinuationToken>.*?</NextContinuationToken>", "", page).replace(
             "<IsTruncated>true", "<IsTruncated>false"
@@ -105,7 +105,7 @@ def test_o12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: Sleeps) -> No
     ids=["backwards", "page twice", "each twice", "shuffled"],
 )
 @pytest.mark.parametrize("page_keys", [4, 1000])
-def test_o12_what_comes_in_no_order_is_sorted_or_an_error(
+def test_O12_what_comes_in_no_order_is_sorted_or_an_error(
     sleeps: Sleeps, order: Callable[[list[str]], Sequence[str]], page_keys: int
 ) -> None:
     rule = always(reordered(order))
@@ -117,7 +117,7 @@ def test_o12_what_comes_in_no_order_is_sorted_or_an_error(
         ended(rule)
 
 
-def test_o12_what_was_passed_over_is_never_left_out_silently(sleeps: Sleeps) -> None:
+def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: Sleeps) -> None:
     """The second name comes last, after others have been given out."""
     rule = always(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
     with ScriptedS3(rule) as server:
@@ -130,7 +130,7 @@ def test_o12_what_was_passed_over_is_never_left_out_silently(sleeps: Sleeps) -> 
         ended(rule)
 
 
-def test_o12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Sleeps) -> None:
     """A token that leads back to the page before."""
     pages: list[str] = []
 
@@ -145,7 +145,7 @@ def test_o12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Sleep
     ended(rule)
 
 
-def test_o12_a_page_that_comes_for_ever_is_an_error(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_a_page_that_comes_for_ever_is_an_error(server: ScriptedS3, sleeps: Sleeps) -> None:
     pages: list[str] = []
 
     def again(page: str) -> str:
@@ -160,7 +160,7 @@ def test_o12_a_page_that_comes_for_ever_is_an_error(server: ScriptedS3, sleeps: 
     ended(rule)
 
 
-def test_o12_names_outside_of_the_prefix_are_left_out(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_names_outside_of_the_prefix_are_left_out(server: ScriptedS3, sleeps: Sleeps) -> None:
     store = filled(server, sleeps)
     server.put("some/prefixother/" + chunk("d"), b"x")
     server.put(chunk("d"), b"x")
@@ -172,7 +172,7 @@ def test_o12_names_outside_of_the_prefix_are_left_out(server: ScriptedS3, sleeps
     ended(moved)
 
 
-def test_o12_encoded_names_are_an_error(sleeps: Sleeps) -> None:
+def test_O12_encoded_names_are_an_error(sleeps: Sleeps) -> None:
     rule = always(
         lambda page: re.sub(
             "<Key>(.*?)</Key>", lambda m: f"<Key>{m[1].replace('/', '%2F')}</Key>", page
@@ -184,7 +184,7 @@ def test_o12_encoded_names_are_an_error(sleeps: Sleeps) -> None:
         ended(rule)
 
 
-def test_o12_a_listing_of_everything_has_the_marker(sleeps: Sleeps) -> None:
+def test_O12_a_listing_of_everything_has_the_marker(sleeps: Sleeps) -> None:
     rule = always(
         lambda page: "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
     )
@@ -196,7 +196,7 @@ def test_o12_a_listing_of_everything_has_the_marker(sleeps: Sleeps) -> None:
 
 
 @pytest.mark.parametrize("page", ["", "no XML", "<ListBucketResult><Contents><Key>a"])
-def test_o12_what_is_no_listing_is_an_error(sleeps: Sleeps, page: str) -> None:
+def test_O12_what_is_no_listing_is_an_error(sleeps: Sleeps, page: str) -> None:
     rule = always(lambda _: page)
     with ScriptedS3(rule) as server:
         with pytest.raises(ObjectStoreError, match="no listing"):
@@ -205,7 +205,7 @@ def test_o12_what_is_no_listing_is_an_error(sleeps: Sleeps, page: str) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_o12_a_page_that_fails_is_asked_for_again(sleeps: Sleeps, status: int) -> None:
+def test_O12_a_page_that_fails_is_asked_for_again(sleeps: Sleeps, status: int) -> None:
     failing = Rule("GET", "list-type=2", status=status, skip=2, times=2)
     with ScriptedS3(failing) as server:
         store = filled(server, sleeps)
@@ -214,7 +214,7 @@ def test_o12_a_page_that_fails_is_asked_for_again(sleeps: Sleeps, status: int) -
     assert len(sleeps.slept) == 2
 
 
-def test_o12_a_token_that_is_refused_is_done_without(
+def test_O12_a_token_that_is_refused_is_done_without(
     sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)  # else three pages come as one
@@ -224,7 +224,7 @@ def test_o12_a_token_that_is_refused_is_done_without(
     assert len(sleeps.slept) == 2
 
 
-def test_o1_expired_credentials_in_a_listing_are_read_again(
+def test_O1_expired_credentials_in_a_listing_are_read_again(
     sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)
@@ -243,7 +243,7 @@ def test_o1_expired_credentials_in_a_listing_are_read_again(
         assert renewed[-5:] == [False, False, True, True, True]
 
 
-def test_o12_a_page_that_breaks_off_is_asked_for_again(sleeps: Sleeps) -> None:
+def test_O12_a_page_that_breaks_off_is_asked_for_again(sleeps: Sleeps) -> None:
     with ScriptedS3(Rule("GET", "list-type=2", keep=300, then="close", skip=2)) as server:
         assert [*filled(server, sleeps).names(CHUNKS)] == NAMES
 
@@ -261,7 +261,7 @@ def test_listings_follow_what_was_changed_meanwhile(server: ScriptedS3, sleeps: 
     assert found == sorted(found)
 
 
-def test_b10_foreign_keys_are_passed_over_and_named(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_B10_foreign_keys_are_passed_over_and_named(server: ScriptedS3, sleeps: Sleeps) -> None:
     store = filled(server, sleeps)
     foreign = [
         ".DS_Store",

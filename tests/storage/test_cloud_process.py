@@ -107,7 +107,7 @@ def run(code: str, server: ScriptedS3) -> str:
         ),
     ],
 )
-def test_z9_a_forked_child_works_or_is_told(code: str, said: str) -> None:
+def test_Z9_a_forked_child_works_or_is_told(code: str, said: str) -> None:
     with ScriptedS3() as server:
         server.put(key(NAME), b"content")
         assert said in run("assert not unused().forks\n" + code, server)

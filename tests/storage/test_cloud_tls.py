@@ -97,7 +97,7 @@ def redirecting(tmp_path: Path) -> Iterator[Redirecting]:
 @pytest.mark.parametrize(
     ("trusted", "complaint"), [(True, "from https to http"), (False, "certificate is not trusted")]
 )
-def test_o19_https_does_not_become_http(
+def test_O19_https_does_not_become_http(
     redirecting: Redirecting, tmp_path: Path, trusted: bool, complaint: str
 ) -> None:
     """Nor is a certificate believed that nobody vouches for. Both are said at once."""

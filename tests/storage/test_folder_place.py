@@ -262,7 +262,7 @@ def test_B10_garbage_is_ignored_named_and_kept(store: FolderStore) -> None:
     link, pipe = f"{CHUNKS}/aaaa/aaaa" + "2" * 18, f"{CHUNKS}/aaaa/aaaa" + "3" * 18
     (root / link).symlink_to(root / NAME)
     os.mkfifo(root / pipe)
-    for name in ("meta.sqlite", "meta.sqlite-wal", "meta.sqlite-shm", "lost+found/x"):
+    for name in ("meta.sqlite", "meta.sqlite-wal", "meta.sqlite-shm", "meta.lease", "lost+found/x"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).touch()
     assert [*store.list("")] == before

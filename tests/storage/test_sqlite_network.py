@@ -64,6 +64,13 @@ def test_a_network_file_system_is_told_from_a_disk(path: str, kind: str, is_netw
     assert (found.kind, found.is_network) == (kind, is_network)
 
 
+def test_of_odd_names_none_stops_the_search() -> None:
+    """A file system through FUSE is named by whoever mounts it."""
+    odd = rb"35 22 0:45 / /mnt/\303\244 rw - fuse.\040\134%s a\012%sb rw\n" % (b"\xff", b"\r")
+    assert file_system_of(Path("/mnt/old"), odd + MOUNTS).kind == "nfs"
+    assert file_system_of(Path("/mnt/ä/x"), MOUNTS + odd).is_network
+
+
 def test_locks_work_on_this_disk(tmp_path: Path) -> None:
     assert locks_fault(tmp_path) == ""
     assert list(tmp_path.iterdir()) == []

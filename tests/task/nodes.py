@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import json
 import os
 import re
 import shutil
@@ -448,9 +447,3 @@ def _set_network(path: Path) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {path}")
     finally:
         os.close(descriptor)
-
-
-def json_lines(text: str) -> list[dict[str, object]]:
-    """What a program of ours prints."""
-    found: list[dict[str, object]] = [json.loads(line) for line in text.splitlines() if line]
-    return found

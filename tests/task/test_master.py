@@ -27,9 +27,10 @@ from diesel_fs.task.holdings import Fetch, Holdings
 from diesel_fs.task.master import Master
 from diesel_fs.task.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.task.registry import Registry
-from diesel_fs.task.wire import ABSENT, SOURCE_HERE, SOURCE_NOBODY, Damaged, parts_of
+from diesel_fs.task.wire import ABSENT, SOURCE_HERE, SOURCE_NOBODY, Damaged
 
 from .held import holding
+from .linked import parts
 
 CHUNKS = 24
 SECRET = bytes(range(32))
@@ -146,7 +147,7 @@ class Task:
         snapshot = node.snapshot
         records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
         window = memoryview(bytearray(20_000 * len(records)))
-        offsets, sources = await node.read(parts_of(records), window)
+        offsets, sources = await node.read(parts(*records), window)
         for (chunk, start, size), at, source in zip(records, offsets, sources, strict=True):
             if source != SOURCE_NOBODY:
                 assert window[at : at + size] == self.whole(snapshot, chunk)[start : start + size]
@@ -245,6 +246,58 @@ def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
             assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
 
     run(main)
+
+
+def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task: Task) -> None:
+    for path in ("half", "other"):
+        task.dataset.put(Random(path).randbytes(30_000), path)
+    task.dataset.flush()
+    [half] = set(task.dataset.snapshot.chunk_ids) - set(task.snapshot.chunk_ids)
+    for path in ("other", *(f"f{number:02}" for number in range(10))):
+        task.put(path, 50)
+    task.snapshot = task.dataset.snapshot
+    count = task.snapshot.chunk_count
+    dead = {chunk for chunk in range(count) if not task.snapshot.used_bytes()[chunk]}
+    assert (count, len(dead)) == (CHUNKS + 12, 10)
+    names = [chunk_object(task.snapshot.identity, each) for each in task.snapshot.chunk_ids]
+
+    async def main() -> None:
+        async with task.node(0, world=1, oneshot=True) as (node, _):
+            await soon(lambda: len(task.reads.of) == count - len(dead))
+            await trio.sleep(0.1)
+            told = node.holdings.stats()
+            assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+            assert holding(node.holdings).isdisjoint(dead)
+            order = [names.index(name) for name in task.reads.of]
+            last = list(task.snapshot.chunk_ids).index(half)
+            assert last < max(order), "it would not be the last by its number"
+            assert last in order[-2:]  # two come at once
+
+    run(main)
+
+
+def test_what_no_file_uses_is_not_kept_at_the_end(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[npt.NDArray[np.bool_]] = []
+
+    async def keep(holdings: Holdings, share: npt.NDArray[np.bool_]) -> None:
+        kept.extend((share, holdings._memory.mine))
+
+    monkeypatch.setattr(Holdings, "keep", keep)
+    for number in range(10):
+        task.put(f"f{number:02}", 50)
+    task.snapshot = task.dataset.snapshot
+
+    async def main() -> None:
+        async with task.node(0, world=1) as (node, _):
+            assert node.holdings.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+            await node.keep()
+
+    run(main)
+    live = task.snapshot.used_bytes() > 0
+    assert live.tolist() == [False] * 10 + [True] * CHUNKS
+    assert [mask.tolist() for mask in kept] == [live.tolist()] * 2
 
 
 def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
@@ -521,10 +574,10 @@ def test_who_is_asked_for_what_it_holds_waits_for_nobody(task: Task) -> None:
             task.reads.pause.clear()
             async with trio.open_nursery() as nursery:
                 window = memoryview(bytearray(20_000))
-                nursery.start_soon(b.read, parts_of([(theirs[0], 0, 20_000)]), window)
+                nursery.start_soon(b.read, parts((theirs[0], 0, 20_000)), window)
                 await soon(lambda: task.reads.waiting)
                 with trio.fail_after(0.5):
-                    statuses, _ = await b.answer(0, parts_of([(theirs[0], 0, 10)]), load=False)
+                    statuses, _ = await b.answer(0, parts((theirs[0], 0, 10)), load=False)
                 assert statuses == bytes([ABSENT])
                 task.reads.pause.set()
 

@@ -77,7 +77,7 @@ def test_S2_S3_proofs_cover_all_that_was_said() -> None:
 
 
 def test_requests_come_back() -> None:
-    parts = wire.parts_of([(0, 1, 2), (1, 5, 6)])
+    parts = np.array([(0, 1, 2), (1, 5, 6)], "<u4")
     said = wire.request(7, wire.READ, wire.LOAD, parts)
     assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2)
     found, size = wire.parse_parts(said, 2, SIZES, start=wire.HEAD_BYTES)
@@ -127,7 +127,7 @@ def test_answers_come_back() -> None:
     assert head == (7, wire.READ, 2, 5)
     assert said[wire.HEAD_BYTES :] == statuses
     wire.check_answer(head, wire.READ, 2, 8)
-    parts = wire.parts_of([(0, 0, 5), (0, 5, 3)])
+    parts = np.array([(0, 0, 5), (0, 5, 3)], "<u4")
     assert wire.given_bytes(parts, np.frombuffer(statuses, np.uint8)) == 5
 
 
@@ -139,7 +139,7 @@ def test_F5_answers_to_something_else_are_refused() -> None:
     with pytest.raises(CorruptError):
         wire.check_answer(wire.AnswerHead(1, wire.PING, 0, 3), wire.PING, 0, 0)
     with pytest.raises(CorruptError):
-        wire.given_bytes(wire.parts_of([(0, 0, 1)]), np.array([5], np.uint8))
+        wire.given_bytes(np.array([(0, 0, 1)], "<u4"), np.array([5], np.uint8))
 
 
 # the local protocol

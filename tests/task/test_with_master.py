@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from diesel_fs.fuse import launcher
 from diesel_fs.task.local import LocalServer
 
 from ..server.program import is_running, until
+from ..small_disks import remount, small_disk
 from ..trees import write
 
 FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
@@ -126,6 +128,9 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         with node.join() as other:
             check(other, 9)
+            assert other.task_stats()["answers"]
+        with deepcopy(dataset) as other:  # as in a process that is spawned
+            check(other, 8)
             assert other.task_stats()["answers"]
         told = node.stats()
         assert told["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
@@ -255,6 +260,11 @@ class Cached:
         os.kill(pid, signal.SIGTERM)
         until(lambda: not list((self.node.folder / "run").glob("diesel/tasks/*/0/socket")), "it")
 
+    def is_over(self, pid: int) -> None:
+        """The same, and wait until it has brought to the disk what it had."""
+        self.ends(pid)
+        until(lambda: not is_running(pid), "its end")
+
 
 @pytest.mark.parametrize("task", ["training", "another"])
 def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: str) -> None:
@@ -319,6 +329,57 @@ def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
                 assert node.master() != master
 
 
+def test_a_master_that_starts_again_leaves_the_cache_of_the_one_before_alone(node: Node) -> None:
+    """By default it may be half of the disk: what it holds already is not taken from that."""
+    with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
+        cached = Cached(node)
+        kept: list[set[Path]] = []
+        for seed in range(3):
+            with node.connect(
+                task="training", rank=0, world=1, cache_dir=point, task_memory_bytes=64 << 20
+            ) as dataset:
+                check(dataset, seed)
+                told = dataset.task_stats()
+                assert told["chunks_from_store"] == (0 if seed else len(dataset.snapshot.chunk_ids))
+                master = node.master()
+            cached.is_over(master)
+            kept.append(set(cached.kept()))
+    assert kept[0]
+    assert kept == kept[:1] * 3
+
+
+@pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
+def test_J1_a_disk_that_takes_no_cache_at_the_start_is_no_error(
+    node: Node, takes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(node.folder / "disk", takes) as point:
+        with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
+            file.write(bytes(1 << 20))
+        for folder in (point, point / "new"):
+            with node.join(cache_dir=folder) as dataset:
+                check(dataset, 0)
+                assert dataset.task_stats()["answers"]
+                Cached(node).ends(node.master())
+            assert f"{folder}: cannot be used for a cache: " in caplog.text
+            assert "this node keeps nothing on a disk" in caplog.text
+
+
+def test_J4_a_cache_that_can_only_be_read_is_read(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(node.folder / "cache", "size=20m,mode=700") as point:
+        cached = Cached(node)
+        with cached.join() as dataset:
+            check(dataset, 0)
+            master = node.master()
+        cached.is_over(master)
+        remount(point, "ro")
+        with cached.join() as dataset:
+            check(dataset, 0)
+            assert dataset.task_stats()["chunks_from_store"] == 0
+        assert "is only read: Read-only file system" in caplog.text
+
+
 def test_room_for_no_chunk_is_said_at_the_start(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,12 +419,49 @@ def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: 
         assert dataset.task_stats()["answers"]
 
 
+def test_who_joins_after_a_put_has_a_master_at_once(node: Node) -> None:
+    """The one before stays for a while for nobody, and reads the version before."""
+    with node.join() as dataset:
+        check(dataset, 0)
+        before = node.master()
+    with node.connect() as writer:
+        writer.put(b"new", "new")
+    with node.join() as dataset:
+        check(dataset, 1)
+        assert dataset.task_stats()["answers"]
+        assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert node.master() != before
+
+
+def test_who_wants_another_version_than_others_has_a_master_when_they_have_gone(
+    node: Node,
+) -> None:
+    with ExitStack() as others:
+        first = others.enter_context(node.join())
+        check(first, 0)
+        with node.connect() as writer:
+            writer.put(b"new", "new")
+        with node.join() as second:
+            check(second, 1)
+            assert not second.task_stats()["answers"]
+            check(first, 1)
+            assert first.task_stats()["answers"]
+            others.close()
+
+            def answers() -> object:
+                check(second, 2)
+                return second.task_stats()["answers"]
+
+            until(answers, "a master of its own", 60)
+            assert node.stats()["version"] == second.version  # type: ignore[comparison-overlap]  # numbers
+
+
 def test_what_keeps_a_task_from_beginning_is_an_error_here(node: Node) -> None:
     with pytest.raises(UsageError, match="which of the 3 nodes"):
         node.join(world=3)
     with pytest.raises(UsageError, match="find each other through Redis"):
         node.join(rank=0, world=2, listen="127.0.0.1:0")
-    with pytest.raises(UsageError, match="bad --evict"):
+    with pytest.raises(UsageError, match="bad evict"):
         node.join(evict="random")
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(UsageError, match=r": Address already in use(\n|;|$)"):

@@ -178,6 +178,39 @@ def test_fetching_runs_ahead_but_not_far(repository: Repository) -> None:
     assert len(huge.reads) == 3 * AHEAD_BYTES_MAX // PIECE_BYTES
 
 
+def test_what_cannot_be_listed_leaves_no_dataset(repository: Repository) -> None:
+    """Nor does what is not there, which counts as empty where that is allowed."""
+    bucket = MadeBucket({})
+
+    def none() -> Iterator[BucketObject]:
+        raise NotFoundError("nothing is there")
+        yield
+
+    bucket.objects = none  # type: ignore[method-assign]  # a fault is put in
+    for options in (PutOptions(), PutOptions(dry_run=True), PutOptions(delete=True)):
+        with pytest.raises(NotFoundError, match="nothing is there"):
+            put_bucket(repository, "pets", bucket, options=options)
+    assert repository.datasets() == []
+    put(repository, MadeBucket(CONTENTS))
+    assert put(repository, bucket, delete=True, allow_empty=True).deleted > 0
+    assert files(repository) == {}
+
+
+def test_one_object_is_put_like_one_file(repository: Repository) -> None:
+    bucket = MadeBucket({b"": b"content"})
+    with pytest.raises(UsageError, match="needs a name"):
+        put(repository, bucket)
+    with pytest.raises(UsageError, match="--delete"):
+        put(repository, bucket, b"in/here", delete=True)
+    assert repository.datasets() == []
+    assert put(repository, bucket, b"in/here", include=("else",)).files == 1
+    assert put(repository, bucket, b"in/here", checksum=True).unchanged == 1
+    assert files(repository) == {b"in/here": b"content"}
+    assert put(repository, bucket, b"in").failed == [
+        (b"", "refused: it is a folder of the dataset, with entries")
+    ]
+
+
 def test_the_mounts_own_folder_is_refused(repository: Repository) -> None:
     with pytest.raises(UsageError):
         put(repository, MadeBucket({}), b".diesel/x")

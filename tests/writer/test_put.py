@@ -15,9 +15,10 @@ import pytest
 
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.commits import PUT_WINDOW_S, Admitted
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
-from diesel_fs.repository import PUT_WINDOW_S, Admitted, Repository, WriteSession
+from diesel_fs.repository import Repository, WriteSession
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.writer import PutOptions, put_tree

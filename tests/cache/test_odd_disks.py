@@ -1,0 +1,169 @@
+"""A cache's folder with what is no chunk in it, or on a disk that takes nothing."""
+
+import contextlib
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.cache import disk_shelf
+from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.errors import ConflictError, NoSpaceError
+
+from ..small_disks import remount
+from .shelved import Chunks, counted, file_of, held, put, shelf_at
+from .test_disk_shelf import small as small
+
+
+def plant(what: str, path: Path) -> None:
+    """Put something that is no regular file at a path."""
+    if what == "link":
+        target = path.with_name("elsewhere")
+        target.write_bytes(b"elsewhere")
+        path.symlink_to(target)
+    elif what == "dangling link":
+        path.symlink_to("nowhere")
+    elif what == "FIFO":
+        os.mkfifo(path)
+    elif what == "socket":
+        here = os.open(path.parent, os.O_PATH)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{here}/{path.name}")  # a short name
+        os.close(here)
+    else:
+        path.mkdir()
+    if what == "full folder":
+        (path / "thesis.tex").touch()
+
+
+STRANGE = pytest.mark.parametrize(
+    "what", ["link", "dangling link", "FIFO", "socket", "folder", "full folder"]
+)
+
+
+@STRANGE
+def test_what_is_no_regular_file_is_no_chunk(
+    what: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk has not failed, nobody waits for a FIFO, and what can go without harm goes."""
+    (key, content), (other, more), *_ = chunks.items()
+    shelf, stays = shelf_at(place), what == "full folder"
+    put(shelf, key, content)
+    put(shelf, other, more)
+    path = file_of(place, key)
+    for _ in range(4):  # more often than a disk may fail
+        path.unlink()
+        plant(what, path)
+        assert shelf.standing(key.identity) == [other.id]
+        assert not shelf.holds(key)
+        for _ in range(4 if stays else 1):
+            assert held(shelf, key) is None
+        assert os.path.lexists(path) == stays
+        if stays:
+            assert shelf.reserve(key, len(content)) is None
+            shutil.rmtree(path)
+        assert held(shelf, other) == more
+        put(shelf, key, content)
+        assert held(shelf, key) == content
+    assert len(caplog.records) == (1 if stays else 4)
+    assert ("passed by" if stays else "removed") in caplog.text
+
+
+@STRANGE
+def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
+    what: str, place: Path, chunks: Chunks
+) -> None:
+    (key, content), (other, more), *_ = chunks.items()
+    shelf, stays = shelf_at(place), what == "full folder"
+    put(shelf, key, content)
+    put(shelf, other, more)
+    path, used = file_of(place, key), file_of(place, key).with_name(".used")
+    coming = path.with_name("." + path.name)
+    path.unlink()
+    plant(what, path)
+    plant(what, coming)
+    assert counted(shelf_at(place)) == len(more)
+    assert os.path.lexists(path) == os.path.lexists(coming) == stays
+    for each in (path, coming) if stays else ():
+        shutil.rmtree(each)
+    for each in (path, coming, used):
+        if each == used:
+            each.unlink()
+        plant(what, each)
+        if stays:
+            assert shelf.reserve(key, len(content)) is None
+            shutil.rmtree(each)
+        put(shelf, key, content)
+        assert held(shelf, key) == content
+        shelf.evict([key])
+    assert counted(shelf) == len(more)
+    assert not shelf._writes.rests
+
+
+def use_up(point: Path, what: str) -> None:
+    """All of a disk that others can have."""
+    if what == "writes":
+        remount(point, "ro")
+        return
+    with contextlib.suppress(OSError):
+        for number in range(100):
+            if what == "inodes":
+                (point / "lost+found").mkdir(exist_ok=True)
+                (point / "lost+found" / f"{number}").touch()
+            else:
+                with (point / "lost+found").open("ab", 0) as file:
+                    file.write(bytes(4096 if number else 2 << 20))
+
+
+def make_room(point: Path, what: str) -> None:
+    """The end of `use_up`."""
+    if what == "inodes":
+        shutil.rmtree(point / "lost+found")
+    elif what == "bytes":
+        (point / "lost+found").unlink()
+    else:
+        remount(point, "rw")
+
+
+@pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
+@pytest.mark.parametrize("folder", [".", "new/cache"])
+def test_J1_J4_a_disk_that_takes_no_cache_is_no_refusal(
+    what: str, folder: str, small: Path
+) -> None:
+    use_up(small, what)
+    with pytest.raises(NoSpaceError, match=r"cannot be used for a cache: (No space|Read-only)"):
+        cache_place(small / folder)
+    make_room(small, what)
+    cache_place(small / folder)
+    (small / "theses").mkdir(mode=0o700)
+    (small / "theses" / "thesis.tex").touch()
+    remount(small, "ro")
+    with pytest.raises(ConflictError, match="neither empty nor a cache"):
+        cache_place(small / "theses")
+
+
+@pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
+def test_J1_J4_what_a_full_disk_holds_is_read(
+    what: str, small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of who reads it; and once there is room, it takes more."""
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)
+    (key, content), (other, more), *_ = chunks.items()
+    shelf = shelf_at(cache_place(small))
+    put(shelf, key, content)
+    shelf.close()
+    (small / ".reading").unlink()
+    use_up(small, what)
+    shelf = shelf_at(cache_place(small))
+    assert ("is only read" in shelf.refusal) == (what != "bytes")
+    assert held(shelf, key) == content
+    with contextlib.suppress(NoSpaceError):
+        if (reserved := shelf.reserve(other, len(more))) is not None:
+            reserved.fill(memoryview(more))
+    assert held(shelf, other) is None
+    shelf.note_reading(begins=True)
+    make_room(small, what)
+    put(shelf, other, more)
+    assert held(shelf, other) == more

@@ -1,0 +1,190 @@
+"""A dataset that goes to another process: the same version there, and no secret on the way."""
+
+import copy
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs import reopening
+from diesel_fs.client import Dataset, connect
+from diesel_fs.credentials import Credentials, key_text
+from diesel_fs.errors import ConfigError, ConflictError, NoSuchPath, NotFoundError, UsageError
+from diesel_fs.remote import RemoteRepository
+from diesel_fs.reopening import Opened, same_view
+from diesel_fs.repositories import open_repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.task.request import NO_TASK, TaskOptions
+from diesel_fs.urls import parse_url
+
+FILES = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
+SECRET = "canary-09d1-and-long-enough"  # noqa: S105
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    found = (tmp_path / "store").as_uri()
+    with connect("ds", found, create=True) as dataset:
+        for path, content in FILES.items():
+            dataset.put(content, path)
+    return found
+
+
+@pytest.fixture
+def view(url: str) -> Iterator[Snapshot]:
+    with connect("ds", url) as dataset:
+        yield dataset.snapshot
+
+
+def sent(what: object) -> bytes:
+    """As it travels to another process."""
+    return bytes(ForkingPickler.dumps(what))
+
+
+def _read(dataset: Dataset, told: "Connection[object, object]") -> None:
+    """What a worker does."""
+    with dataset:
+        contents = {path: dataset.get(path) for path in FILES}
+        told.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
+
+
+def _in_a_worker(dataset: Dataset) -> object:
+    """What a process that shares nothing with us reads."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_read, args=(dataset, theirs))
+    worker.start()
+    theirs.close()
+    try:
+        assert ours.poll(DEADLINE_S), "a worker that says nothing"
+        return ours.recv()
+    finally:
+        worker.join(DEADLINE_S)
+        worker.kill()
+        worker.join()
+
+
+def test_a_spawned_worker_reads_the_version_that_its_parent_shows(url: str) -> None:
+    with connect("ds", url) as dataset, connect("ds", url) as writer:
+        writer.put(b"other", "d0/f00")
+        writer.put(b"more", "new")
+        writer.flush()
+        dataset.put(b"of the parent alone", "d1/f01")
+        assert _in_a_worker(dataset) == (dataset.version, FILES, [*FILES.values()])
+        dataset.close()
+    with connect("ds", url) as dataset:
+        assert dataset.get("d1/f01") == b"of the parent alone"
+
+
+def test_a_copy_goes_its_own_way(url: str, tmp_path: Path) -> None:
+    with connect("ds", url, memory_bytes=5 << 20, compress="none") as dataset:
+        dataset.save_meta(tmp_path / "meta")
+        with copy.deepcopy(dataset) as other, connect("ds", url) as writer:
+            writer.put(b"new", "new")
+            writer.flush()
+            assert other.get("new") == b"new"  # a miss looks for a newer version
+            with pytest.raises(NoSuchPath):
+                dataset.snapshot.lookup(b"new") >= 0 or dataset.get("none")
+        dataset.load_meta(tmp_path / "meta")
+        with copy.deepcopy(dataset) as other:
+            assert other.version == dataset.version
+            with pytest.raises(NoSuchPath):
+                other.get("new")  # pinned, as it is
+
+
+def test_the_order_of_reading_goes_along(url: str) -> None:
+    with connect("ds", url) as dataset:
+        assert dataset._order is None
+        order = dataset.shuffle(seed=3, epoch=4, group_size=2, below="d1")
+        with copy.deepcopy(dataset) as other:
+            assert other._order == dataset._order
+            assert np.array_equal(other.shuffle(seed=3, epoch=4, group_size=2, below="d1"), order)
+        dataset.refresh()
+        assert dataset._order is None  # its indices are of another version
+
+
+def test_what_is_closed_goes_nowhere(url: str) -> None:
+    dataset = connect("ds", url)
+    dataset.close()
+    with pytest.raises(UsageError, match="is closed"):
+        sent(dataset)
+
+
+@pytest.mark.parametrize("where", ["environment", "code"])
+def test_S8_a_password_in_the_address_stays_here(
+    url: str, view: Snapshot, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = f"{url}?meta=redis://me:{SECRET}@127.0.0.1:1"
+    with open_repository(url) as repository:
+        repository.url = parse_url(whole)
+        if where == "code":
+            with pytest.raises(UsageError, match="gets no key and no password"):
+                Opened.of(repository, view, NO_TASK)
+            return
+        monkeypatch.setenv("DIESEL_URL", whole)
+        opened = Opened.of(repository, view, NO_TASK)
+    assert SECRET.encode() not in sent(opened)
+    assert opened._place()[0].whole == whole
+    monkeypatch.setenv("DIESEL_URL", whole.replace("127.0.0.1", "127.0.0.2"))
+    with pytest.raises(ConfigError, match="is not known here"):
+        opened._place()
+
+
+@pytest.mark.parametrize("where", ["environment", "code", "another's"])
+def test_S8_the_key_of_an_account_stays_here(
+    view: Snapshot, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = b"canary-of-an-account-32-bytes..."
+    said = {"environment": seed, "another's": bytes(32)}.get(where)
+    if said is not None:
+        monkeypatch.setenv("DIESEL_KEY", key_text(said))
+    server = parse_url("diesel://127.0.0.1:1")
+    with RemoteRepository.at(server, Credentials("ann", seed)) as repository:
+        if where != "environment":
+            with pytest.raises(UsageError, match="gets no key and no password"):
+                Opened.of(repository, view, NO_TASK)
+            return
+        opened = Opened.of(repository, view, NO_TASK)
+    assert seed not in sent(opened)
+    assert key_text(seed).encode() not in sent(opened)
+    assert opened._place() == (server, Credentials("ann", seed))
+
+
+@pytest.mark.parametrize("environment", [{"DIESEL_TASK_KEY": SECRET}, {}])
+def test_S8_the_key_of_a_task_stays_here(
+    url: str, view: Snapshot, environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    joins = TaskOptions(task="night", task_key=SECRET, rank=1, world=2)
+    with open_repository(url) as repository:
+        if not environment:
+            with pytest.raises(UsageError, match="DIESEL_TASK_KEY"):
+                Opened.of(repository, view, joins)
+            return
+        opened = Opened.of(repository, view, joins)
+        keyless = Opened.of(repository, view, TaskOptions(task="night"))
+    assert SECRET.encode() not in sent(opened)
+    assert opened.task == joins
+    assert keyless.task.task_key == ""
+
+
+def test_the_same_version_is_found_or_none(
+    url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, version = view.identity.hex, view.version
+    with connect("ds", url) as writer:
+        writer.put(b"new", "new")
+    with open_repository(url) as repository:
+        assert same_view(repository, "ds", identity, version).version == version
+        monkeypatch.setattr(reopening, "open_private", lambda *_: None)
+        assert same_view(repository, "ds", identity, version).version == version
+        with pytest.raises(NotFoundError):
+            same_view(repository, "ds", identity, 5)
+        with pytest.raises(ConflictError, match="another dataset now"):
+            same_view(repository, "ds", "0" * 31 + "5", version)
