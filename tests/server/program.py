@@ -104,8 +104,10 @@ class Server:
 
     @property
     def metrics_port(self) -> int:
-        """Where it said that its metrics are."""
-        found = re.search(r"metrics at http://\S*:(\d+)/", self.log)
+        """Where it said that its metrics are, which it may do after it is ready."""
+        at = re.compile(r"metrics at http://\S*:(\d+)/")
+        until(lambda: at.search(self.log), "where its metrics are")
+        found = at.search(self.log)
         assert found is not None
         return int(found[1])
 
