@@ -31,6 +31,7 @@ from .errors import (
     NewerVersionError,
     ObjectMissing,
     ObjectStoreError,
+    PermissionDenied,
     UsageError,
 )
 from .layout import MARKER, chunk_object, dataset_prefix
@@ -181,12 +182,13 @@ def verify(
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
     Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset, BusyError, and why
-    the metadata store cannot be had; an embedded one that is lost is damage as any other.
+    the metadata store cannot be had; an embedded one that is lost is damage as any other, and one
+    that a reader of a read-only folder cannot open is left out.
     """
     how: Message = {"headers_only": headers_only}
     if (there := repository.elsewhere("verify", name, how, tell)) is not None:
         return Findings.from_message(there)
-    if not repository.meta_is_lost:
+    if not (repository.meta_is_lost or _is_for_others(repository)):
         _ = repository.meta
     info = repository.dataset(name)
     findings = Findings()
@@ -316,9 +318,17 @@ def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Chan
     if info.marker is None:
         problem = repository.meta_problem
         why = problem.message if problem else "the metadata store does not know the dataset"
+        if _is_for_others(repository):
+            findings.notes.append(f"the metadata were not looked at: {why}")
+            return None
         findings.problems.append(f"{why}: run `dlcmd recover {info.name}`")
         return None
     return repository.meta.changes(info.identity, 0)
+
+
+def _is_for_others(repository: Repository) -> bool:
+    """Whether this user may read the chunks, and not the metadata beside them."""
+    return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
 def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:

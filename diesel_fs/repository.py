@@ -111,7 +111,7 @@ class Repository:
         Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
         """
         self.close()
-        self._meta, self._meta_problem = None, None
+        self._meta = None  # a problem that is known stays until it is over: other threads look
         if anew:
             set_metadata_aside(self.url)
         try:
@@ -122,6 +122,8 @@ class Repository:
         except DieselError as error:
             self.close()
             self._meta, self._meta_problem = None, error
+        else:
+            self._meta_problem = None
 
     def close(self) -> None:
         """Let go of the metadata store."""

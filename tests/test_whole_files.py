@@ -26,7 +26,8 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
         file.flush()
         assert path.read_bytes() == b"1"
     assert path.read_bytes() == b"22"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    os.umask(umask := os.umask(0o022))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640 & ~umask
     with before:
         assert before.read() == b"1"
     with pytest.raises(TypeError):

@@ -10,7 +10,7 @@ import click
 from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
-from diesel_fs.errors import ObjectMissing
+from diesel_fs.errors import ObjectMissing, PermissionDenied
 from diesel_fs.repositories import open_configured
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
@@ -44,10 +44,12 @@ class Address:
             return repository.view_at(self.dataset, self.version)
         view = repository.view(self.dataset)
         said = click.get_current_context().meta  # of this command
-        if repository.meta_problem is not None and not said.get(_OLD_VIEW):
+        problem = repository.meta_problem
+        is_usual = isinstance(problem, PermissionDenied)  # a reader of a read-only folder
+        if problem is not None and not is_usual and not said.get(_OLD_VIEW):
             said[_OLD_VIEW] = True
             remark(
-                f"{repository.meta_problem.message}: this is version {view.version} of"
+                f"{problem.message}: this is version {view.version} of"
                 f" {self.dataset}, the newest snapshot"
             )
         return view

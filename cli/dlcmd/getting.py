@@ -88,7 +88,7 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
         with whole_file(path, mode=0o666, sync=False) as file:
             yield file
     except OSError as error:
-        if error.filename in (name, path):
+        if error.filename in (str(path), path):  # not `name`: it may be `./x`
             raise PermissionDenied(f"cannot write {name}: {error.strerror}") from error
         raise
 

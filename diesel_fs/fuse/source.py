@@ -28,7 +28,7 @@ from ..snapshot import Snapshot
 from ..snapshot_match import Match, Places
 from ..snapshots import adopt
 from ..storage.objects import ObjectStore
-from ..task.client import TaskStore, requested
+from ..task.client import END_S, TaskStore, requested
 from ..vfs import ContentReader
 from .request import MountRequest
 
@@ -188,7 +188,8 @@ class SourceOpener:
                 requested(request.joins, repository, snapshot, memory_bytes=memory_bytes),
                 memory_guessed=not request.memory_bytes,
             )
-            store = TaskStore.joined(repository.objects, asked, snapshot)
+            patience_s = 0.0 if self._stores else END_S  # it will be told of the version, and stays
+            store = TaskStore.joined(repository.objects, asked, snapshot, patience_s=patience_s)
             self._stores[snapshot.version] = store
             self._shown_version = self._shown_version or snapshot.version
         return store

@@ -102,7 +102,11 @@ def _look_from_outside(advertise: str, host: str, peers: Sequence[str]) -> None:
     does."""
     told = _host_in(advertise) if advertise else host
     if not _is_address(told):
-        found = _looked_up(told, f"--advertise {advertise}")
+        try:
+            found = _looked_up(told, f"--advertise {advertise}")
+        except UsageError as error:  # others may know more names than this machine
+            log.warning("%s: other nodes have to know it", error.message)
+            return
         if all(map(_is_loopback, found)):
             raise _here_alone(told, found[0], "--advertise ADDRESS")
     elif _is_loopback(told) and not (peers and all(_is_loopback(_host_in(each)) for each in peers)):

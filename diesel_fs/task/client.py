@@ -59,7 +59,7 @@ BEAT_S = 1.0
 
 _JOIN_ATTEMPTS = 3
 
-_END_S = 1.0
+END_S = 1.0
 """How long a master that may be ending is waited for."""
 
 
@@ -135,12 +135,20 @@ class TaskStore(StoreWrapper):
         )
 
     @classmethod
-    def joined(cls, inner: ObjectStore, request: TaskRequest, snapshot: Snapshot) -> "TaskStore":
-        """The store of who joins a task: its master is there, or is started. Raises DieselError."""
+    def joined(
+        cls,
+        inner: ObjectStore,
+        request: TaskRequest,
+        snapshot: Snapshot,
+        *,
+        patience_s: float = END_S,
+    ) -> "TaskStore":
+        """The store of who joins a task: its master is there, or is started; one that may be ending
+        is waited for. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             place = join(request)
             store = cls(inner, place, snapshot, request=request)
-            if store.connect() or not ends(place, _END_S):
+            if store.connect() or not ends(place, patience_s):
                 break  # else it has just ended, deserted, or for us, who want another version
         return store
 
@@ -236,10 +244,12 @@ class TaskStore(StoreWrapper):
     def following(self, snapshot: Snapshot) -> "TaskStore":
         """The store for another version of the dataset, through the same master, which is told of
         that version. This one stays as it is."""
-        self.show(snapshot)
+        is_told = self.show(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
         store._link.rank = self._link.rank  # it has been this node's master all the time
+        if is_told:
+            store.connect()  # else it would be deserted until something is read
         return store
 
     def stats(self) -> dict[str, object]:
@@ -270,7 +280,7 @@ class TaskStore(StoreWrapper):
         """Let go of the master. Views that were handed out stay valid, and are returned to the
         master with the last of them. Repeatable."""
         self._mapped.give_up_all()
-        if self._mapped.has_unmapped:
+        if self._mapped.has_unmapped and self._link.is_connected:
             self._link.settle()
         self._ended.set()
         if not self._mapped.has_mapped:
@@ -475,7 +485,7 @@ def _brought_back(request: TaskRequest, place: Path, was_there: bool) -> bool:
     Raises DieselError."""
     if was_there:
         return revived(request, place)
-    return not is_alive(place) and is_alive(join(request))
+    return not is_alive(place) and join(request) == place and is_alive(place)
 
 
 def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:

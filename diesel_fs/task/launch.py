@@ -248,7 +248,7 @@ def _locked(place: Path, patience_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(lock)
+        _unlock(lock)
 
 
 def _lock(place: Path) -> int | None:
@@ -257,9 +257,7 @@ def _lock(place: Path) -> int | None:
         private_folder(place.parent.parent)
         private_folder(place.parent)
         lock = _open_lock(place.with_name(_LOCK))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if _is_taken(lock):
             os.close(lock)
             return None
         return lock
@@ -267,17 +265,38 @@ def _lock(place: Path) -> int | None:
 
 @contextmanager
 def _folders_stay() -> Iterator[None]:
-    """Nobody else makes a folder of a task, or takes one away: it is a matter of microseconds."""
+    """Nobody else makes a folder of a task, or takes one away: it is a matter of microseconds.
+    Raises BusyError where somebody was stopped in them."""
     lock = _open_lock(_tasks() / _LOCK)
+    until_s = time.monotonic() + _CONNECT_S
+    while _is_taken(lock):
+        if time.monotonic() > until_s:
+            os.close(lock)
+            raise BusyError(f"another process is at the folders in {_tasks()}")
+        time.sleep(_LOOK_S / 10)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        _unlock(lock)
 
 
 def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _is_taken(lock: int) -> bool:
+    """Whether somebody else has a lock; else it is held now."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _unlock(lock: int) -> None:
+    """Closing alone does not: a child that another thread has forked meanwhile has it open, too."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _start_alone(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
@@ -318,7 +337,8 @@ def _remember(request: TaskRequest, place: Path) -> None:
         new.write_bytes(said)
         new.replace(place.with_name(_OPTIONS))
     except OSError:  # no space: it will not be started again
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
         forget(place)  # of another one
 
 

@@ -106,6 +106,11 @@ class MasterLink:
         self._give_back(connection)
         return True
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is any connection: with the last one all that was lent is returned."""
+        return bool(self._open)
+
     def retry(self) -> None:
         """Ask the master again, whatever has been."""
         self._not_before_s, self._pause_s, self._said = 0.0, self._first_pause_s, ""

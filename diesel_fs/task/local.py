@@ -83,9 +83,10 @@ class LocalServer:
             self._came_or_went = trio.Event()
             with trio.move_on_after(linger_s if not self._welcomed else float("inf")) as patience:
                 await self._came_or_went.wait()
-            if self._is_passed_by:
+            if self._is_passed_by and not self._welcomed:
                 log.info("another version is wanted, and nobody reads this one: it ends")
                 return
+            self._is_passed_by = False  # somebody else was as fast
             if patience.cancelled_caught:
                 log.info("nobody has used this master for %g s: it ends", linger_s)
                 return

@@ -146,10 +146,11 @@ class Markers:
 
     def reopen(self) -> None:
         """Open a metadata store that could not be had when the server started. May block."""
-        if self._repository.meta_problem is None:
+        problem = self._repository.meta_problem
+        if problem is None:
             return
-        with self._opening:
-            if self._repository.meta_problem is not None:
+        with self._opening:  # who has waited here shares what came of it: each try takes seconds
+            if self._repository.meta_problem is problem:
                 self._repository.open_metadata(create=False)
 
 

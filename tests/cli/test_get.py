@@ -220,6 +220,8 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
         assert (tmp_path / "fifo").is_fifo()
     os.close(reader)
     assert "is a folder" in dlcmd("get", "odd", "--tar", tmp_path, "--force", code=2).err
+    for name in (f"{tmp_path}/none/tar", f"{tmp_path}/./none//tar"):
+        assert f"cannot write {name}: " in dlcmd("get", "odd", "--tar", name, code=12).err
 
 
 def test_get_takes_one_destination(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:

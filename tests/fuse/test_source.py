@@ -11,6 +11,8 @@ from diesel_fs.client import connect
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.fuse import MountRequest
 from diesel_fs.fuse.source import Memory, Source, SourceOpener
+from diesel_fs.task.client import END_S, TaskStore
+from diesel_fs.task.request import TaskOptions
 
 
 @pytest.fixture
@@ -46,6 +48,27 @@ def lose_metadata(store: Path) -> None:
 
 def opened(request: MountRequest, **changes: object) -> Source:
     return SourceOpener().open(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
+
+
+def test_a_version_that_is_followed_waits_for_no_master_that_ends(
+    saved: MountRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the version before for this mount, until it is told of this one."""
+    waits: list[float] = []
+
+    def joined(*_: object, patience_s: float) -> object:
+        waits.append(patience_s)
+        return object()
+
+    monkeypatch.setattr(TaskStore, "joined", joined)
+    request, opener = replace(saved, joins=TaskOptions(task="night")), SourceOpener()
+    snapshot = opener.open(request).snapshot
+    with connect("dogs", saved.url) as dogs:
+        dogs.put(b"more", "c")
+        dogs.flush()
+        for each in (snapshot, dogs.snapshot, dogs.snapshot):
+            opener.reader(request, each, 1 << 20, pushes=False)
+    assert waits == [END_S, 0.0]
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn", "allow"])

@@ -28,6 +28,8 @@ from diesel_fs.errors import (
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.storage.metadata import MetadataStore
+from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..client.test_client import in_child
@@ -115,6 +117,10 @@ def test_a_read_only_folder_and_another_user(filled: Repository, tmp_path: Path)
             assert shown(reader) == expected
             with pytest.raises(DieselError):
                 reader.begin("ds")
+            found = verify(reader, "ds")  # what it may read
+            assert found.problems == []
+            assert found.chunks > 0
+            assert any("the metadata were not looked at" in note for note in found.notes)
 
     assert in_child(read) == 0
 
@@ -221,6 +227,28 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
         assert blind.datasets() == []
         with pytest.raises(NoSuchDataset):
             blind.delete_dataset("ds")
+
+
+def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
+    filled: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads, which look meanwhile, are told why."""
+    filled.close()
+    lose_metadata(tmp_path / "store")
+    with Repository.open(filled.url) as blind:
+        problem = blind.meta_problem
+        assert problem is not None
+        opened = SqliteMetadata.open(tmp_path / "meta.sqlite", create=True)
+        during: list[DieselError | None] = []
+
+        def opens(*_: object, create: bool) -> MetadataStore:
+            during.append(blind.meta_problem)
+            return opened
+
+        monkeypatch.setattr("diesel_fs.repository.open_metadata", opens)
+        blind.open_metadata(create=False)
+        assert during == [problem]
+        assert blind.meta_problem is None
 
 
 def test_a_metadata_store_of_a_newer_program_is_not_lost(

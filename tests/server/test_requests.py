@@ -2,9 +2,11 @@
 
 import os
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -19,6 +21,7 @@ from diesel_fs.errors import (
     DieselError,
     ForeignError,
     FormatError,
+    MetadataError,
     NoSuchDataset,
     NoSuchPath,
     ObjectExists,
@@ -32,6 +35,7 @@ from diesel_fs.messages import Message
 from diesel_fs.recovery import verify
 from diesel_fs.repository import Repository
 from diesel_server.directory import Directory
+from diesel_server.markers import Markers
 
 from .served import KEY, Sealer, Served, link_of, read
 from .served import filled as filled
@@ -265,6 +269,44 @@ def test_C1_a_metadata_store_that_was_away_when_the_server_started(
     else:
         filled.admin.delete_dataset("ds")
         assert filled.store.meta.markers() == []
+
+
+class Away:
+    """A repository whose metadata store is being looked for while others ask for it, too."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self.others: list[threading.Thread] = []
+        self._problem = MetadataError("away")
+        self._looks = threading.Semaphore(0)
+
+    @property
+    def meta_problem(self) -> MetadataError:
+        self._looks.release()
+        return self._problem
+
+    def open_metadata(self, *, create: bool) -> None:
+        assert not create
+        for thread in self.others if not self.tries else ():
+            thread.start()
+        for _ in range(2 + len(self.others)):  # two are of who called this
+            assert self._looks.acquire(timeout=20)
+        self.tries += 1
+        self._problem = MetadataError("away still")
+
+
+def test_C1_who_waits_while_the_metadata_store_is_looked_for_shares_what_comes_of_it() -> None:
+    """Each try takes seconds: one after the other they would hold up all that is asked."""
+    away = Away()
+    markers = Markers(cast("Repository", away))
+    away.others = [threading.Thread(target=markers.reopen, daemon=True) for _ in range(3)]
+    markers.reopen()
+    for thread in away.others:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert away.tries == 1
+    markers.reopen()
+    assert away.tries == 2
 
 
 def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:

@@ -222,7 +222,7 @@ def test_a_connection_that_is_cut_before_TLS_stands_is_made_again(
     assert middle.cuts == 0
     middle.cuts = 1000
     with pytest.raises(MetadataError, match="closed the connection before TLS stood"):
-        Link.open(url, ME, open_s=0.3).call({"do": "echo"})
+        Link.open(url, ME, open_s=1.0).call({"do": "echo"})
 
 
 def test_the_binding_is_the_first_certificate_of_the_chain(

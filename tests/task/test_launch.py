@@ -18,6 +18,7 @@ from uuid import UUID
 import pytest
 
 from diesel_fs.errors import (
+    BusyError,
     ConfigError,
     DeadlineError,
     DieselError,
@@ -362,6 +363,41 @@ def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
     assert most == 1
     assert gone > 0
     assert node.left() == []
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(
+    node: Node, request_: TaskRequest
+) -> None:
+    """Another thread may fork at any moment, and the child may live for long."""
+    place = socket_of(replace(request_, rank=0, world=1))
+    for held in (launch._folders_stay(), launch._locked(place, 0.0)):
+        receiver, sender = os.pipe()
+        with held:
+            child = os.fork()
+            if not child:
+                os.close(sender)
+                os.read(receiver, 1)  # until the parent lets go
+                os._exit(0)
+        try:
+            with launch._locked(place, 1.0):
+                pass
+        finally:
+            os.close(receiver)
+            os.close(sender)
+            os.waitpid(child, 0)
+
+
+def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
+    place = socket_of(replace(request_, rank=0, world=1))
+    with launch._folders_stay():
+        with pytest.raises(BusyError, match="at the folders"), launch._locked(place, 0.0):
+            pass
+        tidy(place)  # says nothing
+    with launch._locked(place, 0.0):
+        pass
 
 
 def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(

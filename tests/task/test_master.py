@@ -263,10 +263,11 @@ def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task
 
     async def main() -> None:
         async with task.node(0, world=1, oneshot=True) as (node, _):
-            await soon(lambda: len(task.reads.of) == count - len(dead))
-            await trio.sleep(0.1)
+            await soon(lambda: node.holdings.stats()["share_held_chunks"] == count - len(dead))
+            await trio.sleep(0.1)  # more would come
             told = node.holdings.stats()
             assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+            assert len(task.reads.of) == count - len(dead)
             assert holding(node.holdings).isdisjoint(dead)
             order = [names.index(name) for name in task.reads.of]
             last = list(task.snapshot.chunk_ids).index(half)

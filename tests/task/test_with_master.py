@@ -16,13 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trio
 
 import diesel_fs
 from diesel_fs.client import Dataset
 from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.fuse import launcher
-from diesel_fs.task.local import LocalServer
 
 from ..server.program import is_running, until
 from ..small_disks import remount, small_disk
@@ -227,12 +225,6 @@ def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
     assert list(tasks.glob("*/**")) == []
 
 
-def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "diesel.task"):
-        trio.run(LocalServer(None).until_deserted, 0.01)  # type: ignore[arg-type]  # nobody comes
-    assert "nobody has used this master for 0.01 s: it ends" in caplog.text
-
-
 class Cached:
     """A node whose tasks have a folder for chunks, and memory for all of them."""
 
@@ -417,6 +409,20 @@ def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: 
         assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
         assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
         assert dataset.task_stats()["answers"]
+
+
+def test_who_goes_over_to_another_version_does_not_desert_its_master(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where nothing is read of it for a while."""
+    with diesel_fs.connect("ds", node.url, task="training") as dataset:
+        check(dataset, 0)  # mapped: there is memory for that
+        with node.connect() as writer:
+            writer.put(b"new", "new")
+        dataset.refresh()
+        assert dataset._task is not None
+        assert dataset._task._link.is_connected
+    assert "reading from the store" not in caplog.text
 
 
 def test_who_joins_after_a_put_has_a_master_at_once(node: Node) -> None:
