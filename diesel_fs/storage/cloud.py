@@ -5,8 +5,8 @@ on where a body broke, listings that are in order whatever the store answers, an
 prefix a store. Does not own: requests and what their errors mean (`cloud_requests`), trying again
 (`retries`; `open_cloud` puts it around), names (`layout`).
 
-Every object is written by one request, so there are never temporaries or incomplete uploads of
-ours: `leftovers` is empty.
+An object is written by one request, or in parts where it is large, and is there whole or not at all:
+`leftovers` is empty.
 
 Importing this module imports `obstore`, so only our own programs do (see `cloud_requests`).
 
@@ -57,6 +57,9 @@ from .objects import (
     parse_marker,
 )
 from .retries import AttemptFailed, Clock, Retrying, RetryingStore, RetryPolicy
+
+ONE_REQUEST_BYTES_MAX = 128 << 20
+"""Larger objects go in parts: stores take 5 GiB at most in one request, and one stream is slow."""
 
 _RESUMES_MAX = 8  # and one more for each MiB: a link that breaks more often does not carry it
 _RELISTS_MAX = 4
@@ -141,16 +144,21 @@ class CloudStore(ObjectStore):
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Where the store knows no conditional requests (`conditional` is False), it is asked first
-        whether the object is there: then two that put one name in the same moment can both
-        succeed, which names that are drawn at random rule out in practice."""
+        """Where the store knows no conditional requests (`conditional` is False), and for what is
+        so large that it goes in parts, it is asked first whether the object is there: then two that
+        put one name in the same moment can both succeed, which names that are drawn at random rule
+        out in practice, and two snapshots of one version are the same."""
         check_name(name)
         key = self._place.key(name)
         if self.conditional is None:
             self.conditional = self._find_out_conditional()
-        if not self.conditional and self._is_there(key):
+        in_parts = sum(memoryview(part).nbytes for part in parts) > ONE_REQUEST_BYTES_MAX
+        if (in_parts or not self.conditional) and self._is_there(key):
             raise ObjectExists(f"{name}: exists already")
-        self._requests.put(key, parts, create=self.conditional)
+        if in_parts:
+            self._requests.put_in_parts(key, parts)
+        else:
+            self._requests.put(key, parts, create=self.conditional)
 
     def _find_out_conditional(self) -> bool:
         """Whether "only where there is none" is obeyed: by putting the marker, as it is, again."""
@@ -180,8 +188,9 @@ class CloudStore(ObjectStore):
         self._requests.delete(self._place.key(name))
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """None: what is written by one request is there or not. (Uploads in parts that others have
-        begun in this bucket cannot be asked for, and are not ours.)"""
+        """None: what is not written whole is no object. (Uploads in parts that were begun in this
+        bucket cannot be asked for: a rule of the bucket's, that what is incomplete goes after some
+        days, removes those of processes that were killed.)"""
         check_prefix(prefix)
         return iter(())
 

@@ -1,8 +1,9 @@
 """Requests to object stores in the cloud, through `obstore`: one each, bounded in time, by key.
 
 Owns: everything that is obstore's (its clients, options and errors), how many requests a process
-has under way, how long one may take, and what an error means. Does not own: names, conditions on
-what may be overwritten, and trying again: no request is repeated here or in the library.
+has under way (an upload in parts counts as one), how long one may take, and what an error means.
+Does not own: names, conditions on what may be overwritten, and trying again: no request is repeated
+here or in the library.
 
 Redirects: the library follows those of a GET by itself, without our signature where the host
 changes, and never from https to http; a PUT is not sent elsewhere.
@@ -60,6 +61,10 @@ _Client = S3Store | GCSStore | AzureStore
 REQUESTS_MAX = 64
 """Under way in one process at once: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s."""
 
+PART_BYTES = 32 << 20
+"""Of a large object: stores take 10,000 parts, and all but the last of 5 MiB at least."""
+
+_PARTS_AT_ONCE = 4  # which is held in memory twice
 _PAGE_KEYS = 1000  # what S3 gives at most
 _SMALL_PUT_BYTES = 4 << 20
 _WHOLE_READ_S: Final = 3600.0  # the body of a chunk is bounded by its stalls
@@ -226,7 +231,7 @@ class CloudRequests:
         self._clients: dict[float, _Client] = {}
         self._host = ""
 
-    # The five requests
+    # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
         """Write an object, in one request: there is no moment at which a part of it is there, and
@@ -249,6 +254,27 @@ class CloudRequests:
             )
 
         self._send("write", key, send, self.limits.attempt_s(size, put=True))
+
+    def put_in_parts(self, key: str, parts: Sequence[Bytes]) -> None:
+        """Write a large object, or replace one, in parts, a few of which are under way at once. It
+        is there, whole, with the last request.
+
+        Where a part fails, all of them are given up. What is left of a process that was killed is
+        no object; only a rule of the bucket's removes it.
+        """
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+
+        def send(client: _Client) -> None:
+            obstore.put(
+                client,
+                key,
+                iter(views),
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+
+        self._send("write", key, send, self.limits.attempt_s(PART_BYTES, put=True))
 
     @contextmanager
     def open(self, key: str, start: int, end: int | None, etag: str | None) -> Iterator[Body]:
@@ -423,6 +449,8 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
         return NoSpaceError(what, advice="free some space, or raise the quota")
     if exists and (status in (304, 412) or code in _EXISTS):
         return ObjectExists(f"{what}: exists already")
+    if code == "NoSuchUpload":  # somebody ended it: perhaps we, by a request whose answer was lost
+        return AttemptFailed(what, unclear=True)
     match status:
         case 401 | 403:
             # To whoever may not list a bucket, S3 says this of keys that are not there.

@@ -11,6 +11,7 @@ Concurrency: a thread per connection, one lock around the objects and the script
 """
 
 import hashlib
+import re
 import socket
 import struct
 import threading
@@ -114,6 +115,7 @@ class ScriptedS3:
         self.page_keys = page_keys
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, str] = {}  # key by upload ID
+        self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
         self.asked: list[Asked] = []
         self.busiest = 0  # requests that waited for their answer at once
         self.delay_s = 0.0
@@ -188,6 +190,10 @@ class ScriptedS3:
             return Answer(200, self._list(asked.query).encode())
         with self._lock:
             match asked.method:
+                case "POST" if "uploads" in asked.query or "uploadId" in asked.query:
+                    return self._upload(asked)
+                case "PUT" if "uploadId" in asked.query:
+                    return self._put_part(asked)
                 case "PUT":
                     return self._put(asked)
                 case "GET" | "HEAD":
@@ -209,6 +215,29 @@ class ScriptedS3:
         stored = Stored(asked.body, time.time())
         self.objects[asked.key] = stored
         return Answer(200, headers={"ETag": stored.etag})
+
+    def _upload(self, asked: Asked) -> Answer:
+        """The beginning of an upload in parts, and its end."""
+        if "uploads" in asked.query:
+            number = f"upload-{len(self.asked)}"
+            self.uploads[number] = asked.key
+            begun = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId>"
+            return Answer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
+        number = asked.query["uploadId"]
+        if self.uploads.pop(number, None) is None:
+            return problem(404, "NoSuchUpload")
+        numbers = map(int, re.findall(rb"<PartNumber>(\d+)</PartNumber>", asked.body))
+        stored = Stored(b"".join(self.parts.pop((number, each)) for each in numbers), time.time())
+        self.objects[asked.key] = stored
+        ended = f"<CompleteMultipartUploadResult><ETag>{escape(stored.etag)}</ETag>"
+        return Answer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
+
+    def _put_part(self, asked: Asked) -> Answer:
+        number = asked.query["uploadId"]
+        if number not in self.uploads:
+            return problem(404, "NoSuchUpload")
+        self.parts[number, int(asked.query["partNumber"])] = asked.body
+        return Answer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
 
     def _get(self, asked: Asked) -> Answer:
         stored = self.objects.get(asked.key)
