@@ -5,8 +5,8 @@ on where a body broke, listings that are in order whatever the store answers, an
 prefix a store. Does not own: requests and what their errors mean (`cloud_requests`), trying again
 (`retries`; `open_cloud` puts it around), names (`layout`).
 
-An object is written by one request, or in parts where it is large, and is there whole or not at all:
-`leftovers` is empty.
+An object is written by one request, or in parts where it is large, and is there whole or not at
+all: `leftovers` is empty.
 
 Importing this module imports `obstore`, so only our own programs do (see `cloud_requests`).
 

@@ -65,6 +65,19 @@ class Dlcmd:
         assert said.code == code, (arguments, said)
         return said
 
+    def fifo(self, *arguments: str | Path) -> bytes:
+        """What is written to a fifo that stands behind the arguments, and stays one."""
+        fifo = self.store.parent / "fifo"
+        os.mkfifo(fifo)
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            self(*arguments, fifo)
+            assert fifo.is_fifo()
+            return os.read(reader, 1 << 16)
+        finally:
+            os.close(reader)
+            fifo.unlink()
+
 
 @pytest.fixture
 def dlcmd(

@@ -172,13 +172,7 @@ def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place:
     assert users(dlcmd) == before
 
     assert dlcmd.program("user", "export", "/dev/stdout").out == file.read_bytes()
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    dlcmd("user", "export", fifo)
-    assert os.read(reader, 1 << 16) == file.read_bytes()
-    os.close(reader)
-    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+    assert dlcmd.fifo("user", "export") == file.read_bytes()
 
     other = (tmp_path / "other").as_uri()
     assert dlcmd.program("--url", other, "user", "import", "-", stdin=file.read_bytes()).code == 0

@@ -28,6 +28,13 @@ def add(session: WriteSession, name: bytes) -> None:
     session._store(builder)
 
 
+def put_base(repository: Repository) -> None:
+    """Put the first file of the dataset."""
+    session = repository.begin(NAME)
+    add(session, b"base")
+    session.finish()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path / "redis", {"dbfilename": "dump"}, port=free_port()) as server:
@@ -89,9 +96,7 @@ def test_C11_it_comes_back_older_while_the_put_ends(
 ) -> None:
     """Between the last look at its chunks and the snapshot."""
     with Repository.open(url, create=True) as one:
-        session = one.begin(NAME)
-        add(session, b"base")
-        session.finish()
+        put_base(one)
         server.client().save()
         session = one.begin(NAME)
         add(session, b"new")
@@ -114,9 +119,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
     server: RedisServer, url: str
 ) -> None:
     with Repository.open(url, create=True) as one, Repository.open(url) as two:
-        session = one.begin(NAME)
-        add(session, b"base")
-        session.finish()
+        put_base(one)
         session = two.begin(NAME)
         two.meta._commits._apply = lambda *_: None  # type: ignore[attr-defined]  # the test looks inside
         add(session, b"half")
@@ -188,9 +191,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
 ) -> None:
     """What a deletion left in a Redis nobody would ever find again."""
     with Repository.open(url, create=True) as one:
-        session = one.begin(NAME)
-        add(session, b"base")
-        session.finish()
+        put_base(one)
     client = server.client()
     if trouble == "down":
         client.save()
@@ -224,9 +225,7 @@ def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
 ) -> None:
     """Between the mark and the metadata."""
     with Repository.open(url, create=True) as one:
-        session = one.begin(NAME)
-        add(session, b"base")
-        session.finish()
+        put_base(one)
 
         def killed(identity: UUID) -> None:
             raise KeyboardInterrupt

@@ -29,6 +29,7 @@ from ..trees import write
 FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
 LITTLE_MEMORY = 100_000
 WORKERS = 4
+AT_ONCE_S = 4.0  # a chunk that cannot be written takes 5
 TREE = Path(__file__).resolve().parents[2]
 
 
@@ -252,6 +253,16 @@ class Cached:
         os.kill(pid, signal.SIGTERM)
         until(lambda: not list((self.node.folder / "run").glob("diesel/tasks/*/0/socket")), "it")
 
+    @contextmanager
+    def ending(self) -> Iterator[int]:
+        """A master that was asked to end, and cannot write what it has: its process."""
+        with self.join() as dataset:
+            check(dataset, 0)
+            master = self.node.master()
+            with self.locked():
+                self.ends(master)
+                yield master
+
     def is_over(self, pid: int) -> None:
         """The same, and wait until it has brought to the disk what it had."""
         self.ends(pid)
@@ -277,27 +288,18 @@ def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: s
 
 
 def test_a_master_that_is_asked_to_end_twice_ends_at_once(node: Node) -> None:
-    cached = Cached(node)
-    with cached.join() as dataset:
-        check(dataset, 0)
-        master = node.master()
-        with cached.locked():
-            cached.ends(master)
-            time.sleep(1)
-            assert is_running(master)
-            os.kill(master, signal.SIGTERM)
-            until(lambda: not is_running(master), "its end", 2)
+    with Cached(node).ending() as master:
+        time.sleep(1)
+        assert is_running(master)
+        os.kill(master, signal.SIGTERM)
+        until(lambda: not is_running(master), "its end", AT_ONCE_S)
 
 
 def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -> None:
     cached = Cached(node)
-    with cached.join() as dataset:
-        check(dataset, 0)
-        master = node.master()
-        with cached.locked():
-            cached.ends(master)
-            os.kill(master, signal.SIGKILL)
-            until(lambda: not is_running(master), "its end")
+    with cached.ending() as master:
+        os.kill(master, signal.SIGKILL)
+        until(lambda: not is_running(master), "its end")
     with cached.join() as dataset:
         check(dataset, 1)
         assert dataset.task_stats()["answers"]
@@ -305,20 +307,13 @@ def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -
 
 
 def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
-    cached = Cached(node)
-    with cached.join() as dataset:
-        check(dataset, 0)
-        master = node.master()
-        with cached.locked():
-            cached.ends(master)
-            begun_s = time.monotonic()
-            assert is_running(master)
-            with node.join() as again:  # without the folder, which is locked
-                until(lambda: not is_running(master), "its end", 2)
-                assert time.monotonic() - begun_s < 3
-                check(again, 1)
-                assert again.task_stats()["answers"]
-                assert node.master() != master
+    with Cached(node).ending() as master:
+        assert is_running(master)
+        with node.join() as again:  # without the folder, which is locked
+            until(lambda: not is_running(master), "its end", AT_ONCE_S)
+            check(again, 1)
+            assert again.task_stats()["answers"]
+            assert node.master() != master
 
 
 def test_a_master_that_starts_again_leaves_the_cache_of_the_one_before_alone(node: Node) -> None:
