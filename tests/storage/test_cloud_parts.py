@@ -79,7 +79,7 @@ def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: Sleeps) -> No
 
 
 @pytest.mark.parametrize("where", ["uploads", "partNumber=2", "uploadId"])
-def test_O2_a_request_that_fails_is_tried_again_with_the_whole(sleeps: Sleeps, where: str) -> None:
+def test_O3_a_request_that_fails_is_tried_again_with_the_whole(sleeps: Sleeps, where: str) -> None:
     method = "PUT" if where == "partNumber=2" else "POST"
     with ScriptedS3(Rule(method, where, status=503)) as server:
         store = store_on(server, sleeps)
@@ -88,7 +88,7 @@ def test_O2_a_request_that_fails_is_tried_again_with_the_whole(sleeps: Sleeps, w
     assert len(sleeps.slept) == 1
 
 
-def test_O2_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: Sleeps) -> None:
+def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: Sleeps) -> None:
     rule = Rule("PUT", "partNumber=3", status=500, times=1 << 30)
     with ScriptedS3(rule) as server:
         store = store_on(server, sleeps)
@@ -101,7 +101,7 @@ def test_O2_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: Sleeps) 
         rule.times = rule.hits
 
 
-def test_O5_a_last_answer_that_was_lost_is_no_failure(sleeps: Sleeps) -> None:
+def test_O4_a_last_answer_that_was_lost_is_no_failure(sleeps: Sleeps) -> None:
     """The object is there, and ours: its content says so."""
     with ScriptedS3(Rule("POST", "uploadId", reset=True, done=True)) as server:
         store = store_on(server, sleeps)
