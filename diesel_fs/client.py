@@ -281,8 +281,8 @@ class Dataset:
         stored, earlier puts are lost: this and `flush` raise its error until the dataset is opened
         again.
         """
-        target = self._target(path)
         packer = self._writer()
+        target = self._target(path)
         now = time.time_ns() if mtime_ns is None else mtime_ns
         self._add_parents(packer, target, now)
         try:
@@ -469,22 +469,28 @@ class Dataset:
         target = check_path(_encoded(path))
         if not target or target.split(b"/")[0] == RESERVED:
             raise UsageError(f"{path!r} cannot be a file of a dataset")
-        index = self._view.lookup(target)
-        if (index >= 0 and self._view.stat(index).kind == Kind.FOLDER) or target in self._made:
-            raise ConflictError(f"{path!r} is a folder")
+        if target in self._made or self._kind_there(target) == Kind.FOLDER:
+            raise ConflictError(f"{path!r} is a folder", advice="delete it first")
         return target
+
+    def _kind_there(self, path: bytes) -> Kind | None:
+        """What stands at a path, by the newest version that this writer knows: others may have
+        put it since the one that this object shows."""
+        assert self._session is not None
+        newer = self._session.version > self._view.version
+        view = self._session.view if newer else self._view
+        index = view.lookup(path)
+        return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
         """Make the folders above a path entries of their own, where there are none."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._made:
-            if folder in self._pending:
-                raise ConflictError(f"{os.fsdecode(folder)!r} is a file")
-            index = self._view.lookup(folder)
-            if index >= 0:
-                if self._view.stat(index).kind != Kind.FOLDER:
-                    raise ConflictError(f"{os.fsdecode(folder)!r} is a file")
+            there = self._kind_there(folder)
+            if folder in self._pending or there not in (None, Kind.FOLDER):
+                raise ConflictError(f"{os.fsdecode(folder)!r} is a file", advice="delete it first")
+            if there == Kind.FOLDER:
                 break
             missing.append(folder)
             folder = split(folder)[0]

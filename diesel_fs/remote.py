@@ -230,6 +230,7 @@ class RemoteSession(WriteSession):
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(repository, info)
         self._remote = repository
+        self._finished = 0  # of `_own`, how many the server has acknowledged
 
     def admit(self, preamble: bytes, header: bytes) -> Admitted:
         """What a chunk brought that has been put: the server has checked and committed it."""
@@ -244,8 +245,9 @@ class RemoteSession(WriteSession):
         return self.admit(preamble, header)
 
     def finish(self) -> int:
-        version = self._remote.finish(self.identity, list(self._own))
-        self._own.clear()
+        own = list(self._own)
+        version = self._remote.finish(self.identity, own[self._finished :])
+        self._finished = len(own)
         return version
 
     def _marker(self) -> Marker:

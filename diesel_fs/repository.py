@@ -55,7 +55,7 @@ from .missing import missing_chunks
 from .pins import Deletion, remove_dataset
 from .snapshot import Snapshot
 from .snapshots import KeptVersion, SnapshotShelf
-from .storage.metadata import Batch, Marker, MetadataStore, Restarted
+from .storage.metadata import Batch, Marker, MetadataStore, Restarted, chunks_digest
 from .storage.objects import ObjectStore
 from .stores import open_metadata, open_objects, set_metadata_aside
 from .urls import RepositoryUrl, parse_url
@@ -487,6 +487,12 @@ class WriteSession:
         self._own: dict[ChunkId, None] = {}  # what has been committed
 
     @property
+    def version(self) -> int:
+        """The version at which the session began."""
+        assert self._info.marker is not None
+        return self._info.marker.version
+
+    @property
     def view(self) -> Snapshot:
         """The dataset as it was when the session began."""
         if self._view is None:
@@ -527,6 +533,12 @@ class WriteSession:
         if len(builder):
             self._store(builder)
         return len(paths)
+
+    def others_wrote(self) -> bool:
+        """Whether anybody else has committed or purged chunks since this session began."""
+        before = self._info.marker
+        assert before is not None
+        return self._marker().digest != chunks_digest(self._own, before.digest)
 
     def finish(self) -> int:
         """Acknowledge: all commits are durable and their snapshot is published, also where the

@@ -182,7 +182,7 @@ class _BucketPut:
                 self.report.unchanged += 1
                 continue
             self.report.seen += 1
-            self.standing.put_over(index, Kind.FILE)
+            self.standing.put_over(index)
             yield each
         self.report.walked = True
 

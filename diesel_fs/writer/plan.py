@@ -15,7 +15,7 @@ from ..errors import ConflictError, UsageError
 from ..snapshot import Snapshot, same_content
 from .options import Filter, PutOptions
 from .source import Failed, FolderListing, open_file, open_folder, why
-from .standing import gone, keeps_place
+from .standing import conflict, conflict_above, gone
 
 RESERVED = b".diesel"
 """The name of a mount's own folder, at a dataset's root."""
@@ -69,6 +69,10 @@ class Plan:
             target = join(self._prefix, listing.path) if listing.path else self._prefix
             if fault := path_fault(target):
                 self._failed(listing.path, f"its path has {fault}")
+                continue
+            if reason := self._conflict_at(target):
+                self._failed(listing.path, reason)
+                listing.folders.clear()  # one word is enough for all that is below
                 continue
             if target == b"":
                 for names in (listing.files, listing.links, listing.folders):
@@ -130,8 +134,12 @@ class Plan:
                 if index < 0:
                     changed.add(name)
                     continue
-                if self._conflicts(index):
-                    self._failed(join(listing.path, name), "refused: it is a folder of the dataset")
+                reason = conflict(
+                    self._view, index, Kind.FILE, self._prefix, self._chosen,
+                    delete=self._options.delete,
+                )  # fmt: skip
+                if reason:
+                    self._failed(join(listing.path, name), reason)
                 elif self._unchanged(folder, name, index):
                     unchanged += 1
                 else:
@@ -140,10 +148,13 @@ class Plan:
             os.close(folder)
         return changed, unchanged
 
-    def _conflicts(self, index: int) -> bool:
-        """Whether a folder with entries stands where a file is to be put, and stays."""
-        return self._view.stat(index).kind == Kind.FOLDER and keeps_place(
-            self._view, index, self._prefix, self._chosen, self._options.delete
+    def _conflict_at(self, target: bytes) -> str:
+        """Why nothing of a folder can be put at a path, or the empty string."""
+        at = self._view.lookup(target)
+        if at >= 0 and self._view.stat(at).kind == Kind.FOLDER:
+            return ""
+        return conflict_above(
+            self._view, target, self._prefix, self._chosen, delete=self._options.delete
         )
 
     def _unchanged(self, folder: int, name: bytes, index: int) -> bool:

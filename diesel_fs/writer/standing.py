@@ -43,25 +43,50 @@ def gone(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list
     return paths
 
 
-def keeps_place(view: Snapshot, index: int, prefix: bytes, chosen: Filter, delete: bool) -> bool:
-    """Whether at `index` stands a folder with something in it that a put will not remove."""
-    if index < 0 or not len(view.children(index)):
-        return False
-    if not delete:
-        return True
+def conflict(
+    view: Snapshot, index: int, kind: Kind, prefix: bytes, chosen: Filter, *, delete: bool
+) -> str:
+    """Why an entry of a kind cannot take the place of what stands at `index`, or the empty string.
+
+    A folder replaces no file or link, and these replace no folder, unless `delete` removes what
+    stands there, with all that is in it.
+    """
+    if index < 0 or (view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
+        return ""
     start = len(prefix) + 1 if prefix else 0
-    return any(
+    if delete and not any(
         chosen.leaves_out(view.path(i)[start:], is_folder=view.stat(i).kind == Kind.FOLDER)
-        for i in view.walk(index)[1:].tolist()
-    )
+        for i in view.walk(index).tolist()
+    ):
+        return ""
+    there = "file" if kind == Kind.FOLDER else "folder"
+    return f"refused: {shown(view.path(index))} is a {there} of the dataset; remove it first"
+
+
+def conflict_above(
+    view: Snapshot, folder: bytes, prefix: bytes, chosen: Filter, *, delete: bool
+) -> str:
+    """Why nothing can be put into a folder: `conflict` with it or one above; or nothing."""
+    index = ROOT_INDEX
+    for name in folder.split(b"/") if folder else ():
+        index = view.child(index, name)
+        if index < 0:
+            return ""
+        if reason := conflict(view, index, Kind.FOLDER, prefix, chosen, delete=delete):
+            return reason
+    return ""
 
 
 def leave_out_shadowed(
     repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, why: str
 ) -> None:
-    """After a put of a source that has files where it has folders, too: these files go again."""
-    shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
-    if shadowed:
+    """After a put of a source that has files where it has folders, too: these files go again.
+
+    Where others wrote meanwhile they may be theirs, and stay.
+    """
+    after = repository.view(session.name)
+    shadowed = sorted(_shadowed(after) - _shadowed(before))
+    if shadowed and not session.others_wrote():
         session.delete(shadowed)
         for path in shadowed:
             report.fail(path, f"left out: {why}")
@@ -95,15 +120,16 @@ class Standing:
 
     def obstacle(self, target: bytes, index: int, kind: Kind) -> str:
         """Why an entry cannot be put at a path where `index` stands, or the empty string."""
-        if kind != Kind.FOLDER and keeps_place(
-            self.view, index, self._prefix, self._chosen, self._options.delete
-        ):
-            return "refused: it is a folder of the dataset, with entries"
         folder = split(target)[0]
         reason = self._entered.get(folder)
         if reason is None:
-            reason = self._entered[folder] = self._enter(folder)
-        return reason
+            reason = self._entered[folder] = conflict_above(
+                self.view, folder, self._prefix, self._chosen, delete=self._options.delete
+            )
+            self._mark_above(folder)
+        return reason or conflict(
+            self.view, index, kind, self._prefix, self._chosen, delete=self._options.delete
+        )
 
     def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
         """Whether just this stands there, by its attributes, and has not been put over."""
@@ -114,12 +140,10 @@ class Standing:
             and (entry.kind != Kind.LINK or self.view.link(index) == link)
         )
 
-    def put_over(self, index: int, kind: Kind) -> None:
+    def put_over(self, index: int) -> None:
         """Remember that an entry is put where `index` stands (-1: where nothing does)."""
         if index >= 0:
             self._changed.add(index)
-            if kind == Kind.FOLDER and self.view.stat(index).kind != Kind.FOLDER:
-                self._entered = {b"": ""}
 
     def gone(self) -> list[bytes]:
         """What `--delete` removes: the paths that were never asked for, deepest first.
@@ -130,15 +154,11 @@ class Standing:
             return []
         return gone(self.view, self._prefix, self._seen, self._chosen)
 
-    def _enter(self, folder: bytes) -> str:
+    def _mark_above(self, folder: bytes) -> None:
+        """The source has this folder and those above it; not a file that stands in its place."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
-            if index < 0:
-                return ""
+            if index < 0 or self.view.stat(index).kind != Kind.FOLDER:
+                return
             self._seen[index] = 1
-            if self.view.stat(index).kind != Kind.FOLDER:
-                if index in self._changed:
-                    return ""
-                return f"refused: {shown(self.view.path(index))} is a file of the dataset"
-        return ""

@@ -361,7 +361,7 @@ class _TarPut:
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
         self.report.seen += 1
-        self.standing.put_over(index, entry.kind)
+        self.standing.put_over(index)
         if self._packer is None:
             return
         match entry.kind:

@@ -89,7 +89,7 @@ def test_a_file_never_hides_a_folder_nor_lies_below_a_file(dlcmd: Dlcmd, tmp_pat
     dlcmd("put", source, "pets")
     file = tmp_path / "x"
     file.write_bytes(b"new")
-    assert "it is a folder of the dataset" in dlcmd("put", file, "pets/folder/", code=12).err
+    assert "x is a folder of the dataset" in dlcmd("put", file, "pets/folder/", code=12).err
     assert "file is a file of the dataset" in dlcmd("put", file, "pets/file/", code=12).err
     assert ".diesel" in dlcmd("put", file, "pets/.diesel", code=2).err
     assert dlcmd("ls", "-R", "pets").out == b"file\nfolder\nfolder/x\nfolder/x/old\n"

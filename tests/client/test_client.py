@@ -390,6 +390,19 @@ def test_nothing_goes_below_a_file_that_was_put_before(url: str, filled: str) ->
         assert dataset.ls("a") == ["b"]
 
 
+def test_nor_over_what_another_writer_has_put_meanwhile(url: str) -> None:
+    with connect("ds", url, create=True) as old, connect("ds", url) as other:
+        other.put(b"1", "file")
+        other.put(b"2", "folder/in")
+        other.flush()
+        for path in ("file/x", "file/x/y", "folder"):
+            with pytest.raises(ConflictError):
+                old.put(b"x", path)
+        old.put(b"3", "folder/else")
+        old.flush()
+        assert (old.get("file"), old.ls("folder")) == (b"1", ["else", "in"])
+
+
 def test_nor_below_one_that_a_pinned_view_does_not_show(url: str, tmp_path: Path) -> None:
     with connect("ds", url, create=True) as dataset:
         dataset.save_meta(tmp_path / "empty")

@@ -64,7 +64,7 @@ from tests.repository.test_readers import (  # noqa: F401
     test_M9_dataset_names,
 )
 from tests.writer.test_put import (  # noqa: F401
-    test_a_file_may_become_a_folder,
+    test_a_path_is_a_file_or_a_folder,
     test_a_path_is_a_file_or_a_folder,
     test_a_tree_of_all_oddities,
     test_an_empty_dataset_and_one_empty_file,

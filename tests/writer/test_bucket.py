@@ -207,7 +207,7 @@ def test_one_object_is_put_like_one_file(repository: Repository) -> None:
     assert put(repository, bucket, b"in/here", checksum=True).unchanged == 1
     assert files(repository) == {b"in/here": b"content"}
     assert put(repository, bucket, b"in").failed == [
-        (b"", "refused: it is a folder of the dataset, with entries")
+        (b"", "refused: in is a folder of the dataset; remove it first")
     ]
 
 

@@ -504,22 +504,51 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
 
 
 def test_a_path_is_a_file_or_a_folder(repository: Repository, tmp_path: Path) -> None:
-    put(repository, write(tmp_path / "one", {"a/x": b"1", "b": b"2"}))
-    other = write(tmp_path / "other", {"a": b"file", "c": b"3"})
-    report = put(repository, other)
-    assert [path for path, _ in report.failed] == [b"a"]
-    assert files(repository.view("ds")) == [b"a/x", b"b", b"c"]
+    """Neither takes the other's place, empty folders and links included, without `--delete`."""
+    there = write(tmp_path / "one", {"a/x": b"1", "b": b"2", "deep/f": b"3"})
+    (there / "empty").mkdir()
+    (there / "link").symlink_to("b")
+    put(repository, there)
+    before = shown(repository)
+    other = write(
+        tmp_path / "other",
+        {"a": b"a folder", "b/y/z": b"", "deep/f/x": b"", "empty": b"", "link/x": b"", "new": b""},
+    )
+    os.utime(other / "deep", ns=(0, (there / "deep").stat().st_mtime_ns))
+    os.utime(other, ns=(0, there.stat().st_mtime_ns))
+    for options in ({"dry_run": True}, {"checksum": True}, {}):
+        assert dict(put(repository, other, **options).failed) == {
+            b"a": "refused: a is a folder of the dataset; remove it first",
+            b"b": "refused: b is a file of the dataset; remove it first",
+            b"deep/f": "refused: deep/f is a file of the dataset; remove it first",
+            b"empty": "refused: empty is a folder of the dataset; remove it first",
+            b"link": "refused: link is a file of the dataset; remove it first",
+        }
+    after = shown(repository)
+    assert after.pop(b"new")[3] == b""
+    assert after == before
     with pytest.raises(ConflictError):
         put_tree(repository, "ds", other, b"b/below", SMALL)
     assert put(repository, other, delete=True).failed == []
-    assert files(repository.view("ds")) == [b"a", b"c"]
+    assert shown(repository) == facts(other)
 
 
-def test_a_file_may_become_a_folder(repository: Repository, tmp_path: Path) -> None:
+def test_a_listed_path_does_not_go_below_a_file(repository: Repository, tmp_path: Path) -> None:
     put(repository, write(tmp_path / "one", {"a": b"1"}))
-    other = write(tmp_path / "other", {"a/x": b"2"})
-    put(repository, other)
-    assert shown(repository)[b"a/x"][3] == b"2"
+    other = write(tmp_path / "other", {"a/b/x": b"2", "c/y": b"3"})
+    report = put_tree(repository, "ds", other, options=SMALL, paths=[b"a/b/x", b"c/y"])
+    assert [path for path, _ in report.failed] == [b"a/b"]
+    assert files(repository.view("ds")) == [b"a", b"c/y"]
+
+
+def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
+    repository: Repository, tmp_path: Path
+) -> None:
+    put(repository, write(tmp_path / "one", {"a": b"1", "b.jpg": b"2"}))
+    other = write(tmp_path / "other", {"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"})
+    report = put(repository, other, delete=True, include=("*.jpg",))
+    assert [path for path, _ in report.failed] == [b"a"]
+    assert files(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
 
 
 def test_reserved_name(repository: Repository, tmp_path: Path) -> None:

@@ -212,29 +212,51 @@ def test_times_that_are_none_are_refused(repository: Repository, text: str) -> N
 
 
 def test_files_and_folders_do_not_hide_each_other(repository: Repository) -> None:
-    put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3")))
+    put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3"), ("h", b"4")))
+    folder = of_type(tarfile.DIRTYPE, mode=0o700)
+    put(repository, tar_of(("e", folder)))
     report = put(
         repository,
         tar_of(
             ("d", b"a folder with entries"),
+            ("e", b"an empty folder"),
             ("f/in", b"below a file"),
-            ("g", of_type(tarfile.DIRTYPE, mode=0o700)),
+            ("g", folder),
             ("g/in", b"now it is a folder"),
+            ("h", b"first a file again"),
+            ("h/in", b"then a folder"),
             ("new", b"first a file"),
             ("new/in", b"then a folder"),
         ),
     )
-    assert sorted(reasons(report)) == [b"d", b"f/in", b"new"]
+    named = reasons(report)
+    assert sorted(named) == [b"d", b"e", b"f/in", b"g", b"g/in", b"h/in", b"new"]
+    assert named[b"g/in"] == "refused: g is a file of the dataset; remove it first"
     assert contents(repository) == {
         b"d": "0o755",
         b"d/in": b"2",
+        b"e": "0o700",
         b"f": b"1",
-        b"g": "0o700",
-        b"g/in": b"now it is a folder",
+        b"g": b"3",
+        b"h": b"first a file again",
         b"new": "0o755",
         b"new/in": b"then a folder",
     }
     assert verify(repository, "pets").problems == []
+
+
+def test_with_delete_files_and_folders_take_each_others_place(repository: Repository) -> None:
+    put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3"), ("gone", b"")))
+    folder = of_type(tarfile.DIRTYPE, mode=0o700)
+    news = tar_of(("f/in", b"a file was here"), ("d", b"a folder was here"), ("g", folder))
+    assert put(repository, news, delete=True).failed == []
+    assert contents(repository) == {
+        b"d": b"a folder was here",
+        b"f": "0o755",
+        b"f/in": b"a file was here",
+        b"g": "0o700",
+    }
+    assert verify(repository, "pets").notes == []
 
 
 def test_delete_and_filters(repository: Repository) -> None:
@@ -373,4 +395,4 @@ def test_delete_spares_a_folder_that_is_left_out(repository: Repository) -> None
     assert contents(repository).keys() >= {b"b", b"cache/x", b"cache/in/y"}
     assert b"a" not in contents(repository)
     report = put(repository, tar_of(("cache", b"3")), delete=True, exclude=("x",))
-    assert "with entries" in reasons(report)[b"cache"]
+    assert "cache is a folder of the dataset" in reasons(report)[b"cache"]
