@@ -1,9 +1,12 @@
 """libDIESEL: one dataset, from Python, without a mount (DIESEL, Table 3).
 
 A `Dataset` shows one version of its dataset: the one at which it was opened, and after its own
-`flush`, `delete` or `refresh` the current one. Objects may be used from several threads for
-reading; writing belongs to one. A forked child may go on reading, and so may a process that is sent
-a pickle: it opens the same version anew. What is not flushed stays with who has put it.
+`flush`, `delete` or `refresh` the current one.
+
+Each call that names an entry which is there takes its path or its index (`addressing.py`). Objects
+may be used from several threads for reading; writing belongs to one. A forked child may go on
+reading, and so may a process that is sent a pickle: it opens the same version anew. What is not
+flushed stays with who has put it.
 """
 
 import io
@@ -11,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self, Unpack
@@ -19,22 +22,24 @@ from typing import BinaryIO, NamedTuple, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from .addressing import Many, PathText, Where, encoded, index_of, indices_of, is_path, names_of
 from .cache.store import ContentReader
 from .chunk import CHUNK_BYTES_DEFAULT
 from .credentials import Credentials
 from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from .housekeeping import PurgeOptions, PurgeReport, purge
+from .names import versioned
 from .reopening import Opened
 from .repositories import open_repository
-from .repository import Repository, WriteSession, found
+from .repository import Repository, WriteSession
 from .settings import load_settings
 from .shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from .snapshot import Snapshot, Stats
 from .snapshots import adopt
 from .storage.objects import ObjectStore
 from .task.client import TaskStore, requested
-from .task.request import NO_TASK, TaskOptions, TaskWords, whole
+from .task.request import TaskOptions, TaskWords, whole
 from .writer.options import COMPRESSIONS
 from .writer.pack import Packer, Unsettled
 from .writer.plan import RESERVED
@@ -43,8 +48,6 @@ MEMORY_BYTES_DEFAULT = 256 << 20
 """Chunks kept per process: a DataLoader has many, each with its own."""
 
 _SPOOL_BYTES = 64 << 20  # a stream longer than this waits on disk until its length is known
-
-PathLike = str | bytes
 
 
 class _Order(NamedTuple):
@@ -56,7 +59,7 @@ class _Order(NamedTuple):
     rank: int
     world: int
     drop_last: bool
-    below: PathLike
+    below: Where
 
 
 def connect(
@@ -73,6 +76,9 @@ def connect(
 ) -> "Dataset":
     """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
 
+    `"pets"` is opened at its current version, `"pets@1790000000000000"` at that one, which is kept:
+    it can be read, and nothing can be written until `refresh` has gone over to the current version.
+
     `memory_bytes` is a limit for chunks in memory; if None, MEMORY_BYTES_DEFAULT, or as much as two
     groups of a `shuffle` need.
 
@@ -85,8 +91,12 @@ def connect(
     warned.
 
     With `create`, the repository and the dataset are made where they are missing. Raises
-    NoSuchDataset, ObjectStoreError, MetadataError, UsageError.
+    NoSuchDataset, NotFoundError where a version is not kept, ObjectStoreError, MetadataError,
+    UsageError.
     """
+    name, version = versioned(dataset)
+    if create and version:
+        raise UsageError(f"{dataset} is a version of what is there", advice="leave `create` out")
     if compress not in COMPRESSIONS:
         raise UsageError(f"bad compression {compress!r}: one of {COMPRESSIONS}")
     settings = load_settings({"url": url, "user": user, "key": key})
@@ -104,8 +114,12 @@ def connect(
     repository = open_repository(settings.repository_url, credentials, create=create)
     try:
         if create:
-            repository.begin(dataset)
-        return Dataset(repository, dataset, memory_bytes, compress, joins, task_memory_bytes)
+            repository.begin(name)
+        is_kept = version != 0
+        view = repository.view_at(name, version) if is_kept else repository.view(name)
+        return Dataset(
+            repository, view, memory_bytes, compress, joins, task_memory_bytes, is_kept=is_kept
+        )
     except BaseException:
         repository.close()
         raise
@@ -117,14 +131,16 @@ class Dataset:
     def __init__(
         self,
         repository: Repository,
-        name: str,
+        view: Snapshot,
         memory_bytes: int | None,
-        compress: str = "auto",
-        joins: TaskOptions = NO_TASK,
-        task_memory_bytes: int = 0,
-        view: Snapshot | None = None,
+        compress: str,
+        joins: TaskOptions,
+        task_memory_bytes: int,
+        *,
+        is_pinned: bool = False,
+        is_kept: bool = False,
     ) -> None:
-        self.name = name
+        self.name = view.dataset
         self._repository = repository
         self._joins = joins
         self._task_memory_bytes = task_memory_bytes
@@ -134,9 +150,10 @@ class Dataset:
         self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
         self._compress = compress
         self._order: _Order | None = None  # that reads come in
-        self._pinned = False
+        self._pinned = is_pinned or is_kept  # a version that was asked for: no other is looked for
+        self._kept = is_kept  # and nothing is written beside it
         self._closed = False
-        self._show(repository.view(name) if view is None else view)
+        self._show(view)
         self._forget_writes()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -144,12 +161,17 @@ class Dataset:
 
         It holds no secret. Raises UsageError where one is needed that is not in the environment.
         """
-        if self._closed:
-            raise UsageError(f"{self.name!r} is closed, and opens nowhere else")
+        self._check_open()
         opened = Opened.of(self._repository, self._view, self._joins)
         memory_bytes = None if self._memory_grows else self._memory_bytes
         how = (memory_bytes, self._compress, self._task_memory_bytes)
-        return _reopened, (opened, how, self._pinned, self._order)
+        return _reopened, (opened, how, (self._pinned, self._kept), self._order)
+
+    def __repr__(self) -> str:
+        """Which dataset, version and repository this is, without what is secret."""
+        state = ", closed" if self._closed else ""
+        where = self._repository.url
+        return f"<Dataset {self.name}@{self.version} of {where}, files: {len(self)}{state}>"
 
     # Reading
 
@@ -178,31 +200,30 @@ class Dataset:
         """The version that this object shows."""
         return self._view.version
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether this object was opened at a version that was named, and still shows that."""
+        return self._kept
+
     def __len__(self) -> int:
         """How many files there are."""
         return self._view.file_count
 
-    def get(self, path: PathLike | int | np.int64) -> bytes:
-        """The content of a file (DL_get), by path or index. Raises NoSuchPath, CorruptError."""
-        if isinstance(path, int | np.integer):
-            index = int(path)
-            if not 0 <= index < len(self._view):
-                raise NoSuchPath(f"index {index} is outside 0..{len(self._view) - 1}")
-        else:
-            index = self._find(path)
+    def get(self, path: Where) -> bytes:
+        """The content of a file (DL_get). Raises NoSuchPath, CorruptError."""
+        index = self._entry(path)
         if self._view.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
         return bytes(self._reader.read(index))
 
-    def read_many(
-        self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]
-    ) -> Iterator[memoryview]:
+    def read_many(self, paths: Many) -> Iterator[memoryview]:
         """The contents of many files, in this order; chunks are fetched ahead in the background.
 
         A view stays valid as long as it is held. Raises NoSuchPath before anything is read, and as
         `get` while it goes on.
         """
-        return self._reader.read_many(self._indices(paths))
+        indices = self._entries(paths)  # may move on to a newer version
+        return self._reader.read_many(indices)
 
     def shuffle(
         self,
@@ -213,7 +234,7 @@ class Dataset:
         rank: int = 0,
         world: int = 1,
         drop_last: bool = False,
-        below: PathLike = "",
+        below: Where = "",
     ) -> npt.NDArray[np.int64]:
         """A chunk-wise order of a rank's files, as indices for `read_many`, `get` and `stat_many`.
 
@@ -224,7 +245,7 @@ class Dataset:
         another version, to which the indices do not apply. Raises NoSuchPath, and UsageError for
         numbers without meaning, and where the chunks of one group do not fit `memory_bytes`.
         """
-        top = self._find(below)
+        top = self._entry(below)
         if self._view.stat(top).kind != Kind.FOLDER:
             raise UsageError(f"{below!r} is not a folder")
         order = chunk_order(
@@ -235,20 +256,19 @@ class Dataset:
         self._order = _Order(seed, epoch, group_size, rank, world, drop_last, below)
         return order.indices
 
-    def stat(self, path: PathLike) -> Stat:
+    def stat(self, path: Where) -> Stat:
         """Kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
-        index = self._find(path)  # may move on to a newer version
+        index = self._entry(path)  # as above
         return self._view.stat(index)
 
-    def stat_many(self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]) -> Stats:
+    def stat_many(self, paths: Many) -> Stats:
         """`stat` of many entries, as columns. Raises NoSuchPath."""
-        if len(paths) and isinstance(paths[0], str):
-            paths = [_encoded(path) for path in paths if isinstance(path, str)]
-        return self._view.stat_many(paths)  # type: ignore[arg-type]  # one kind of path by now
+        indices = self._entries(paths)
+        return self._view.stat_many(indices)
 
-    def ls(self, path: PathLike = "") -> list[str]:
+    def ls(self, path: Where = "") -> list[str]:
         """The names in a folder, sorted (DL_ls); of another entry, its own. Raises NoSuchPath."""
-        index = self._find(path)
+        index = self._entry(path)
         if self._view.stat(index).kind != Kind.FOLDER:
             return [os.fsdecode(self._view.name(index))]
         return [os.fsdecode(name) for name in self._view.names(self._view.children(index))]
@@ -260,7 +280,8 @@ class Dataset:
 
     def refresh(self) -> int:
         """Show the current version from now on; the version comes back."""
-        self._pinned = False
+        self._check_open()
+        self._pinned = self._kept = False
         self._show(self._repository.view(self.name))
         return self._view.version
 
@@ -269,13 +290,14 @@ class Dataset:
     def put(
         self,
         source: str | os.PathLike[str] | bytes | BinaryIO,
-        path: PathLike,
+        path: PathText,
         *,
         mode: int = 0o644,
         mtime_ns: int | None = None,
     ) -> None:
         """Put a file: from a path, bytes, or a file object (DL_put). Durable after `flush`.
 
+        It is named by its path alone: there need not be an entry yet.
         Mode and mtime are those of a source path; else `mode`, and `mtime_ns` or now. Raises
         ConflictError where the path is a folder or lies below a file. Once a chunk could not be
         stored, earlier puts are lost: this and `flush` raise its error until the dataset is opened
@@ -303,6 +325,7 @@ class Dataset:
 
     def flush(self) -> int:
         """Make all that was put or deleted durable (DL_flush), and show it; the version."""
+        self._check_open()
         if self._session is None or self._owner != os.getpid():
             return self._view.version
         assert self._packer is not None
@@ -313,13 +336,15 @@ class Dataset:
             self._pending.clear()
         return self._view.version if self._pinned else self.refresh()
 
-    def delete(self, path: PathLike, *, recursive: bool = False) -> None:
+    def delete(self, path: Where, *, recursive: bool = False) -> None:
         """Delete a file, link or empty folder (DL_delete), or a whole folder. Durable on return.
 
         Raises NoSuchPath, ConflictError for a folder with entries.
         """
-        self.flush()
-        index = self._find(path)
+        self._check_writable()
+        entry = path if is_path(path) else self._view.path(self._entry(path))
+        self.flush()  # indices may be others afterwards
+        index = self._entry(entry)
         below = self._view.walk(index).tolist()
         if len(below) > 1 and not recursive:
             raise ConflictError(f"{path!r} is a folder with entries", advice="recursive=True")
@@ -335,6 +360,7 @@ class Dataset:
 
     def save_meta(self, file: str | os.PathLike[str]) -> None:
         """Write the snapshot of the version that this object shows (DL_save_meta)."""
+        self._check_open()
         self._repository.snapshots.save(self._view, Path(file))
 
     def load_meta(self, file: str | os.PathLike[str]) -> bool:
@@ -342,6 +368,7 @@ class Dataset:
 
         Raises FormatError, and ForeignError for a snapshot of another dataset.
         """
+        self._check_open()
         loaded = adopt(Path(file))
         if loaded.identity != self._view.identity:
             raise ForeignError(
@@ -364,6 +391,7 @@ class Dataset:
         """
         if not 0 <= max_unused <= 1:
             raise UsageError(f"a share of {max_unused}: it is between 0 and 1")
+        self._check_writable()
         self.flush()
         options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
         report = purge(self._repository, self.name, options)
@@ -373,6 +401,7 @@ class Dataset:
 
     def delete_dataset(self) -> None:
         """Delete the dataset for ever (DL_delete_dataset), and close."""
+        self._check_writable()
         self._forget_writes()
         self._repository.delete_dataset(self.name)
         self.close()
@@ -381,10 +410,10 @@ class Dataset:
         """Flush and let go (DL_close). A forked child's close writes nothing of its parent's."""
         if self._closed:
             return
-        self._closed = True
         try:
             self.flush()
         finally:
+            self._closed = True
             self._end()
 
     def __enter__(self) -> Self:
@@ -402,6 +431,18 @@ class Dataset:
         self.close()
 
     # Parts
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self.name!r} is closed", advice="connect to it again")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._kept:
+            raise UsageError(
+                f"{self.name}@{self.version} is a version that is kept: nothing is written to it",
+                advice=f"connect to {self.name!r}, or go over to its current version by refresh()",
+            )
 
     def _end(self) -> None:
         if self._packer is not None and self._owner == os.getpid():
@@ -443,6 +484,7 @@ class Dataset:
 
     def _writer(self) -> Packer:
         """The packer of this process; a forked child never touches its parent's."""
+        self._check_writable()
         if self._owner != os.getpid():
             self._forget_writes()
         if self._packer is None:
@@ -465,8 +507,9 @@ class Dataset:
         finally:
             os.close(folder)
 
-    def _target(self, path: PathLike) -> bytes:
-        target = check_path(_encoded(path))
+    def _target(self, path: PathText) -> bytes:
+        self._check_writable()
+        target = check_path(encoded(path))
         if not target or target.split(b"/")[0] == RESERVED:
             raise UsageError(f"{path!r} cannot be a file of a dataset")
         if target in self._made or self._kind_there(target) == Kind.FOLDER:
@@ -498,61 +541,60 @@ class Dataset:
             packer.add_folder(split(path), 0o755, mtime_ns)
             self._made.add(path)
 
-    def _find(self, path: PathLike) -> int:
-        """The index of a path; a miss looks once whether there is a newer version."""
-        wanted = check_path(_encoded(path))
-        index = self._view.lookup(wanted)
-        if index < 0 and not self._pinned:
-            marker = self._repository.dataset(self.name).marker
-            if marker is not None and marker.version > self._view.version:
-                self.refresh()
-        return found(self._view, wanted)
+    def _entry(self, where: Where) -> int:
+        """The index of an entry. Raises NoSuchPath."""
+        self._check_open()
+        try:
+            return index_of(self._view, where)
+        except NoSuchPath:
+            if not (is_path(where) and self._catch_up()):
+                raise
+            return index_of(self._view, where)
 
-    def _indices(
-        self, paths: Sequence[PathLike] | Sequence[int] | npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        if (
-            isinstance(paths, np.ndarray)
-            or not len(paths)
-            or isinstance(paths[0], int | np.integer)
-        ):
-            indices = np.asarray(paths, np.int64)
-            if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self._view):
-                raise NoSuchPath(f"an index is outside 0..{len(self._view) - 1}")
-            return indices
-        encoded = [_encoded(path) for path in paths if isinstance(path, str | bytes)]
-        indices = self._view.lookup_many(encoded)
-        if len(missing := np.flatnonzero(indices < 0)):
-            raise NoSuchPath(f"no {paths[int(missing[0])]!r} in dataset {self.name!r}")
-        return indices
+    def _entries(self, many: Many) -> npt.NDArray[np.int64]:
+        """The indices of entries. Raises NoSuchPath."""
+        self._check_open()
+        names = names_of(many)
+        try:
+            return indices_of(self._view, names)
+        except NoSuchPath:
+            if not (isinstance(names, list) and self._catch_up()):
+                raise
+            return indices_of(self._view, names)
+
+    def _catch_up(self) -> bool:
+        """Goes over to a newer version, where there is one: a path is missing in this one."""
+        if self._pinned:
+            return False
+        marker = self._repository.dataset(self.name).marker
+        if marker is None or marker.version <= self._view.version:
+            return False
+        self.refresh()
+        return True
 
 
 def _reopened(
-    opened: Opened, how: tuple[int | None, str, int], pinned: bool, order: _Order | None
+    opened: Opened,
+    how: tuple[int | None, str, int],
+    held: tuple[bool, bool],
+    order: _Order | None,
 ) -> Dataset:
     """A dataset out of a pickle."""
     memory_bytes, compress, task_memory_bytes = how
+    is_pinned, is_kept = held
     repository = opened.repository()
     try:
         view = opened.view(repository)
         found = Dataset(
-            repository, opened.dataset, memory_bytes, compress, opened.task, task_memory_bytes, view
-        )
-        found._pinned = pinned
+            repository, view, memory_bytes, compress, opened.task, task_memory_bytes,
+            is_pinned=is_pinned, is_kept=is_kept,
+        )  # fmt: skip
         if order is not None:
             found.shuffle(**order._asdict())
         return found
     except BaseException:
         repository.close()
         raise
-
-
-def _encoded(path: PathLike) -> bytes:
-    """A path as bytes. Raises UsageError for text that stands for none."""
-    try:
-        return os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise UsageError(f"bad path {path!r}: {error.reason}") from None
 
 
 def void(_: object) -> None:

@@ -29,6 +29,7 @@ same call may succeed later without anybody doing anything. `advice` is what the
 """
 
 import errno
+import os
 from contextlib import suppress
 
 DETAIL = "  | "
@@ -87,8 +88,15 @@ class NoSuchDataset(NotFoundError):
     """The repository is known to hold no dataset of this name."""
 
 
-class NoSuchPath(NotFoundError):
-    """The dataset is known to hold no entry of this path."""
+class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
+    """The dataset is known to hold no entry of this path.
+
+    It is a FileNotFoundError too, so that code which was written for files goes on as it is.
+    """
+
+    def __init__(self, message: str, *, advice: str = "") -> None:
+        super().__init__(message, advice=advice)
+        self.strerror = os.strerror(self.errno)
 
 
 class BusyError(DieselError):

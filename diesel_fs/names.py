@@ -8,6 +8,8 @@ import re
 
 from .errors import UsageError
 
+_VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
+
 DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -19,6 +21,22 @@ def check_dataset_name(name: str) -> str:
             advice="a name is a letter or digit, then up to 62 letters, digits, '.', '_' or '-'",
         )
     return name
+
+
+def versioned(text: str) -> tuple[str, int]:
+    """The name of a dataset, and a version of it: `DATASET@VERSION`, or 0 for the current one.
+
+    Raises UsageError.
+    """
+    name, at, version = text.partition("@")
+    check_dataset_name(name)
+    if not at:
+        return name, 0
+    if not _VERSION.fullmatch(version):
+        raise UsageError(
+            f"bad version in {text!r}", advice=f"`dlcmd ls {name}@` lists those that are kept"
+        )
+    return name, int(version)
 
 
 def shown(path: bytes) -> str:

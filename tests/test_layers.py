@@ -88,6 +88,7 @@ L3  wire_values: catalogue snapshots
 L3  remote_objects: wire_values
 L3  remote: repository snapshots snapshot_pieces catalogue commits pins wire_values remote_objects
 L3  repositories: repository remote
+L3  addressing: repository
 L3  reopening: repository repositories snapshots
 L3  recovery: repository snapshots catalogue commits
 L3  tombstones: commits leases

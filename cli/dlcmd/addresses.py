@@ -11,12 +11,13 @@ from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
 from diesel_fs.errors import ObjectMissing, PermissionDenied
+from diesel_fs.names import versioned
 from diesel_fs.repositories import open_configured
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 
-from .options import ALL_VERSIONS, dataset, flags, versioned
+from .options import ALL_VERSIONS, dataset, flags
 from .output import remark
 
 MEMORY_BYTES = 256 << 20

@@ -6,13 +6,14 @@ import click
 
 from diesel_fs import recovery
 from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset
+from diesel_fs.names import versioned
 from diesel_fs.recovery import Findings
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
 from diesel_fs.whole_files import is_stdout
 
 from .addresses import Address, opened
-from .options import dataset, flags, time, verb, versioned
+from .options import dataset, flags, time, verb
 from .output import Value, bytes_text, count_text, emit, say, say_json
 from .progress import Progress, shown_progress
 

@@ -12,10 +12,11 @@ from diesel_fs.fuse import MountRequest, mount_in_foreground
 from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
+from diesel_fs.names import versioned
 from diesel_fs.task.request import TaskOptions, key_in
 
 from .mount_stats import lines
-from .options import flags, size, verb, versioned
+from .options import flags, size, verb
 from .output import emit, say, say_json
 
 

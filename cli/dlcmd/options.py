@@ -22,7 +22,6 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 _P = ParamSpec("_P")
 _Command = TypeVar("_Command", bound=click.Command)
 
-_VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 _AGO = re.compile(r"(\d{1,6})([smhdw])", re.ASCII)
 _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -133,16 +132,3 @@ def dataset(text: str) -> str:
             f"{text}: this is done to a dataset as it is now", advice=f"leave @ away: {name}"
         )
     return name
-
-
-def versioned(text: str) -> tuple[str, int]:
-    """The name of a dataset, and a version of it: `DATASET@VERSION`, or 0 for the current one."""
-    name, at, version = text.partition("@")
-    check_dataset_name(name)
-    if not at:
-        return name, 0
-    if not _VERSION.fullmatch(version):
-        raise UsageError(
-            f"bad version in {text!r}", advice=f"`dlcmd ls {name}@` lists those that are kept"
-        )
-    return name, int(version)

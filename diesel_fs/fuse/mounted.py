@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ..client import Dataset
+from ..names import versioned
 from ..settings import load_settings
 from ..task.request import TaskOptions, TaskWords, whole
 from . import launcher
@@ -44,14 +45,18 @@ def mount(
 ) -> Mounted:
     """Mount a dataset (an open one, or by name and `url`) on an empty folder; reads work on return.
 
-    What an open dataset has not flushed does not show. The words about a task are those of
-    `connect`; an open dataset's own, where none is said. Raises DieselError with the reason.
+    `"pets@1790000000000000"` is mounted at that version, which is kept, and so is a dataset that
+    was opened there. What an open dataset has not flushed does not show. The words about a task are
+    those of `connect`; an open dataset's own, where none is said. Raises DieselError with the
+    reason.
     """
     if isinstance(dataset, Dataset):
-        name, address, who = dataset.name, dataset.url, dataset.credentials
+        name, version = dataset.name, dataset.version if dataset.is_kept else 0
+        address, who = dataset.url, dataset.credentials
     else:
+        name, version = versioned(dataset)
         settings = load_settings({"url": url})
-        name, address, who = dataset, settings.repository_url, settings.credentials
+        address, who = settings.repository_url, settings.credentials
     path = Path(os.path.realpath(folder))
     joins = TaskOptions.of(task, str(path))
     if isinstance(dataset, Dataset) and not any(value is not None for value in task.values()):
@@ -60,6 +65,7 @@ def mount(
         address,
         name,
         str(path),
+        version=version,
         memory_bytes=whole("memory_bytes", memory_bytes or 0),
         policy=joins.policy,
         allow_other=allow_other,

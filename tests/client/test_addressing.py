@@ -1,0 +1,293 @@
+"""How a program names what it wants: one rule for paths and indices, and versions by number."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+import torch
+
+import diesel_fs
+from diesel_fs.addressing import Many, Where
+from diesel_fs.client import Dataset, connect
+from diesel_fs.entries import Kind
+from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError, UsageError
+from diesel_fs.urls import parse_url
+
+CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    found = (tmp_path / "store").as_uri()
+    with connect("ds", found, create=True) as dataset:
+        for path, content in CONTENTS.items():
+            dataset.put(content, path)
+    return found
+
+
+def index_of(dataset: Dataset, path: str) -> int:
+    return dataset.snapshot.lookup(path.encode())
+
+
+WAYS: dict[str, Callable[[Dataset, str], Where]] = {
+    "text": lambda _, path: path,
+    "bytes": lambda _, path: path.encode(),
+    "a path object": lambda _, path: PurePosixPath(path),
+    "int": index_of,
+    "numpy": lambda dataset, path: np.int64(index_of(dataset, path)),
+    "unsigned numpy": lambda dataset, path: np.uint32(index_of(dataset, path)),
+    "torch": lambda dataset, path: torch.tensor(index_of(dataset, path)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_entry_is_named_in_any_way(url: str, way: str) -> None:
+    with connect("ds", url) as dataset:
+        file, folder = WAYS[way](dataset, "d1/f01"), WAYS[way](dataset, "d1")
+        assert dataset.get(file) == CONTENTS["d1/f01"]
+        assert dataset.stat(file) == dataset.snapshot.stat(index_of(dataset, "d1/f01"))
+        assert dataset.stat(folder).kind == Kind.FOLDER
+        assert dataset.ls(folder) == [path[3:] for path in CONTENTS if path.startswith("d1/")]
+        assert dataset.ls(file) == ["f01"]
+        order = dataset.shuffle(seed=1, epoch=0, below=folder)
+        assert sorted(dataset.snapshot.paths(order)) == [
+            path.encode() for path in CONTENTS if path.startswith("d1/")
+        ]
+        with pytest.raises(ConflictError):
+            dataset.delete(folder)
+        dataset.delete(file)
+        with pytest.raises(NoSuchPath):
+            dataset.get("d1/f01")
+        assert len(dataset) == len(CONTENTS) - 1
+
+
+def test_an_index_to_delete_is_of_the_version_that_was_shown(url: str) -> None:
+    """Also where what waits to be flushed makes another version, with other indices."""
+    with connect("ds", url) as dataset:
+        dataset.put(b"first of all", "a")
+        dataset.delete(index_of(dataset, "d0/f03"))
+        assert "f03" not in dataset.ls("d0")
+        assert len(dataset) == len(CONTENTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("list", "tuple", "iterator", "array of text", "array of bytes", "path objects"),
+        *("indices", "indices as an iterator", "int64", "uint16", "tensor", "tensors"),
+    ],
+)
+def test_many_entries_are_named_in_any_way(url: str, name: str) -> None:
+    paths = ["d2/f29", "d0/f00", "d0/f00", "d1/f13"]
+    with connect("ds", url) as dataset:
+        indices = [index_of(dataset, path) for path in paths]
+        many: object = {
+            "list": paths,
+            "tuple": tuple(path.encode() for path in paths),
+            "iterator": iter(paths),
+            "array of text": np.array(paths),
+            "array of bytes": np.array(paths, "S"),
+            "path objects": [Path(path) for path in paths],
+            "indices": indices,
+            "indices as an iterator": iter(indices),
+            "int64": np.array(indices),
+            "uint16": np.array(indices, np.uint16),
+            "tensor": torch.tensor(indices),
+            "tensors": list(torch.tensor(indices)),
+        }[name]
+        again = copy.deepcopy(many)
+        views = dataset.read_many(many)  # type: ignore[arg-type]  # any of them
+        assert [bytes(view) for view in views] == [CONTENTS[path] for path in paths]
+        sizes = dataset.stat_many(again).size.tolist()  # type: ignore[arg-type]
+        assert sizes == [len(CONTENTS[path]) for path in paths]
+
+
+def test_none_are_none(url: str) -> None:
+    with connect("ds", url) as dataset:
+        none: list[Many] = [[], (), np.array([], np.int64), set[int]()]
+        for nothing in none:
+            assert list(dataset.read_many(nothing)) == []
+            assert len(dataset.stat_many(nothing)) == 0
+
+
+@pytest.mark.parametrize("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
+def test_what_is_missing_is_missing_everywhere(url: str, missing: Where) -> None:
+    """Also as the error that programs expect of files."""
+    with connect("ds", url) as dataset:
+        for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
+            with pytest.raises(NoSuchPath):
+                call(missing)
+        with pytest.raises(NoSuchPath):
+            dataset.shuffle(seed=1, epoch=0, below=missing)
+        if missing == 2**70:
+            return  # no array holds that
+        for many in (dataset.read_many, dataset.stat_many):
+            with pytest.raises(FileNotFoundError, match=r"nowhere|d1/x|index"):
+                many([missing])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
+def test_what_names_nothing_is_refused_everywhere(url: str, bad: Where) -> None:
+    with connect("ds", url) as dataset:
+        for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
+            with pytest.raises(UsageError):
+                call(bad)
+        for many in (dataset.read_many, dataset.stat_many):
+            with pytest.raises(UsageError):
+                many([bad])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
+)
+def test_many_are_named_alike(url: str, mixed: list[int]) -> None:
+    """Nothing is left out, and bytes are one path, not many indices."""
+    with connect("ds", url) as dataset:
+        for many in (dataset.read_many, dataset.stat_many):
+            with pytest.raises(UsageError):
+                many(mixed)
+
+
+def test_many_paths_are_looked_for_in_a_newer_version_too(url: str) -> None:
+    with connect("ds", url) as reader, connect("ds", url) as writer:
+        writer.put(b"new", "new")
+        writer.flush()
+        assert [bytes(view) for view in reader.read_many(["d0/f00", "new"])] == [
+            CONTENTS["d0/f00"],
+            b"new",
+        ]
+        writer.put(b"newer!", "newer")
+        writer.flush()
+        assert reader.stat_many(["newer"]).size.tolist() == [6]
+
+
+# versions -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def before(url: str) -> int:
+    """A version that is kept; after it d0/f00 has changed, and d0/f03 has gone."""
+    with connect("ds", url) as dataset:
+        version = dataset.version
+        dataset.put(b"changed", "d0/f00")
+        dataset.delete("d0/f03")
+    return version
+
+
+def test_a_version_is_opened_by_its_number(url: str, before: int) -> None:
+    with connect(f"ds@{before}", url) as dataset:
+        assert (dataset.name, dataset.version) == ("ds", before)
+        assert dataset.get("d0/f00") == CONTENTS["d0/f00"]
+        assert dataset.get("d0/f03") == CONTENTS["d0/f03"]
+        with connect("ds", url) as writer:
+            writer.put(b"later", "later")
+            writer.flush()
+            with pytest.raises(NoSuchPath):
+                dataset.get("later")  # it does not go over to another version by itself
+        with copy.deepcopy(dataset) as other:
+            assert other.version == before
+            with pytest.raises(UsageError):
+                other.put(b"", "x")
+        assert dataset.refresh() > before
+        assert dataset.get("later") == b"later"
+        dataset.put(b"last", "last")
+    with connect("ds", url) as dataset:
+        assert dataset.get("last") == b"last"
+
+
+def test_nothing_is_written_to_a_version(url: str, before: int) -> None:
+    with connect(f"ds@{before}", url) as dataset:
+        for write in (
+            lambda: dataset.put(b"", "x"),
+            lambda: dataset.delete("d0/f03"),
+            dataset.purge,
+            dataset.delete_dataset,
+        ):
+            with pytest.raises(UsageError, match=r"is a version that is kept.*refresh"):
+                write()
+        assert dataset.flush() == before
+    with connect("ds", url) as dataset:
+        assert dataset.get("d0/f00") == b"changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ds@", UsageError),
+        ("ds@newest", UsageError),
+        ("ds@0", UsageError),
+        ("@1", UsageError),
+        ("ds@5", NotFoundError),
+        ("other@5", NotFoundError),
+    ],
+)
+def test_a_version_that_is_none(url: str, text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        connect(text, url)
+    with pytest.raises(UsageError):
+        connect(text, url, create=True)
+
+
+@pytest.mark.fuse
+def test_a_version_is_mounted_by_its_number(url: str, before: int, tmp_path: Path) -> None:
+    """By its name, or as an open dataset shows it."""
+    point = tmp_path / "point"
+    point.mkdir()
+    with diesel_fs.mount(f"ds@{before}", point, url=url) as mounted:
+        assert (Path(mounted) / "d0/f03").read_bytes() == CONTENTS["d0/f03"]
+    with connect(f"ds@{before}", url) as dataset:
+        with diesel_fs.mount(dataset, point):
+            assert (point / "d0/f03").read_bytes() == CONTENTS["d0/f03"]
+        dataset.refresh()
+        with diesel_fs.mount(dataset, point):
+            assert not (point / "d0/f03").exists()
+    with pytest.raises(NotFoundError, match="is not kept"):
+        diesel_fs.mount("ds@5", point, url=url)
+    with pytest.raises(UsageError):
+        diesel_fs.mount("ds@x", point, url=url)
+
+
+# life ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_closed_is_not_read(url: str, tmp_path: Path) -> None:
+    dataset = connect("ds", url)
+    saved = tmp_path / "saved"
+    dataset.save_meta(saved)
+    dataset.close()
+    dataset.close()
+    for call in (
+        lambda: dataset.get("d0/f00"),
+        lambda: dataset.get(3),
+        lambda: dataset.read_many(["d0/f00"]),
+        lambda: dataset.stat("d0/f00"),
+        lambda: dataset.stat_many([3]),
+        dataset.ls,
+        dataset.refresh,
+        dataset.flush,
+        dataset.purge,
+        dataset.delete_dataset,
+        lambda: dataset.shuffle(seed=1, epoch=0),
+        lambda: dataset.put(b"", "x"),
+        lambda: dataset.delete("d0/f00"),
+        lambda: dataset.save_meta(tmp_path / "other"),
+        lambda: dataset.load_meta(saved),
+        lambda: copy.deepcopy(dataset),
+    ):
+        with pytest.raises(UsageError, match=r"'ds' is closed; connect to it again"):
+            call()
+    assert connect("ds", url).get("d0/f00") == CONTENTS["d0/f00"]
+
+
+def test_S8_a_dataset_shows_what_it_is_and_no_secret(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    with connect("ds", url, create=True) as dataset:
+        dataset.put(b"1", "a")
+        dataset.flush()
+        assert repr(dataset) == f"<Dataset ds@{dataset.version} of {url}, files: 1>"
+        dataset._repository.url = parse_url(f"{url}?meta=redis://me:canary@127.0.0.1:1")
+        assert "redis://***@127.0.0.1:1" in repr(dataset)
+        assert "canary" not in repr(dataset)
+    assert repr(dataset).endswith(", files: 1, closed>")
