@@ -188,19 +188,19 @@ def write(header: Header, columns: Columns) -> list[memoryview]:
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
     """Header and columns, as views of `buffer`. Raises one of the leaves of FormatError.
 
-    Without `verify` only the header's checksum and the bounds of the sections are looked at: for a
-    private file that was verified when it was written.
+    The checksum of the header and of each section is compared. `verify` also checks the rules
+    between the columns, which a private copy has kept since it was verified and written.
     """
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
     header = _parse_header(view)
     columns, sections = _parse_sections(view, header)
+    for name, (at, behind, end, checksum) in zip(Columns._fields, sections, strict=True):
+        body, padding = view[at:behind], view[behind:end]
+        if xxh3_64_intdigest(body) != checksum or any(padding):
+            _corrupt(f"section {name} does not match its checksum", at)
     if verify:
-        for name, (at, behind, end, checksum) in zip(Columns._fields, sections, strict=True):
-            body, padding = view[at:behind], view[behind:end]
-            if xxh3_64_intdigest(body) != checksum or any(padding):
-                _corrupt(f"section {name} does not match its checksum", at)
         check(header, columns)
     return header, columns
 

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -340,7 +341,8 @@ def _unwritable(file: Path, error: OSError) -> DieselError:
 
 
 def map_private(path: Path) -> Snapshot:
-    """Map a snapshot file of this user's private folder. Raises OSError, FormatError."""
+    """Map a snapshot file of this user's private folder, and compare its checksums. Raises OSError,
+    ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
@@ -378,9 +380,19 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 
 
 def open_private(identity: UUID, version: int) -> Snapshot | None:
-    """This user's private copy of a version, mapped; None where there is none."""
+    """This user's private copy of a version, mapped; None where there is none.
+
+    A process compares all checksums of a copy before it uses any of it. It removes one that does
+    not match, and the caller loads the version again.
+    """
     try:
-        found = map_private(_private_path(identity, version))
+        path = _private_path(identity, version)
+        found = map_private(path)
+    except FormatError as error:
+        log.warning("a private copy is removed, and made again: %s", error.message)
+        with suppress(OSError):
+            path.unlink()
+        return None
     except (OSError, ValueError, DieselError):
         return None
     return found if (found.identity, found.version) == (identity, version) else None
@@ -399,8 +411,8 @@ def newest_private(identity: UUID) -> int:
 def keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
     """Write a checked snapshot to the private folder and map it; None where that is impossible.
 
-    It is not checked again when it is opened, and not synced either: that takes as long as making
-    it. So it counts only until the machine boots again.
+    It is not synced, which would take as long as making it. So it counts only until the machine
+    boots again.
     """
     try:
         path = _private_path(identity, version)
@@ -410,5 +422,5 @@ def keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapsho
             if old != path:  # it may be older than those: a kept version
                 old.unlink(missing_ok=True)
         return map_private(path)
-    except (OSError, PermissionDenied, ConfigError):
-        return None  # no place of our own: the caller keeps it in memory
+    except (OSError, PermissionDenied, ConfigError, FormatError):
+        return None  # no place of our own, or a bad one: the caller keeps it in memory

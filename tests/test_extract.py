@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diesel_fs import snapshot_layout as layout
 from diesel_fs.cache.content_file import ContentFile
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
@@ -49,10 +50,11 @@ def test_M1_names_are_checked_again_by_the_writer(
     (source / f"sub/{name.decode()}x").mkdir()
     put_tree(repository, "pets", source)
     view = repository.view("pets")
-    data = bytearray(view.buffer)
-    at = data.index(name + name + b"xgood")  # the names of the folder, one behind the other
-    data[at : at + len(name)] = evil
-    bad = Snapshot(memoryview(data), verify=False)
+    names = bytearray(view.columns.names)
+    at = names.index(name + name + b"xgood")  # the names of the folder, one behind the other
+    names[at : at + len(name)] = evil
+    forged = view.columns._replace(names=np.frombuffer(names, np.uint8))
+    bad = Snapshot(b"".join(layout.write(view.header, forged)), verify=False)
     before = facts(tmp_path / "src")
     report = got(repository, bad, tmp_path / "out/in")
     assert len(report.failed) == 1

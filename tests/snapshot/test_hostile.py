@@ -56,23 +56,15 @@ def test_E1_truncated_at_any_length(verify: bool) -> None:
             Snapshot(SMALL[:length], verify=verify)
 
 
-def test_E1_every_bit_flipped() -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_E1_every_bit_flipped(verify: bool) -> None:
     data = bytearray(SMALL)
     for at in range(len(data)):
         for bit in range(8):
             data[at] ^= 1 << bit
             with pytest.raises(FormatError):
-                Snapshot(data)
+                Snapshot(data, verify=verify)
             data[at] ^= 1 << bit
-
-
-def test_E1_every_header_bit_flipped_is_found_without_verifying() -> None:
-    data = bytearray(SMALL)
-    for at in range(HEADER_BYTES):
-        data[at] ^= 4
-        with pytest.raises(FormatError):
-            Snapshot(data, verify=False)
-        data[at] ^= 4
 
 
 @pytest.mark.parametrize(
@@ -250,7 +242,7 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
 
 
 def read_unverified(data: bytes) -> None:
-    """A private file that went bad after it was verified: errors, no crash, no endless loop."""
+    """Checksums alone let it in, as of a private copy: errors, no crash, no endless loop."""
     try:
         snapshot = Snapshot(data, verify=False)
         snapshot.lookup_many([b"a", b"c/x/shadows", b"none"])

@@ -1,0 +1,109 @@
+"""FAULTS E12: a bit of a user's private copy of a snapshot flips, and the user goes on working."""
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trees import Facts, facts, odd_tree, write
+
+from .conftest import Dlcmd
+
+# FORMAT.md, section 7, written down a second time
+HEADER_BYTES, TABLE_AT, ROW_BYTES = 640, 160, 24
+SECTIONS = (
+    *("parent", "name_start", "flags", "size", "mtime_ns", "chunk", "offset", "stored"),
+    *("checksum", "fingerprint", "slot", "names", "target_start", "targets", "extents"),
+    *("chunk_id", "chunk_bytes"),
+)
+HEADER_FIELDS = {"magic": 1, "format version": 8, "identity": 17, "version": 33, "counts": 41}
+CHUNK_BYTES = 1 << 16
+
+
+def of_header(at: int) -> Callable[[bytes], range]:
+    return lambda _: range(at, at + 1)
+
+
+def of_section(number: int) -> Callable[[bytes], range]:
+    def found(data: bytes) -> range:
+        offset, length = struct.unpack_from("<QQ", data, TABLE_AT + number * ROW_BYTES)
+        assert length, "nothing is in this section: a flip would show nothing"
+        return range(offset, offset + length)
+
+    return found
+
+
+PLACES = {
+    **{f"header: {name}": of_header(at) for name, at in HEADER_FIELDS.items()},
+    "header: section table": of_header(TABLE_AT + 3 * ROW_BYTES + 16),
+    **{name: of_section(number) for number, name in enumerate(SECTIONS)},
+}
+
+
+class User:
+    """Somebody with a private copy, and what the dataset is."""
+
+    def __init__(self, dlcmd: Dlcmd, top: Path, patch: pytest.MonkeyPatch) -> None:
+        self.dlcmd, self.top, self._patch = dlcmd, top, patch
+        self.source = odd_tree(top / "source")
+        write(self.source, {"large": os.urandom(3 * CHUNK_BYTES), "d/e/f/g": b"deep"})
+        self.cache = top / "cache"
+        patch.setenv("XDG_CACHE_HOME", str(self.cache))
+        dlcmd("put", "--chunk-size", str(CHUNK_BYTES), self.source, "pets")
+        self.listed = dlcmd("ls", "-lR", "--json", "pets").out
+        dlcmd("get", "pets", top / "before")
+        assert self.got("before") == facts(self.source)
+
+    def got(self, name: str) -> Facts:
+        """What a get has written."""
+        return facts(self.top / name)
+
+    def flip(self, place: Callable[[bytes], range], share: float) -> None:
+        """Turn a bit of the copy around."""
+        (copy,) = (self.cache / "diesel/snapshots").iterdir()
+        data = bytearray(copy.read_bytes())
+        where = place(bytes(data))
+        data[where[int((len(where) - 1) * share)]] ^= 1
+        copy.write_bytes(data)  # into the file that is there
+
+    def others_see(self) -> Facts:
+        """The dataset, as somebody without any private copy gets it."""
+        self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))
+        self.dlcmd("get", "pets", self.top / "others")
+        return self.got("others")
+
+
+@pytest.fixture
+def user(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    return User(dlcmd, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_E12_a_flipped_bit_is_never_published(user: User, place: str) -> None:
+    """The next put starts from the published snapshot, and everybody reads right bytes."""
+    user.flip(PLACES[place], 0.5)
+    more = write(user.top / "more", {"one/more": b"more"})
+    user.dlcmd.program("put", more / "one", "pets/one")
+    user.dlcmd("verify", "pets")
+    write(user.source, {"one/more": b"more"})
+    times = {b".", b"one", b"one/more"}  # made a moment later
+    expected = {path: what for path, what in facts(user.source).items() if path not in times}
+    seen = user.others_see()
+    assert {path: what for path, what in seen.items() if path not in times} == expected
+    assert seen[b"one/more"][-1] == b"more"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("place", PLACES)
+def test_E12_a_flipped_bit_changes_no_answer(user: User, place: str, share: float) -> None:
+    """`ls`, `get` and `verify` load the version again, and the copy is a good one from then on."""
+    user.flip(PLACES[place], share)
+    assert user.dlcmd("ls", "-lR", "--json", "pets").out == user.listed
+    user.flip(PLACES[place], share)
+    user.dlcmd("get", "pets", user.top / "out")
+    assert user.got("out") == facts(user.source)
+    user.flip(PLACES[place], share)
+    user.dlcmd("verify", "pets")
+    assert "private copy" not in user.dlcmd("ls", "pets").err
