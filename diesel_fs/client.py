@@ -488,15 +488,18 @@ class Dataset:
         if self._owner != os.getpid():
             self._forget_writes()
         if self._packer is None:
-            session = self._repository.begin(self.name, create=False)
-            self._session = session
+            session = self._session = self._repository.begin(self.name, create=False)
+
+            def stored(preamble: bytes, header: bytes, _: int) -> None:
+                session.commit(preamble, header)
+
             self._packer = Packer(
                 session.identity,
                 CHUNK_BYTES_DEFAULT,
                 self._compress,
                 session.objects,
                 session.new_id,
-                lambda preamble, header, _: void(session.commit(preamble, header)),
+                stored,
             )
         return self._packer
 
@@ -508,7 +511,6 @@ class Dataset:
             os.close(folder)
 
     def _target(self, path: PathText) -> bytes:
-        self._check_writable()
         target = check_path(encoded(path))
         if not target or target.split(b"/")[0] == RESERVED:
             raise UsageError(f"{path!r} cannot be a file of a dataset")
@@ -595,7 +597,3 @@ def _reopened(
     except BaseException:
         repository.close()
         raise
-
-
-def void(_: object) -> None:
-    """Nothing: for callbacks whose result nobody wants."""

@@ -65,7 +65,6 @@ from tests.repository.test_readers import (  # noqa: F401
 )
 from tests.writer.test_put import (  # noqa: F401
     test_a_path_is_a_file_or_a_folder,
-    test_a_path_is_a_file_or_a_folder,
     test_a_tree_of_all_oddities,
     test_an_empty_dataset_and_one_empty_file,
     test_an_empty_source_never_deletes,
