@@ -61,7 +61,7 @@ _GLOBAL = (
     (("--key-file",), "FILE", "A file with the account's key.  [or env: DIESEL_KEY]"),
     (("--json",), None, "Results as JSON on stdout."),
     (("-q", "--quiet"), None, "Say nothing but errors."),
-    (("-v", "--verbose"), None, "Say more of errors."),
+    (("-v", "--verbose"), None, "Say more: causes of errors, and all that `put -n` would delete."),
 )
 
 

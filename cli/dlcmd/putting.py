@@ -1,8 +1,9 @@
 """`dlcmd put`."""
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,22 @@ from diesel_fs.writer.options import Progress as Report
 
 from .addresses import Address, address, opened
 from .options import flags, size, verb
-from .output import bytes_text, count_text, end_partial, json_failed, say, say_json
+from .output import (
+    bytes_text,
+    count_text,
+    emit,
+    end_partial,
+    json_failed,
+    json_name,
+    name_line,
+    say,
+    say_json,
+)
 from .packing import PROGRAM
 from .progress import Progress, shown_progress
+
+_GONE_SHOWN = 10
+"""Paths that a dry run names without -v."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +63,12 @@ class Source:
 @click.argument("words", nargs=-1, metavar="[SRC] DATASET[/path]")
 @click.option("--tar", metavar="FILE|-", help="Put the entries of a tar, in place of SRC.")
 @click.option("--delete", is_flag=True, help="Remove what SRC no longer has.")
-@click.option("-n", "--dry-run", is_flag=True, help="Change nothing; say how much there is to do.")
+@click.option(
+    "-n",
+    "--dry-run",
+    is_flag=True,
+    help="Change nothing; say how much there is to do, and what --delete would remove.",
+)
 @click.option("--allow-empty", is_flag=True, help="Let --delete go by an empty SRC, too.")
 @click.option("--checksum", is_flag=True, help="Compare contents, not only size and mtime.")
 @click.option(
@@ -259,6 +278,8 @@ def _tell(report: PutReport, source: Source, target: Address, *, dry_run: bool) 
 
 def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
     if flags().json:
+        gone = ({"event": "would delete", **json_name(path)} for path in reversed(report.gone))
+        emit(json.dumps(each).encode() + b"\n" for each in gone)
         say_json(
             {
                 "event": "done",
@@ -279,9 +300,20 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
             f"would put {count_text(report.seen, 'entry')} and delete {report.deleted:,};"
             f" {report.unchanged:,} unchanged"
         )
+        if not flags().quiet:
+            emit(_gone_lines(report.gone, everything=flags().verbose))
     else:
         say(
             f"put {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)}) in"
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
+
+
+def _gone_lines(gone: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
+    """What a dry run would delete, folders before what is in them; the first few, or everything."""
+    left_out = 0 if everything else max(0, len(gone) - _GONE_SHOWN)
+    for path in reversed(gone[left_out:]):
+        yield b"would delete " + name_line(path)
+    if left_out:
+        yield f"... and {left_out:,} more; -v names them all\n".encode()

@@ -90,7 +90,7 @@ def put_bucket(
     put = _BucketPut(view, bucket, objects, prefix, options, progress)
     if session is None:
         put.report.seen = sum(1 for _ in put.wanted())
-        put.report.deleted = len(put.standing.gone())
+        put.report.would_delete(put.standing.gone())
         return put.report
     put.run(session)
     if gone := put.standing.gone():

@@ -3,7 +3,7 @@
 import fnmatch
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
@@ -51,7 +51,8 @@ class PutOptions:
 class PutReport:
     """What a put has done so far; `failed` names each file that was left out, with the reason.
 
-    Files and bytes count what was committed; `seen` what the walk has found to do.
+    Files and bytes count what was committed; `seen` what the walk has found to do. `gone` is what
+    a dry run would delete, deepest first.
     """
 
     files: int = 0
@@ -60,10 +61,15 @@ class PutReport:
     entries: int = 0
     unchanged: int = 0
     deleted: int = 0
+    gone: Sequence[bytes] = ()
     seen: int = 0
     walked: bool = False
     version: int = 0
     failed: list[tuple[bytes, str]] = field(default_factory=list)
+
+    def would_delete(self, gone: Sequence[bytes]) -> None:
+        """What a dry run has found to be deleted."""
+        self.gone, self.deleted = gone, len(gone)
 
     def fail(self, path: bytes, reason: str) -> None:
         """Name something that is left out, by its path below the source."""

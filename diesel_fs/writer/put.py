@@ -275,7 +275,7 @@ def put_tree(
         batches = _batches(plan.changes(listings), report)
         if session is None:
             report.seen = sum(batch.count for batch in batches)
-            report.deleted = len(plan.gone()) if options.delete else 0
+            report.would_delete(plan.gone() if options.delete else ())
             return report
         task = PackTask(
             root,

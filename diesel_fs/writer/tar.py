@@ -81,7 +81,7 @@ def put_tar(
     try:
         whole = put.read(tar)
         if session is None:
-            report.deleted = len(put.standing.gone()) if whole else 0
+            report.would_delete(put.standing.gone() if whole else ())
             return report
         put.finish()
         if put.hard_links:

@@ -1,5 +1,6 @@
 """`dlcmd put`: what goes where, what is refused, and what it says."""
 
+import base64
 import fcntl
 import io
 import json
@@ -123,6 +124,29 @@ def test_a_dry_run_makes_nothing(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert b"would put 1 entry" in dlcmd("put", "-n", source / "a", "pets/b").out
     assert sorted(dlcmd.store.rglob("*")) == before
     dlcmd("ls", "pets", code=10)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_dry_run_names_what_would_go(dlcmd: Dlcmd, tmp_path: Path, kind: str) -> None:
+    """The first ten, with -v or --json all; folders before what is in them, and nothing goes."""
+    gone = [b"old", *(b"old/%02d" % i for i in range(11)), b"old/\xff"]
+    source = write(tmp_path / "src", {"kept": b"1"})
+    tar = tmp_path / "src.tar"
+    tar.write_bytes(tar_of({"kept": b"1"}))
+    before = {"kept": b"1"} | {os.fsdecode(path): b"" for path in gone[1:]}
+    dlcmd("put", write(tmp_path / "before", before), "pets")
+    words = ["put", "-n", "--delete", *([source] if kind == "folder" else ["--tar", tar]), "pets"]
+    lines = [b"would delete " + path for path in gone]
+    assert dlcmd(*words).out.splitlines()[1:] == [*lines[:10], b"... and 3 more; -v names them all"]
+    assert dlcmd("-v", *words).out.splitlines()[1:] == lines
+    *events, done = dlcmd("--json", *words).objects
+    assert {each["event"] for each in events} == {"would delete"}
+    assert [each["path"] for each in events[:-1]] == [path.decode() for path in gone[:-1]]
+    assert events[-1]["path_b64"] == base64.b64encode(gone[-1]).decode()
+    assert (done["event"], done["deleted"]) == ("done", 13)
+    assert dlcmd("-q", *words).out == b""
+    assert b"would delete" not in dlcmd("put", "-n", *words[3:]).out
+    assert len(dlcmd("ls", "-R", "pets").out.splitlines()) == 14
 
 
 def test_a_source_that_is_not_there_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ def test_a_bucket_is_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
     assert found == contents
     assert b"4 unchanged" in shared.program("put", place, "pets/in").out
     client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/a")
+    said = shared.program("put", "-n", "--delete", place, "pets/in")
+    assert said.out.splitlines()[1:] == [b"would delete in/a"]
     shared.program("put", "--delete", place, "pets/in")
     assert b" a" not in shared.program("ls", "pets/in").out
     for key in contents:
