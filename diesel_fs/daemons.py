@@ -24,6 +24,9 @@ from .errors import DETAIL, DeadlineError, DieselError, PermissionDenied, UsageE
 
 LOG_LINES_SHOWN = 15
 
+END_DEADLINE_S = 5.0
+"""How long a daemon may take to end that was told to while it came up; it needs 2 s at most."""
+
 _UNEXPLAINED = (DieselError, DeadlineError)
 """An error of another kind tells by itself what was wrong."""
 
@@ -85,26 +88,36 @@ def start(
 
     What it warns of is a warning of `told` here, too. `what` is what comes up, for messages. Raises
     the error that it reports, DieselError where it ends without a word, DeadlineError where it is
-    not ready in time: it is killed then.
+    not ready in time: it is killed then. Where this call is interrupted, the daemon is told to end,
+    and waited for.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
-    with open(receiver, "rb", buffering=0) as report:
+    with open(receiver, "rb", buffering=0) as file:
+        heard = _Report(file, what)
         try:
-            starter = subprocess.Popen(
-                [*detach, *command],
-                stdin=subprocess.PIPE,
-                stdout=sender,
-                stderr=log,
-                cwd="/",
-                env=environment(),
-                start_new_session=True,
-            )
-        finally:
-            os.close(sender)
-        with suppress(BrokenPipeError):
-            starter.communicate(text)
-        return _heard(report, told, what, deadline_s)
+            try:
+                starter = subprocess.Popen(
+                    [*detach, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=sender,
+                    stderr=log,
+                    cwd="/",
+                    env=environment(),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(sender)
+            with suppress(BrokenPipeError):
+                starter.communicate(text)
+            return heard.ready(told, deadline_s)
+        except DeadlineError:
+            heard.end(signal.SIGKILL)
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                heard.end(signal.SIGTERM)
+            raise
 
 
 def environment() -> dict[str, str]:
@@ -119,28 +132,58 @@ def report(what: Mapping[str, object]) -> None:
         os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _heard(
-    report: FileIO, told: logging.Logger, what: str, deadline_s: float
-) -> Mapping[str, object]:
-    pid, until_s, text = 0, time.monotonic() + deadline_s, b""
-    while select.select([report], [], [], max(0.0, until_s - time.monotonic()))[0]:
-        read = report.read(4096)
-        if not read:
-            raise DieselError(f"{what} did not come up")
-        *lines, text = (text + read).split(b"\n")
-        for line in map(json.loads, lines):
-            pid = line.get("pid", pid)
+def is_unheard() -> bool:
+    """Whether nobody reads a daemon's report any more: whoever started it has ended, or gave up."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+class _Report:
+    """What a daemon says while it comes up."""
+
+    def __init__(self, file: FileIO, what: str) -> None:
+        self._file = file
+        self._what = what
+        self._text = b""
+        self._pid = 0
+
+    def ready(self, told: logging.Logger, deadline_s: float) -> Mapping[str, object]:
+        """What it says when it is ready. Raises what it reports, DieselError, DeadlineError."""
+        for line in self._lines(deadline_s):
             if "error" in line:
                 raise revived(line["error"], line["message"], line["advice"])
             if "warning" in line:
                 told.warning("%s", line["warning"])
             if "ready" in line:
-                found: Mapping[str, object] = line
-                return found
-    if pid:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    raise DeadlineError(f"{what} did not come up within {deadline_s:g} s")
+                return line
+        raise DieselError(f"{self._what} did not come up")
+
+    def end(self, number: signal.Signals) -> None:
+        """Ends the daemon by a signal, and waits for that; it is killed where it takes too long."""
+        with suppress(DeadlineError):
+            if not self._pid:  # it says its number in a moment
+                next(self._lines(END_DEADLINE_S), None)
+        if not self._pid:  # it has ended, or will when it finds that nobody hears it
+            return
+        with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
+            for each in (number, signal.SIGKILL):
+                signal.pidfd_send_signal(process.fileno(), each)
+                if select.select([process], [], [], END_DEADLINE_S)[0]:
+                    return
+
+    def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
+        """Its lines, to its end. Raises DeadlineError where none comes any more in time."""
+        until_s = time.monotonic() + deadline_s
+        while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            read = self._file.read(4096)
+            if not read:
+                return
+            *lines, self._text = (self._text + read).split(b"\n")
+            for line in map(json.loads, lines):
+                self._pid = line.get("pid", self._pid)
+                yield line
+        raise DeadlineError(f"{self._what} did not come up within {deadline_s:g} s")
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 
 import fcntl
 import os
+import stat
 import subprocess
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,15 @@ def no_mount_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     for point in left:
         subprocess.run([*detach, point], check=False)
     assert not left, f"left mounted: {left}"
+
+
+@pytest.fixture
+def device_for_all() -> Iterator[None]:
+    """/dev/fuse as distributions have it: a test that runs as root lets everybody open it."""
+    before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)  # noqa: S103  # as on any desktop
+    yield
+    os.chmod("/dev/fuse", before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

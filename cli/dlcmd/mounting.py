@@ -171,6 +171,8 @@ def mount(
 ) -> None:
     """Mount a dataset as a read-only folder; returns when reads work.
 
+    DIR is made where it is missing, and removed again when the mount goes.
+
     \b
     Examples:
       dlcmd mount pets /mnt/pets

@@ -38,7 +38,7 @@ from .helper import help_mount
 from .holders import make_mark
 from .launcher import FOREGROUND
 from .log_limit import LogLimit
-from .mountpoint import mounted_at
+from .mountpoint import mounted_at, remove_made
 from .request import MountRequest
 from .server import LEAVE, ORPHANED, READY, Report, serve_mount
 from .source import SourceOpener
@@ -113,13 +113,15 @@ class _Supervisor:
         self._stuck_looks = 0
         self._told_to_end = False
         self._aborted = False
+        self._made_folders = request.made_folders
+        self._starting = not foreground  # while the report is read
         self._signals, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # before a signal can be lost
         ending = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if foreground else [])]
         for number in ending:
             signal.signal(number, lambda *_: None)
         if not foreground:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._beats, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         server_end, helper_end = socket.socketpair()
         ours = [self._signals, wake, self._beats]
@@ -159,15 +161,18 @@ class _Supervisor:
                 self._bury_helper()
             if mountinfo in ready:
                 self._look_for_the_mount()
+            self._look_for_the_starter()
             self._look()
 
     def _pass_on(self, numbers: bytes) -> None:
         for number in numbers:
-            told = " at once" if self._told_to_end else ""
-            name = signal.Signals(number).name
-            log.info("%s: unmounting %s%s", name, self._request.mountpoint, told)
-            self._told_to_end = True
-            os.kill(self._server, LEAVE)
+            self._leave(signal.Signals(number).name)
+
+    def _leave(self, why: str) -> None:
+        told = " at once" if self._told_to_end else ""
+        log.info("%s: unmounting %s%s", why, self._request.mountpoint, told)
+        self._told_to_end = True
+        os.kill(self._server, LEAVE)
 
     def _hear(self) -> bool:
         """The mount's device, that it is ready, then that the server lives. False at its end."""
@@ -179,6 +184,7 @@ class _Supervisor:
             *lines, self._heard = (self._heard + text).split(b"\n")
             for line in lines:
                 if line == READY:
+                    self._look_for_the_starter()
                     self._report({"ready": True})
                     self._end_report()
                 elif line:
@@ -188,9 +194,17 @@ class _Supervisor:
                     self._look_for_the_mount()
         return True
 
+    def _look_for_the_starter(self) -> None:
+        """A mount that nobody waits for any more before it is ready does not come up."""
+        if self._starting and daemons.is_unheard():
+            self._starting = False
+            if not self._told_to_end:
+                self._leave("the program that started it has ended")
+
     def _end_report(self) -> None:
         """Whoever started us sees the report's end once the server has ended it, too."""
         if not self._foreground:
+            self._starting = False
             os.dup2(2, 1)
 
     def _bury_helper(self) -> None:
@@ -202,6 +216,7 @@ class _Supervisor:
     def _look_for_the_mount(self) -> None:
         if self._device and not any(each.device == self._device for each in mounts()):
             self._gone_s = min(self._gone_s, time.monotonic())
+            self._remove_made()
 
     def _look(self) -> None:
         """Frees readers where one of the children cannot go on."""
@@ -249,10 +264,16 @@ class _Supervisor:
         if self._helper:
             os.kill(self._helper, signal.SIGKILL)
             os.waitpid(self._helper, 0)
+        self._remove_made()
         for descriptor in (self._mark, self._abort_file):
             if descriptor >= 0:
                 os.close(descriptor)
         return 1 if code < 0 else code
+
+    def _remove_made(self) -> None:
+        """Once: others may make folders of the same names then."""
+        made, self._made_folders = self._made_folders, ()
+        remove_made(made)
 
 
 def _help_silently(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:

@@ -29,7 +29,15 @@ from ..errors import (
 from ..settings import state_folder
 from . import kernel
 from .holders import children_of, daemon_of, ended, holders_of, is_mounted
-from .mountpoint import is_alive, our_mount, prepare, read_through, real_path, unmount
+from .mountpoint import (
+    is_alive,
+    our_mount,
+    prepare,
+    read_through,
+    real_path,
+    remove_made,
+    unmount,
+)
 from .request import MountRequest
 
 told = logging.getLogger("diesel.mount")
@@ -53,12 +61,25 @@ _PIDS_SHOWN = 20
 
 
 def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
-    """Mounts in the background and returns when reads work.
+    """Mounts in the background and returns when reads work. A folder that is missing is made, and
+    is removed when the mount goes.
 
-    Raises DieselError with the reason, and with the end of the log where the daemon wrote any.
-    What it warns of is a warning of the logger `diesel.mount` here too.
+    Raises DieselError with the reason, and with the end of the log where the daemon wrote any. A
+    call that fails or is interrupted leaves nothing behind. What the daemon warns of is a warning
+    of the logger `diesel.mount` here too.
     """
     request = _checked(request)
+    try:
+        _start(request, program)
+    except BaseException as error:
+        if isinstance(error, DeadlineError) or not isinstance(error, Exception):
+            with suppress(DieselError):  # nothing may be mounted
+                umount(request.mountpoint, force=True)
+        remove_made(request.made_folders)
+        raise
+
+
+def _start(request: MountRequest, program: Sequence[str]) -> None:
     with log_file(_log_path(request)) as log:
         start = log.tell()
         try:
@@ -68,10 +89,6 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
             )  # fmt: skip
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} died at once")
-        except DeadlineError:
-            with suppress(DieselError):  # nothing may be mounted
-                umount(request.mountpoint, force=True)
-            raise
         except DieselError as error:
             add_last_lines(error, log, start)
             raise
@@ -159,8 +176,8 @@ def _checked(request: MountRequest) -> MountRequest:
                 "only root may use --allow-other here",
                 advice="write user_allow_other into /etc/fuse.conf",
             )
-    prepare(request.mountpoint, request.kept_outside)
-    return request
+    made = prepare(request.mountpoint, request.kept_outside)
+    return replace(request, made_folders=tuple(made))
 
 
 def _users_may_allow_other() -> bool:

@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from ..errors import BusyError, DeadlineError, DieselError, NoSuchPath, PermissionDenied, UsageError
+from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
 from ..mountinfo import Mounted, mounts
 from . import kernel
 
@@ -50,11 +51,13 @@ def our_mount(directory: str | os.PathLike[str]) -> Mounted:
     return found
 
 
-def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> None:
-    """Checks that something can be mounted here, and takes away a dead mount of ours.
+def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> Sequence[str]:
+    """Checks that something can be mounted here, takes away a dead mount of ours, and makes the
+    folder where it is missing. Returns the folders that it has made, the outermost first: whoever
+    takes the mount away gives them to `remove_made`.
 
     `kept_outside`: folders that the mount must neither hide nor lie in (the store, the cache).
-    Raises UsageError, NoSuchPath, BusyError or PermissionDenied.
+    Raises UsageError, BusyError or PermissionDenied.
     """
     found = mounted_at(mountpoint)
     if found is not None and is_ours(found):
@@ -63,22 +66,52 @@ def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> None:
                 f"{found.source} is mounted on {mountpoint}", advice="umount it, or take another"
             )
         unmount(mountpoint, lazy=True)
-    try:
-        names = os.listdir(mountpoint)
-    except FileNotFoundError:
-        raise NoSuchPath(f"no folder {mountpoint}", advice="make it first") from None
-    except NotADirectoryError:
-        raise UsageError(f"{mountpoint} is not a folder") from None
-    except OSError as error:
-        raise PermissionDenied(f"cannot look into {mountpoint}: {error.strerror}") from error
-    if names:
-        raise UsageError(f"{mountpoint} is not empty", advice="mount on an empty folder")
     for folder in kept_outside:
         inner, outer = Path(mountpoint), Path(os.path.realpath(folder))
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
                 f"{mountpoint} and {outer} lie in one another", advice="take another folder"
             )
+    made = _make(mountpoint)
+    try:
+        names = os.listdir(mountpoint)
+    except NotADirectoryError:
+        raise UsageError(f"{mountpoint} is not a folder") from None
+    except OSError as error:
+        raise PermissionDenied(f"cannot look into {mountpoint}: {error.strerror}") from error
+    if names:
+        raise UsageError(f"{mountpoint} is not empty", advice="mount on an empty folder")
+    return made
+
+
+def _make(folder: str) -> Sequence[str]:
+    """Makes a folder and those above it where they are missing. Raises UsageError, DieselError."""
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    made: list[str] = []
+    for each in reversed(missing):
+        try:
+            os.mkdir(each)
+        except FileExistsError:  # another process has just made it
+            continue
+        except OSError as error:
+            remove_made(made)
+            text = f"cannot make the folder {each}: {error.strerror}"
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise UsageError(text) from error
+            advice = "mount on a folder of your own, or let root make this one and give it to you"
+            raise PermissionDenied(text, advice=advice) from error
+        made.append(each)
+    return made
+
+
+def remove_made(folders: Sequence[str]) -> None:
+    """Removes the folders that `prepare` has made. One that is in use again stays."""
+    with suppress(OSError):
+        for folder in reversed(folders):
+            os.rmdir(folder)
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:

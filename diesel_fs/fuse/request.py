@@ -46,6 +46,7 @@ class MountRequest(Request):
     user: str = ""  # to a server
     key: str = field(default="", repr=False)
     joins: TaskOptions = NO_TASK
+    made_folders: tuple[str, ...] = ()  # for the mount point, the outermost first; they go with it
 
     def made_by(self, credentials: Credentials | None) -> "MountRequest":
         """The same request, of somebody whom a server knows."""

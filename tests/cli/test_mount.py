@@ -1,10 +1,16 @@
 """`dlcmd mount`, `umount` and `stats`. What a mount does is tested in `tests/fuse`."""
 
 import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from diesel_fs.fuse.mountpoint import mounted_at
 from dlcmd.mount_stats import lines
 from tests.trees import facts, write
 
@@ -26,7 +32,6 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
     dlcmd("put", source, "pets")
     folder = tmp_path / "mnt"
-    assert "no folder" in dlcmd("mount", "pets", folder, code=10).err
     folder.mkdir()
     assert "version 7" in dlcmd("mount", "pets@7", folder, code=10).err
     said_so = dlcmd("mount", "--seed", "4", "--group-size", "3", "pets", folder).out
@@ -84,6 +89,120 @@ def test_statistics_are_shown_in_groups_with_units() -> None:
         "late 0 0 10 0 % 0 not followed yet", "over - all read", "",
         "new in a later version:", "some bytes 3 B",
     ]  # fmt: skip
+
+
+@pytest.mark.fuse
+def test_a_missing_folder_is_made_and_goes_with_its_mount(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """With the missing folders above it, and those alone; whichever way the mount goes."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    (tmp_path / "there").mkdir()
+    folder = tmp_path / "there/made/mnt"
+
+    def left() -> bool:
+        return (tmp_path / "there/made").exists()
+
+    dlcmd("mount", "pets", folder)
+    assert (folder / "a").read_bytes() == b"1"
+    dlcmd("umount", folder)
+    assert not left()
+    dlcmd("mount", "pets", folder)
+    with (folder / "a").open("rb") as file:
+        dlcmd("umount", "--lazy", folder)
+        wait_until(lambda: not left())
+        assert file.read() == b"1"
+    dlcmd("mount", "pets", folder)
+    os.kill(_daemon_of(dlcmd, folder), signal.SIGTERM)
+    wait_until(lambda: not left())
+    dlcmd("mount", "gone", folder, code=10)
+    assert not left()
+    dlcmd("mount", "pets@7", folder, code=10)
+    assert not left()
+    with dlcmd.start("mount", "-f", "pets", folder) as process:
+        wait_until((folder / "a").exists)
+        process.terminate()
+    assert not left()
+    dlcmd("mount", "pets", folder)
+    plain = ["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]
+    subprocess.run([*plain, folder], check=True)
+    wait_until(lambda: not left())
+    dlcmd("mount", "pets", folder)
+    (tmp_path / "there/made/other").mkdir()
+    dlcmd("umount", folder)
+    assert [each.name for each in folder.parent.iterdir()] == ["other"]
+    assert (tmp_path / "there").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        (tmp_path / "file").touch()
+        said = dlcmd("mount", "pets", tmp_path / "file/mnt", code=2).err
+    else:
+        tmp_path.chmod(0o500)
+        said = dlcmd("mount", "pets", tmp_path / "mnt", code=12).err
+    assert "cannot make the folder" in said
+
+
+def _daemon_of(dlcmd: Dlcmd, folder: Path) -> int:
+    pid = dlcmd("--json", "stats", folder).objects[0]["pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Returns when the condition holds; fails after a minute."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """The mount's daemon and the processes that it has forked, by their arguments."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if os.fsencode(folder) in words and b"diesel_fs.fuse.daemon" in words:
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                found += [int(process.name)] * (state != "Z")
+    return found
+
+
+MOMENTS: dict[str, Callable[[Path], object]] = {
+    "the daemon has been started": _processes_of,
+    "the daemon has forked": lambda folder: len(_processes_of(folder)) > 1,
+    "it is mounted, but not ready": lambda folder: mounted_at(str(folder)),
+}
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+)
+def test_a_mount_that_is_interrupted_leaves_nothing(
+    dlcmd: Dlcmd, tmp_path: Path, moment: str, number: signal.Signals, code: int
+) -> None:
+    """Ctrl-C, a terminal that goes away, a kill: no mount comes up later."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    folder = tmp_path / "made" / "mnt"
+    for _ in range(20):  # it may be ready before it is interrupted
+        with dlcmd.start("mount", "pets", folder) as process:
+            wait_until(lambda: MOMENTS[moment](folder) or process.poll() is not None)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        if process.returncode:
+            break
+        dlcmd("umount", folder)
+    assert process.returncode == code, said
+    if number == signal.SIGKILL:  # it can wait for nothing; who forks may be missed by one look
+        wait_until(lambda: not any(_processes_of(folder) for _ in range(2)))
+    assert _processes_of(folder) == []
+    assert mounted_at(str(folder)) is None
+    assert not folder.parent.exists()
+    dlcmd("delete-dataset", "--yes", "pets")
+    assert list(dlcmd.store.glob("datasets/*/chunks/*/*")) == []
 
 
 @pytest.mark.fuse
