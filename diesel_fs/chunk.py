@@ -167,11 +167,9 @@ class Header:
         names: Sequence[bytes],
         records: npt.NDArray[np.void],
     ) -> tuple[Rows, dict[int, Stamp]]:
-        tails = dict(self.links)
-        for place, part in self.parts.items():
-            tails[place] = self._extent(place, part)
-        if tails:
-            tails = {i: tails[place] for i, place in enumerate(places) if place in tails}
+        tails: dict[int, bytes] = {}
+        if self.links or self.parts:
+            tails = {i: tail for i, place in enumerate(places) if (tail := self.tail(place))}
         stamps: dict[int, Stamp] = {}
         if self.stamps:
             known = self.stamps
@@ -179,6 +177,11 @@ class Header:
         chunk = np.zeros(len(places), np.uint32)
         rows = Rows(self.folders, folder, names, records, chunk, [self.preamble.id], tails)
         return rows, stamps
+
+    def tail(self, place: int) -> bytes:
+        """What a row of the entry at `place` has beside its record: a link's target, an extent."""
+        part = self.parts.get(place)
+        return self.links.get(place, b"") if part is None else self._extent(place, part)
 
     def _has_repeats(self) -> bool:
         """Whether a path may stand here more than once."""

@@ -40,7 +40,8 @@ from .snapshots import adopt
 from .storage.objects import ObjectStore
 from .task.client import TaskStore, requested
 from .task.request import TaskOptions, TaskWords, whole
-from .writer.options import COMPRESSIONS
+from .writer.clashes import acknowledge
+from .writer.options import COMPRESSIONS, PutReport
 from .writer.pack import Packer, Unsettled
 from .writer.plan import RESERVED
 
@@ -324,17 +325,27 @@ class Dataset:
         self._pending.add(target)
 
     def flush(self) -> int:
-        """Make all that was put or deleted durable (DL_flush), and show it; the version."""
+        """Make all that was put or deleted durable (DL_flush), and show it; the version.
+
+        Raises ConflictError, after all that, where another writer has made a folder of a file that
+        was put, or the other way round: the folder shows.
+        """
         self._check_open()
         if self._session is None or self._owner != os.getpid():
             return self._view.version
         assert self._packer is not None
         self._packer.finish()
-        self._session.finish()
+        report = PutReport()
+        if acknowledge(self._repository, self._session, report):
+            self._packer.close()
+            self._forget_session()
         if not self._pinned:  # else the view goes on without them
             self._made.clear()
             self._pending.clear()
-        return self._view.version if self._pinned else self.refresh()
+            self.refresh()
+        for path, reason in report.failed:
+            raise ConflictError(f"{os.fsdecode(path)!r}: {reason}")
+        return self._view.version
 
     def delete(self, path: Where, *, recursive: bool = False) -> None:
         """Delete a file, link or empty folder (DL_delete), or a whole folder. Durable on return.
@@ -475,9 +486,12 @@ class Dataset:
         assert self._task is not None
         return self._task
 
-    def _forget_writes(self) -> None:
+    def _forget_session(self) -> None:
         self._session: WriteSession | None = None
         self._packer: Packer | None = None
+
+    def _forget_writes(self) -> None:
+        self._forget_session()
         self._owner = os.getpid()
         self._made: set[bytes] = set()  # folders and files that the view does not show yet
         self._pending: set[bytes] = set()
@@ -489,6 +503,8 @@ class Dataset:
             self._forget_writes()
         if self._packer is None:
             session = self._session = self._repository.begin(self.name, create=False)
+            session.shows(self._view)
+            _ = session.view  # as it is now, before anybody else goes on
 
             def stored(preamble: bytes, header: bytes, _: int) -> None:
                 session.commit(preamble, header)
@@ -522,8 +538,7 @@ class Dataset:
         """What stands at a path, by the newest version that this writer knows: others may have
         put it since the one that this object shows."""
         assert self._session is not None
-        newer = self._session.version > self._view.version
-        view = self._session.view if newer else self._view
+        view = max(self._view, self._session.view, key=lambda view: view.version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 

@@ -235,8 +235,9 @@ class RemoteSession(WriteSession):
     def admit(self, preamble: bytes, header: bytes) -> Admitted:
         """What a chunk brought that has been put: the server has checked and committed it."""
         front = parse_preamble(preamble, identity=self.identity)
-        self._own[front.id] = None
-        return admitted(parse_header(front, header))
+        chunk = admitted(parse_header(front, header))
+        self._committed(chunk)
+        return chunk
 
     def commit_all(self, chunks: Iterable[Admitted]) -> int:
         return 0

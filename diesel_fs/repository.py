@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -485,6 +485,8 @@ class WriteSession:
         self._view: Snapshot | None = None
         self._info = info
         self._own: dict[ChunkId, None] = {}  # what has been committed
+        self.folders: set[bytes] = set()
+        """The folders in which something has been committed."""
 
     @property
     def version(self) -> int:
@@ -514,8 +516,18 @@ class WriteSession:
         committed = list(chunks)
         with self._explained():
             version = self._repository.commit_all(self.identity, committed)
-        self._own.update((chunk.batch.chunk.id, None) for chunk in committed)
+        self._committed(*committed)
         return version
+
+    def _committed(self, *chunks: Admitted) -> None:
+        for chunk in chunks:
+            self._own[chunk.batch.chunk.id] = None
+            self.folders.update(chunk.batch.rows.folders)
+
+    @property
+    def chunks(self) -> Set[ChunkId]:
+        """What this session has committed."""
+        return self._own.keys()
 
     def commit(self, preamble: bytes, header: bytes) -> Admitted:
         """`Repository.commit`, into the dataset that this session began on."""
@@ -533,6 +545,11 @@ class WriteSession:
         if len(builder):
             self._store(builder)
         return len(paths)
+
+    def shows(self, view: Snapshot) -> None:
+        """Take a view that is there already for `view`, if it is of that version."""
+        if view.identity == self.identity and view.version == self.version:
+            self._view = view
 
     def others_wrote(self) -> bool:
         """Whether anybody else has committed or purged chunks since this session began."""

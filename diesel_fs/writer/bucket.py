@@ -20,6 +20,7 @@ from ..entries import Kind, Stat, join, path_fault, split
 from ..errors import ConflictError, NotFoundError, UsageError
 from ..repository import Repository, WriteSession
 from ..snapshot import Snapshot, same_content
+from .clashes import acknowledge
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Unsettled
 from .plan import RESERVED
@@ -95,7 +96,7 @@ def put_bucket(
     put.run(session)
     if gone := put.standing.gone():
         put.report.deleted = session.delete(gone)
-    put.report.version = session.finish()
+    acknowledge(repository, session, put.report, prefix)
     leave_out_shadowed(repository, session, view, put.report, "it is a folder of the bucket, too")
     progress(put.report)
     return put.report

@@ -25,6 +25,7 @@ from ..commits import Admitted, StaleChunk
 from ..entries import ChunkId
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, revived
 from ..repository import Repository, WriteSession
+from .clashes import acknowledge
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
 from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process
@@ -300,7 +301,7 @@ def put_tree(
             batches = _batches(plan.changes(late), report)
         if options.delete:
             report.deleted = session.delete(plan.gone())
-        report.version = session.finish()
+        acknowledge(repository, session, report, prefix)
         return report
     finally:
         os.close(root)

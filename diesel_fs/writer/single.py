@@ -12,6 +12,7 @@ from ..entries import MODE_MASK, Kind, Stat, check_path, split
 from ..errors import ConflictError, NotFoundError, PermissionDenied, UsageError
 from ..repository import Repository, WriteSession
 from ..snapshot import Snapshot, same_content
+from .clashes import acknowledge
 from .options import Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Stored, Unsettled, why
 from .plan import RESERVED
@@ -65,7 +66,7 @@ def put_file(
             report.fail(name, why(error))
         finally:
             packer.close()
-        report.version = session.finish()
+        acknowledge(repository, session, report)
         progress(report)
         return report
     finally:

@@ -82,10 +82,9 @@ def leave_out_shadowed(
 ) -> None:
     """After a put of a source that has files where it has folders, too: these files go again.
 
-    Where others wrote meanwhile they may be theirs, and stay.
+    Where others wrote meanwhile the files may be theirs, and stay: `verify` names them.
     """
-    after = repository.view(session.name)
-    shadowed = sorted(_shadowed(after) - _shadowed(before))
+    shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
     if shadowed and not session.others_wrote():
         session.delete(shadowed)
         for path in shadowed:

@@ -29,6 +29,7 @@ from ..entries import MODE_MASK, Kind, Stat, join, path_fault, shown, split
 from ..errors import UsageError
 from ..repository import Repository, WriteSession
 from ..snapshot import Snapshot, same_content
+from .clashes import acknowledge
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Unsettled
 from .plan import RESERVED
@@ -91,7 +92,7 @@ def put_tar(
             ))  # fmt: skip
         if whole and (gone := put.standing.gone()):
             report.deleted = session.delete(gone)
-        report.version = session.finish()
+        acknowledge(repository, session, report, prefix)
         leave_out_shadowed(repository, session, view, report, "it is a folder of the tar, too")
         progress(report)
         return report

@@ -448,3 +448,24 @@ def test_O15_a_chunk_that_was_lost_fails_every_flush(
         dataset.put(b"again", "f0")
         dataset.flush()
         assert dataset.get("f0") == b"again"
+
+
+@pytest.mark.parametrize("file_first", [True, False])
+def test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept(
+    url: str, file_first: bool
+) -> None:
+    with connect("ds", url, create=True) as one, connect("ds", url) as two:
+        one.put(b"1", "before")
+        two.put(b"2", "before too")
+        one.put(b"a file", "p") if file_first else one.put(b"inside", "p/in")
+        two.put(b"inside", "p/in") if file_first else two.put(b"a file", "p")
+        one.flush()
+        if file_first:  # else the folder gives way as the older of the two
+            with pytest.raises(ConflictError, match="'p': it is a file and a folder now"):
+                two.flush()
+        two.put(b"3", "after")
+        two.flush()
+        assert two.ls() == ["after", "before", "before too", "p"]
+        assert two.get("p/in") == b"inside"
+        two.delete("p/in")
+        assert two.get("p") == b"a file"

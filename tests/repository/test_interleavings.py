@@ -16,6 +16,8 @@ from diesel_fs.errors import CorruptError
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.writer.clashes import acknowledge
+from diesel_fs.writer.options import PutReport
 
 UNIT = 65536
 
@@ -215,3 +217,91 @@ def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: Repository)
     assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
     assert content(repository, b"p/inside") == b"x"
     assert any("p is a file and a folder" in text for text in verify(repository, "ds").notes)
+
+
+def folder_of(writer: Writer, inside: bool) -> None:
+    writer.builder.add_folder((b"", b"p"), 0o750, 1)
+    if inside:
+        writer.builder.room(1)[:1] = b"x"
+        writer.builder.add_file((b"p", b"inside"), 0o644, 1, 1)
+
+
+def large_file_of(writer: Writer, content: bytes) -> list["Sealed"]:
+    sealed: list[Sealed] = []
+    for number, start in enumerate(range(0, len(content), UNIT)):
+        some = content[start : start + UNIT]
+        part = Part(number, -(-len(content) // UNIT), start, len(some))
+        writer.add(b"p", some, part, len(content))
+        if sealed:
+            writer.builder.set_stamp(sealed[0].header.stamp(0))
+        sealed.append(writer.seal())
+    return sealed
+
+
+@pytest.mark.parametrize("kind", ["file", "large file", "link"])
+@pytest.mark.parametrize("order", ["sealed last", "committed last", "finished last"])
+def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
+    repository: Repository, kind: str, order: str
+) -> None:
+    """Whichever comes first, the file is kept beside the folder: who finishes last sees to it."""
+    a, b = Writer(repository), Writer(repository)
+    assert a.session.view.version == b.session.view.version
+    text = b"a file" if kind == "file" else bytes(range(256)) * 600
+    folder_of(b, inside=True)
+    early = b.seal() if order == "finished last" else None
+    sealed: list[Sealed] = []
+    if kind == "link":
+        a.builder.add_link((b"", b"p"), 5, b"target")
+        sealed.append(a.seal())
+    elif kind == "file":
+        a.add(b"p", text)
+        sealed.append(a.seal())
+    else:
+        sealed += large_file_of(a, text)
+    late = early or b.seal()
+    reports = {a: PutReport(), b: PutReport()}
+    if order == "committed last":  # the file's stamp is the smaller, and it never shows
+        late.commit()
+        acknowledge(repository, b.session, reports[b])
+    for each in sealed:
+        each.commit()
+    acknowledge(repository, a.session, reports[a])
+    if order != "committed last":
+        late.commit()
+        acknowledge(repository, b.session, reports[b])
+    view = repository.view("ds")
+    assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
+    assert content(repository, b"p/inside") == b"x"
+    assert any("p is a file and a folder" in text for text in verify(repository, "ds").notes)
+    named = [path for report in reports.values() for path, _ in report.failed]
+    assert named == ([] if order == "finished last" else [b"p"])
+    repository.begin("ds").delete([b"p/inside"])
+    view = repository.view("ds")
+    index = view.lookup(b"p")
+    if kind == "link":
+        assert (view.link(index), view.stat(index).mtime_ns) == (b"target", 5)
+    else:
+        assert content(repository, b"p") == text
+    rebuilt_equals_live(repository)
+
+
+@pytest.mark.parametrize("how", ["deleted", "not ours"])
+def test_Z4_a_file_that_somebody_meant_to_replace_stays_replaced(
+    repository: Repository, how: str
+) -> None:
+    a, b, looker = Writer(repository), Writer(repository), Writer(repository)
+    for writer in (a, b, looker):
+        assert writer.session.view.entry_count == 1
+    a.add(b"p", b"a file")
+    a.seal().commit()
+    writer = b if how == "deleted" else looker
+    if how == "deleted":
+        a.session.delete([b"p"])
+    folder_of(b, inside=True)
+    b.seal().commit()
+    looker.add(b"else", b"1")
+    looker.seal().commit()
+    report = PutReport()
+    acknowledge(repository, writer.session, report)
+    assert report.failed == []
+    assert verify(repository, "ds").notes == []

@@ -40,11 +40,13 @@ from tests.cli.test_put import (  # noqa: F401
 )
 from tests.client.test_client import (  # noqa: F401
     filled,
+    test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept,
     test_a_forked_child_never_writes_its_parents_buffer,
     test_an_epoch_in_a_chunk_wise_order,
     test_an_exception_flushes_nothing,
     test_mount_from_python,
     test_nor_below_one_that_a_pinned_view_does_not_show,
+    test_nor_over_what_another_writer_has_put_meanwhile,
     test_nothing_goes_below_a_file_that_was_put_before,
     test_one_version_until_something_is_missing,
     test_put_get_delete,
