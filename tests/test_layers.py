@@ -119,6 +119,7 @@ L4  task.daemon: task.holdings task.local task.master
 L4  task.__main__: task.daemon
 L4  writer/
 L4  client: writer/
+L4  differences: writer/
 L4  extract
 L4  control
 L4  nodes

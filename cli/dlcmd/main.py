@@ -35,6 +35,7 @@ VERBS = {
     "cat": ("getting", "Write the contents of files to standard output."),
     "rm": ("removing", "Delete entries."),
     "du": ("listing", "Count files, their bytes, and the bytes that they take."),
+    "diff": ("comparing", "Show what differs between versions, or from a folder."),
     "save-meta": ("metadata", "Write a dataset's snapshot to a file."),
     "load-meta": ("metadata", "Check a snapshot file, and show what it holds."),
     "delete-dataset": ("removing", "Delete a dataset for ever."),

@@ -264,7 +264,7 @@ def put_tree(
         raise UsageError("a list of files says nothing about others: --delete cannot go with it")
     repository.refuse_recursion(source)
     report = PutReport()
-    root = _open_source(source)
+    root = open_source(source)
     try:
         session = None if options.dry_run else repository.begin(dataset)
         view = session.view if session else view_unchanged(repository, dataset)
@@ -307,7 +307,8 @@ def put_tree(
         os.close(root)
 
 
-def _open_source(source: Path) -> int:
+def open_source(source: Path) -> int:
+    """A descriptor of a folder. Raises NotFoundError, PermissionDenied."""
     try:
         return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:

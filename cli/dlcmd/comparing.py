@@ -1,0 +1,100 @@
+"""`dlcmd diff`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from diesel_fs.differences import Differences, between, from_folder
+from diesel_fs.errors import NoSuchDataset, UsageError
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+
+from .addresses import Address, opened, versioned_address
+from .options import flags, verb
+from .output import emit, end_partial, json_name, name_line, say, say_json
+from .progress import Progress, shown_progress
+
+_SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
+
+
+def first_side(text: str) -> Address:
+    """A dataset or what is below a path of it. Raises UsageError."""
+    if text[:1] in ("/", ".", "~"):
+        raise UsageError(
+            f"{text} is no dataset", advice="name the dataset first: `dlcmd diff DATASET FOLDER`"
+        )
+    return versioned_address(text)
+
+
+def second_side(text: str) -> Address | Path:
+    """A dataset, or a folder: one has a slash in its name, or is `.` or `..`. Raises UsageError."""
+    return Path(text) if "/" in text or text in (".", "..") else versioned_address(text)
+
+
+@verb("diff")
+@click.argument("first", type=first_side, metavar="DATASET[@VERSION][/path]")
+@click.argument("second", type=second_side, metavar="DATASET[@VERSION]|FOLDER")
+@click.option("--checksum", is_flag=True, help="Compare a folder's contents, too.")
+def diff(first: Address, second: Address | Path, checksum: bool) -> None:
+    """Show what differs between two versions, two datasets, or a dataset and a folder.
+
+    There is a line for each entry: + where only the second side has it, - where only the first has
+    it, M where its mode, mtime, size or content is another. What has become another kind of entry
+    is - and +. With a path, only what lies below it is compared. A FOLDER has a slash in its name
+    (./images). It is compared as `put` does it, so the lines say what `put --delete` would do. The
+    exit code is 0 also where something differs.
+
+    \b
+    Examples:
+      dlcmd diff pets@1790000000000000 pets
+      dlcmd diff pets/train ~/images/train
+      dlcmd diff --json pets ./images | tail -n 1
+    """
+    with opened() as repository, shown_progress(f"diff {first}") as show:
+        old = first.view(repository)
+        if isinstance(second, Path):
+            total = len(old)
+            found = from_folder(
+                old, first.path, second, checksum=checksum,
+                looked=lambda done: show(Progress(done, max(done, total), 0)),
+            )  # fmt: skip
+        else:
+            new = _view(repository, second)
+            found = between(old, new, first.path)
+    emit(_lines(found))
+    _sum_up(found)
+    end_partial(found.failed, str(second), "compared")
+
+
+def _view(repository: Repository, second: Address) -> Snapshot:
+    try:
+        return second.view(repository)
+    except NoSuchDataset as error:
+        if Path(second.dataset).is_dir():
+            error.advice = f"write ./{second.dataset} for the folder"
+        raise
+
+
+def _lines(found: Differences) -> Iterator[bytes]:
+    sides = (found.added, found.changed, found.removed)
+    for (event, sign), paths in zip(_SIGNS, sides, strict=True):
+        for path in paths:
+            if flags().json:
+                yield json.dumps({"event": event, **json_name(path)}).encode() + b"\n"
+            else:
+                yield sign + name_line(path or b".")
+
+
+def _sum_up(found: Differences) -> None:
+    counts = {
+        "added": len(found.added),
+        "changed": len(found.changed),
+        "removed": len(found.removed),
+        "unchanged": found.unchanged,
+    }
+    if flags().json:
+        say_json({"event": "done", **counts})
+    else:
+        say(", ".join(f"{count:,} {what}" for what, count in counts.items()))
