@@ -324,6 +324,11 @@ class ExtentReader:
             else:
                 yield flight.contents.result()[span]
 
+    def close(self) -> None:
+        """Stop reading ahead. Repeatable."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made."""
         return dict(self._counts)

@@ -15,6 +15,7 @@ Whatever fails before (3) changes nothing: the mount stays at its version, the l
 and it is tried again at the next look. Concurrency: trio, in the server; one task.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -87,6 +88,7 @@ class Follower:
         self._said = ""
         self._seen, self._seen_s = 0, 0.0
         self._put_off_by: list[str] = []
+        self._versions = 1  # that were answered for when memory was last given back
         self._told: int | None = None  # the version of which the kernel knows all that it must
 
     def stats(self) -> Mapping[str, object]:
@@ -127,6 +129,7 @@ class Follower:
             try:
                 await self._drop_given()
                 self._vfs.let_go()
+                await self._give_back()
                 await self._in_thread(lambda: self._leases.hold(self._vfs.snapshots))
                 await self._look()
             except DieselError as error:
@@ -198,6 +201,16 @@ class Follower:
         with trio.move_on_after(self._request.read_deadline_s):
             await self._vfs.settle_before()
         await self._in_thread(before.close)
+        self._versions += 1  # the one before may have gone at once
+
+    async def _give_back(self) -> None:
+        """Frees versions that have gone. Each hangs together in circles, and its snapshot would
+        stay mapped until Python looks for those.
+        """
+        versions = len(self._vfs.snapshots)
+        if versions < self._versions:
+            await self._in_thread(gc.collect)
+        self._versions = versions
 
     def _ready(self) -> "_Ready | None":
         """Another version, opened and compared. In a thread. Raises DieselError."""

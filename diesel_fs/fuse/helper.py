@@ -11,6 +11,7 @@ before all other work, and what is resident of unchanged files counts on. One th
 read ahead in others.
 """
 
+import gc
 import logging
 import os
 import select
@@ -71,11 +72,11 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
             return 0  # no session that could be helped
         device, file, shared = descriptors
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
-        snapshot = snapshot_at(file)
-        os.close(file)
         name = begin["device"]
         helper = Helper(server, request, opener, device, _whole(begin, "push_bytes"))
-        helper.show(snapshot, None, PushBoard(shared))
+        helper.show(snapshot_at(file), None, PushBoard(shared))  # no name here would keep them
+        for descriptor in (file, shared):  # both are mapped
+            os.close(descriptor)
         try:
             helper.run(str(name), early)
         finally:
@@ -199,11 +200,14 @@ class Helper:
             before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
         snapshot = snapshot_at(file)
         nodes, met, was = read_numbers(numbers, snapshot.entry_count)
-        for descriptor in (file, numbers):
+        board = PushBoard(shared)
+        for descriptor in (file, numbers, shared):  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(residents.events)
         residents.close()
-        self.show(snapshot, nodes, PushBoard(shared))
+        self._pieces.close()
+        self.show(snapshot, nodes, board)
+        self._opener.keep_only(snapshot)
         self._residency.take_over(held, was)
         self._residents.walked_entries = residents.walked_entries
         found = Match(old, snapshot, met, was)
@@ -216,6 +220,7 @@ class Helper:
     def _told_all(self, asked: Value) -> Iterator[None]:
         self._server.send({"id": asked})
         self._is_news = True
+        gc.collect()  # the version before hangs together in circles: its snapshot would stay mapped
         yield
 
     def _tell_kernel(self) -> float:

@@ -61,6 +61,10 @@ class Pieces(Protocol):
         """What was read."""
         ...
 
+    def close(self) -> None:
+        """Stops reading ahead. Repeatable."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -105,7 +109,8 @@ class Memory:
 class SourceOpener:
     """Opens what a request names; the server and the helper of a mount each do.
 
-    What was opened for a task is kept, by version: it is joined once. One thread at a time opens.
+    What was opened for a task is kept, by version, until another version is shown: a process joins
+    the task once for each version. One thread at a time opens.
     """
 
     def __init__(self) -> None:
@@ -161,14 +166,21 @@ class SourceOpener:
 
     def shown(self, snapshot: Snapshot) -> None:
         """The mount has gone over to a version: so does the task. Blocks for a moment."""
-        for version in sorted(dict(self._stores)):
-            if version != snapshot.version:
-                self._stores[version].show(snapshot)
+        before = self._stores.get(self._shown_version)
+        if before is not None and self._shown_version != snapshot.version:
+            before.show(snapshot)
+        if (store := self._stores.get(snapshot.version)) is not None:
+            store.retry()
+            store.connect()  # a master ends with its last connection: first this, then the others
+        self.keep_only(snapshot)
+
+    def keep_only(self, snapshot: Snapshot) -> None:
+        """Closes what was opened of the task for other versions than this one, which is shown from
+        now on. What is still open of another version is read from the store.
+        """
         self._shown_version = snapshot.version
-        if snapshot.version in self._stores:
-            self._stores[snapshot.version].retry()
-        for version in sorted(self._stores)[:-2]:  # what is open is read from the one before
-            del self._stores[version]
+        for version in [each for each in self._stores if each != snapshot.version]:
+            self._stores.pop(version).close()
 
     def task_stats(self) -> dict[str, object]:
         """What the task's cache is and did; nothing without a task. May block for a moment."""
@@ -179,7 +191,7 @@ class SourceOpener:
         self, request: MountRequest, repository: Repository, snapshot: Snapshot
     ) -> ObjectStore:
         """Where contents are read from: the repository, or the task's cache before that."""
-        if not request.joins:
+        if not request.joins or snapshot.version < self._shown_version:
             return repository.objects
         store = self._stores.get(snapshot.version)
         if store is None:

@@ -140,6 +140,9 @@ class FolderPieces:
         """How many it was given."""
         return {"pieces": self._given}
 
+    def close(self) -> None:
+        """Nothing is read ahead."""
+
 
 class FolderReader:
     """A `ContentReader` over the source folder; what was read once is in memory."""

@@ -24,11 +24,15 @@ def noise(seed: int, size: int = FILE_BYTES) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def soon(what: Callable[[], object], hope_s: float = HOPE_S) -> None:
-    """Waits until something is true."""
+def soon(
+    what: Callable[[], object],
+    hope_s: float = HOPE_S,
+    otherwise: Callable[[], str] = lambda: "it never came about",
+) -> None:
+    """Waits until something is true; `otherwise` says what is so where it never comes about."""
     end_s = time.monotonic() + hope_s
     while not what():
-        assert time.monotonic() < end_s, "it never came about"
+        assert time.monotonic() < end_s, otherwise()
         time.sleep(0.02)
 
 
