@@ -84,6 +84,7 @@ look_for() {
         ;;
     test)
         need strace strace
+        need faketime faketime
         need fuser psmisc
         need bindfs bindfs
         need mkfs.ext4 e2fsprogs

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .entries import ChunkId, Stamp
+from .errors import ConflictError
 
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
@@ -127,7 +128,7 @@ class IdSource:
     def next(self, newest: ChunkId, writer_of: ChunkId | None = None) -> ChunkId:
         """The next ID (FORMAT.md, section 3), with the machine and process part of `writer_of`.
 
-        Raises OverflowError in 2106, when the timestamps end.
+        Raises ConflictError where it would be later than 2106, when the timestamps end.
         """
         if self._process() != self._drawn_by:
             self._lock = threading.Lock()  # a lock held by another thread at the fork stays held
@@ -138,7 +139,11 @@ class IdSource:
                 self._seconds = self._counter = 0
             chosen = self._successor(id_fields(newest), writer_of)
             if chosen.seconds > _SECONDS_MAX:
-                raise OverflowError("chunk IDs end in 2106")
+                raise ConflictError(
+                    "the timestamps of chunk IDs end in 2106, and the dataset's next one is later",
+                    advice="only a copy into a new dataset helps (`dlcmd get`, then `dlcmd put`),"
+                    " by a clock that is right",
+                )
             self._seconds, self._counter = chosen.seconds, chosen.counter
             return chosen.id()
 

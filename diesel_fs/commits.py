@@ -1,19 +1,20 @@
 """Which chunks may be committed, and what of them a metadata store is given.
 
 Owned here: the checks of a committer (FORMAT.md, section 5: the put window, IDs from the future,
-stamps that a client may not choose), and that a chunk which fails one is deleted. Not owned: the
-bytes of chunks (`chunk.py`), the fold (the metadata store's). No state; safe from any thread.
+stamps that a client may not choose), by which clock, and that a chunk which fails one is deleted.
+Not owned: the bytes of chunks (`chunk.py`), the fold (the metadata store's). Safe from any thread.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
 from .chunk import Header, parse_header, parse_preamble
-from .chunk_id import chunk_id_text, id_seconds, stamp_fields
-from .entries import ChunkInfo, Kind
-from .errors import BusyError, CorruptError, NotFoundError
+from .chunk_id import LOWEST, chunk_id_text, id_seconds, stamp_fields
+from .entries import ChunkId, ChunkInfo, Kind
+from .errors import BusyError, CorruptError, NotFoundError, ObjectStoreRefused
 from .layout import chunk_object
 from .storage.metadata import HOLD_S_MAX, Batch, MetadataStore
 from .storage.objects import ObjectStore
@@ -22,7 +23,41 @@ PUT_WINDOW_S = 3600
 """How long a chunk may take from its sealing to its commit; how far back recovery must look."""
 
 CLOCK_ALLOWANCE_S = 300
-"""How far an ID may be ahead of the committer's clock: all later IDs have to follow it."""
+"""How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
+
+FOLLOW_ALLOWANCE_S = 60
+"""How far it may be ahead of the newest committed ID, where that is ahead of the clock itself: a
+second or two is what following another writer takes."""
+
+
+class StoreClock:
+    """The time by the metadata store's clock, which is asked once and again where it matters; what
+    becomes of this host's clock meanwhile does not. Thread-safe."""
+
+    def __init__(self, ask: Callable[[], float]) -> None:
+        """`ask` gives seconds since 1970, as `MetadataStore.now_s`."""
+        self._ask = ask
+        self._told: tuple[float, float] | None = None  # and the monotonic time then
+
+    def now_s(self, *, anew: bool = False) -> float:
+        """Seconds since 1970. Raises MetadataError."""
+        told = self._told
+        if anew or told is None:
+            asked_s = time.monotonic()  # before: what comes of a slow answer is a little early
+            told = self._told = self._ask(), asked_s
+        return told[0] + time.monotonic() - told[1]
+
+    def check_own(self) -> None:
+        """Raise ObjectStoreRefused where this host's clock is ahead: everybody else's IDs would
+        have to follow those that it makes."""
+        own_s, right_s = time.time(), self.now_s(anew=True)
+        if own_s > right_s + CLOCK_ALLOWANCE_S:
+            right = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(right_s))
+            raise ObjectStoreRefused(
+                f"the clock of this host is {own_s - right_s:.0f} s ahead of the repository's,"
+                f" by which it is {right}",
+                advice="nothing has been written; set the clock right",
+            )
 
 
 class StaleChunk(BusyError):
@@ -44,7 +79,12 @@ class Admitted:
 
 
 def admit(
-    objects: ObjectStore, meta: MetadataStore, identity: UUID, preamble: bytes, header: bytes
+    objects: ObjectStore,
+    meta: MetadataStore,
+    clock: StoreClock,
+    identity: UUID,
+    preamble: bytes,
+    header: bytes,
 ) -> Admitted:
     """A chunk that is durable, from its preamble and stored header, to be committed soon.
 
@@ -58,7 +98,7 @@ def admit(
     except StaleChunk as stale:
         _delete_stale(objects, meta, identity, parsed, stale)
     try:
-        check_claims(parsed)
+        check_claims(parsed, meta, clock)
     except CorruptError:  # nor may a later recovery take it for an orphan
         objects.delete(chunk_object(identity, front.id))
         raise
@@ -73,16 +113,39 @@ def check_age(header: Header) -> None:
         raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
 
 
-def check_claims(header: Header) -> None:
-    """Raise CorruptError for an ID from the future, or stamps that a client may not choose."""
-    chunk = header.preamble.id
-    ahead_s = id_seconds(chunk) - time.time()
-    if ahead_s > CLOCK_ALLOWANCE_S:
-        raise CorruptError(
-            f"chunk {chunk_id_text(chunk)} is from the future by {ahead_s:.0f} s",
-            advice="set the clocks of the writers right",
-        )
+def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None:
+    """Raise CorruptError for an ID from the future, or stamps that a client may not choose.
+
+    Where a committed ID is from the future itself, what follows it has to be, too.
+    """
+    chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
+    if id_seconds(chunk) > limit_s:  # the two are asked only then
+        identity = header.preamble.identity
+        newest = next((m.newest for m in meta.markers() if m.identity == identity), LOWEST)
+        now_s = clock.now_s(anew=True)
+        if id_seconds(chunk) > max(
+            now_s + CLOCK_ALLOWANCE_S, id_seconds(newest) + FOLLOW_ALLOWANCE_S
+        ):
+            raise CorruptError(
+                f"chunk {chunk_id_text(chunk)} is from the future"
+                f" by {id_seconds(chunk) - now_s:.0f} s",
+                advice="set the clocks of the writers right",
+            )
     header.check_stamps(PUT_WINDOW_S)
+
+
+def ids_from_the_future(chunks: Collection[ChunkId], clock: StoreClock) -> str:
+    """How many IDs are ahead of the clock by more than is allowed; nothing where none is."""
+    limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
+    ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
+    if not ahead:
+        return ""
+    ahead_s = math.ceil(id_seconds(max(ahead)) - clock.now_s())
+    return (
+        f"{len(ahead)} chunk{'s' * (len(ahead) > 1)} with an ID from the future, by {ahead_s} s at"
+        " most: the clock of a writer was wrong; later puts follow it, and `recover --since` always"
+        " reads these chunks"
+    )
 
 
 def admitted(header: Header) -> Admitted:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from .chunk_id import id_seconds
-from .commits import PUT_WINDOW_S
+from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
 from .entries import ChunkId
 from .errors import DieselError, ObjectMissing
+from .layout import chunk_object
 from .leases import purge_is_under_way
 from .snapshots import SnapshotShelf
 from .storage.metadata import DIGEST_MODULUS, Marker, MetadataStore, chunk_digest
@@ -49,8 +50,17 @@ def missing_chunks(
     is_purged = purge_is_under_way(objects, identity)
     limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
     for chunk in names():
-        if chunk not in known and (id_seconds(chunk) < limit or chunk in acknowledged):
+        if chunk not in known and (
+            chunk in acknowledged or _sealed_s(objects, marker, chunk) < limit
+        ):
             yield chunk
+
+
+def _sealed_s(objects: ObjectStore, marker: Marker, chunk: ChunkId) -> float:
+    """When a chunk was sealed: not later than it was written, whatever its ID says."""
+    if id_seconds(chunk) < time.time() + CLOCK_ALLOWANCE_S:
+        return id_seconds(chunk)
+    return objects.stat(chunk_object(marker.identity, chunk)).modified_ns / 1e9
 
 
 def _acknowledged(shelf: SnapshotShelf, marker: Marker) -> Iterable[ChunkId]:

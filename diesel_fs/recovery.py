@@ -21,7 +21,7 @@ from uuid import UUID
 from .catalogue import DatasetInfo
 from .chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
 from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
-from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
+from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of, ids_from_the_future
 from .entries import ChunkId, shown
 from .errors import (
     BusyError,
@@ -206,6 +206,9 @@ def verify(
         _compare(check.live, folded, findings)
     findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
     _look_around(repository, info, findings)
+    with suppress(DieselError):  # without a metadata store there is no clock to go by
+        if note := ids_from_the_future(check.seen, repository.clock):
+            findings.notes.append(note)
     return findings
 
 

@@ -26,7 +26,7 @@ from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
 from .chunk_id import LOWEST, IdSource, chunk_id_text
-from .commits import Admitted, admit, batch_of
+from .commits import Admitted, StoreClock, admit, batch_of
 from .credentials import Credentials
 from .entries import ChunkId, Kind, Rows, Stat, check_dataset_name, check_path, split
 from .errors import (
@@ -92,6 +92,7 @@ class Repository:
         self.credentials: Credentials | None = None  # who we are to the server behind `objects`
         self.snapshots = SnapshotShelf(objects)
         self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
+        self.clock = StoreClock(self._store_now_s)
 
     @classmethod
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
@@ -142,6 +143,9 @@ class Repository:
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
+
+    def _store_now_s(self) -> float:
+        return self.meta.now_s()
 
     @property
     def meta_problem(self) -> DieselError | None:
@@ -319,10 +323,12 @@ class Repository:
         """A writer's session on a dataset, which is made if it is missing and `create`.
 
         Folds in what the metadata store does not know and no put under way can own. Raises
-        NoSuchDataset, MetadataError, PermissionDenied.
+        NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where this host's clock
+        is ahead, before anything is written.
         """
         check_dataset_name(name)
         meta = self.meta
+        self.clock.check_own()
         try:
             info = self.dataset(name)
         except NoSuchDataset:
@@ -399,7 +405,7 @@ class Repository:
 
     def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         """A durable chunk, checked (`commits.admit`), for `commit_all`."""
-        return admit(self.objects, self.meta, identity, preamble, header)
+        return admit(self.objects, self.meta, self.clock, identity, preamble, header)
 
     def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
         """Commit chunks together: all of them or none. Idempotent; the version comes back."""

@@ -191,6 +191,11 @@ class MetadataStore(ABC):
     """
 
     @abstractmethod
+    def now_s(self) -> float:
+        """The time (seconds since 1970) by the clock of whoever keeps the store, which is the same
+        for all its writers."""
+
+    @abstractmethod
     def markers(self) -> list[Marker]:
         """The markers of all datasets that this store knows, by name."""
 

@@ -25,7 +25,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 from uuid import UUID
 
 import numpy as np
@@ -145,6 +145,11 @@ class RedisMetadata(MetadataStore):
 
     def close(self) -> None:
         self._link.close()
+
+    def now_s(self) -> float:
+        (reply,) = self._look(lambda: self._link.run([Command(NAMES_KEY, ("TIME",))]))
+        seconds, microseconds = cast(tuple[int, int], reply)
+        return seconds + microseconds / 1e6
 
     # Datasets
 

@@ -122,6 +122,9 @@ class SqliteMetadata(MetadataStore):
     def close(self) -> None:
         self._file.close()
 
+    def now_s(self) -> float:
+        return self._file.now_s()
+
     # Datasets
 
     def markers(self) -> list[Marker]:

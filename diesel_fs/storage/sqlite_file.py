@@ -13,6 +13,7 @@ itself: closing it would drop the locks of every connection of this process.
 
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 import weakref
@@ -91,6 +92,11 @@ class SqliteFile:
             self._idle.append(self._open(create))
         with _FORK_LOCK:
             _FILES.add(self)
+
+    def now_s(self) -> float:
+        """The time by the clock of the file system: over a network, that of its server."""
+        with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
+            return os.fstat(file.fileno()).st_mtime
 
     # Transactions
 

@@ -21,7 +21,7 @@ import trio
 
 from diesel_fs.chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
 from diesel_fs.chunk_id import chunk_id_text
-from diesel_fs.commits import Admitted, StaleChunk, admit, admitted, check_age, check_claims
+from diesel_fs.commits import Admitted, StaleChunk, admitted, check_age, check_claims
 from diesel_fs.entries import ChunkId, Codec, shown
 from diesel_fs.errors import (
     BusyError,
@@ -135,7 +135,7 @@ class Writing:
 
     def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, Admitted]:
         """Check a chunk and make it durable. Raises FormatError, ObjectExists."""
-        header = _checked(identity, payload)
+        header = _checked(self._repository, identity, payload)
         chunk = admitted(header)
         name = chunk_object(identity, header.preamble.id)
         try:
@@ -150,13 +150,12 @@ class Writing:
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
-        objects, meta = self._repository.objects, self._repository.meta
         if self._repository.catalogue.is_deleted(known.identity):
-            objects.delete(chunk_object(known.identity, chunk))
+            self._repository.objects.delete(chunk_object(known.identity, chunk))
             self._directory.forget(known.name)
             raise no_such(str(known.identity))
         try:
-            admit(objects, meta, known.identity, front, stored)  # deletes one that is late
+            self._repository.admit(known.identity, front, stored)  # deletes one that is late
         except StaleChunk as stale:
             raise _late(stale) from None
         except NoSuchDataset:
@@ -222,7 +221,7 @@ class Writing:
         return WriteSession(self._repository, info).finish()
 
 
-def _checked(identity: UUID, payload: memoryview) -> Header:
+def _checked(repository: Repository, identity: UUID, payload: memoryview) -> Header:
     """The header of a chunk that a client may put, every byte of it checked.
 
     Raises FormatError; ObjectExists where another ID will do.
@@ -234,7 +233,7 @@ def _checked(identity: UUID, payload: memoryview) -> Header:
         check_age(header)
     except StaleChunk as stale:
         raise _late(stale) from None
-    check_claims(header)
+    check_claims(header, repository.meta, repository.clock)
     lz4 = header.records["codec"] == Codec.LZ4
     large = int(header.records["size"][lz4].max(initial=0)) > DECODED_BYTES_MAX
     with _one_large if large else nullcontext():

@@ -17,6 +17,7 @@ from diesel_fs.chunk_id import (
     same_writer,
 )
 from diesel_fs.entries import ChunkId
+from diesel_fs.errors import ConflictError
 
 IDS = st.binary(min_size=16, max_size=16).map(ChunkId)
 
@@ -89,7 +90,7 @@ def test_later_extents_keep_the_writer_part() -> None:
 def test_K4_timestamps_end_in_2106_and_not_in_2038() -> None:
     for seconds in (2**31 - 1, 2**31, 2**32 - 1):
         assert id_seconds(Machine(seconds).source.next(LOWEST)) == seconds
-    with pytest.raises(OverflowError):
+    with pytest.raises(ConflictError, match="copy into a new dataset"):
         Machine(2.0**32).source.next(LOWEST)
 
 

@@ -38,6 +38,8 @@ def moved_clock() -> Iterator[MovedClock]:
     ]
     with (
         mock.patch("time.time", clock.seconds),
+        mock.patch.object(SqliteMetadata, "now_s", clock.seconds),
+        mock.patch.object(RedisMetadata, "now_s", clock.seconds),
         mock.patch("diesel_fs.leases.CLOCK_AHEAD_S_MAX", math.inf),
         mock.patch.dict(defaults[0], clock_ns=clock.nanoseconds),
         mock.patch.dict(defaults[1], clock_ns=clock.nanoseconds),

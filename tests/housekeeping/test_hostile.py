@@ -22,6 +22,8 @@ from diesel_fs.layout import chunk_object, lease_object, snapshot_object
 from diesel_fs.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.storage.redis_metadata import RedisMetadata
+from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..repository.test_interleavings import Writer
@@ -199,8 +201,13 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     expected = read_all(view, holed)
     monkeypatch.setattr("diesel_fs.leases.CLOCK_AHEAD_S_MAX", 300)
     monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
-    with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
+    with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
         purge(holed, "ds", NOW)
+    with monkeypatch.context() as patch:
+        for store in (SqliteMetadata, RedisMetadata):  # is as wrong
+            patch.setattr(store, "now_s", lambda _: time.time())
+        with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
+            purge(holed, "ds", NOW)
     assert chunks(holed) == before
     for ahead_s in (200, -HOUR_S):
         monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)

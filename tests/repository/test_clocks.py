@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.chunk_id import id_seconds
-from diesel_fs.commits import CLOCK_ALLOWANCE_S
-from diesel_fs.errors import CorruptError
+from diesel_fs.chunk_id import IdFields, id_seconds
+from diesel_fs.commits import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
+from diesel_fs.errors import CorruptError, ObjectStoreRefused
 from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.storage.sqlite import SqliteMetadata
 
 from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
 
@@ -29,6 +30,7 @@ class Host:
     url: str
     skew_s: float
     fill: bytes
+    store_skew_s: float = 0.0  # of the metadata store's clock, as this host sees it
     sealed: list[Sealed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -41,6 +43,7 @@ class Host:
         """This host's time, while it is its turn."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "time", self.now)
+            patch.setattr(SqliteMetadata, "now_s", lambda _: REAL() + self.store_skew_s)
             yield
 
     def now(self) -> float:
@@ -113,38 +116,51 @@ def test_K2_a_delete_by_a_host_with_another_clock(url: str, skew: float) -> None
             rebuilt_equals_live(repository)
 
 
-def test_K2_a_clock_that_is_ten_minutes_behind_is_told_so(url: str) -> None:
-    """Its next ID has to follow one that is from its future: it is refused, not lost, not mixed."""
-    ahead, behind = Host(url, TEN_MINUTES_S, b"A"), Host(url, 0, b"B")
-    ahead.seal()
-    ahead.commit()
-    behind.seal()
-    assert id_seconds(behind.sealed[0].id) > behind.now() + CLOCK_ALLOWANCE_S
+def test_K2_a_host_that_is_ten_minutes_ahead_may_not_write(url: str) -> None:
+    with Repository.open(url) as repository:
+        before = repository.dataset("ds").marker
+        with pytest.raises(ObjectStoreRefused, match="600 s ahead of the repository's"):
+            Host(url, TEN_MINUTES_S, b"A")
+        assert repository.dataset("ds").marker == before
+
+
+def test_K2_a_host_whose_clock_jumps_ahead_in_the_middle_commits_nothing(url: str) -> None:
+    """The committer goes by the time of the metadata store, which does not jump with it."""
+    jumping, right = Host(url, 0, b"A"), Host(url, 0, b"B")
+    jumping.skew_s = TEN_MINUTES_S
+    jumping.seal()
     with pytest.raises(CorruptError, match="clock"):
-        behind.commit()
-    with Repository.open(url) as repository:
-        assert content(repository, b"x") == b"A"
-        assert content(repository, b"B") is None
-        assert list(repository.chunk_names(behind.writer.session.identity)) == [ahead.sealed[0].id]
-        rebuilt_equals_live(repository)
-    behind.skew_s = TEN_MINUTES_S  # set right, or ten minutes later
-    behind.seal()
-    behind.commit()
-    with Repository.open(url) as repository:
-        assert content(repository, b"x") == b"B"
-        rebuilt_equals_live(repository)
-
-
-def test_K2_a_clock_that_is_ten_minutes_ahead_loses_to_nobody_it_has_seen(url: str) -> None:
-    """The host that is ahead goes last: its put follows the other's, and `recover` agrees."""
-    right, ahead = Host(url, 0, b"A"), Host(url, TEN_MINUTES_S, b"B")
+        jumping.commit()
     right.seal()
     right.commit()
-    ahead.seal()
-    ahead.commit()
     with Repository.open(url) as repository:
         assert content(repository, b"x") == b"B"
+        assert list(repository.chunk_names(right.writer.session.identity)) == [right.sealed[0].id]
         rebuilt_equals_live(repository)
+
+
+def test_K2_ids_from_the_future_are_followed_and_no_later_one_is_let_in(url: str) -> None:
+    """Of a time when the metadata store was wrong, too: who is right goes on, one after the other;
+    a client cannot push the IDs further ahead."""
+    ahead = Host(url, TEN_MINUTES_S, b"A", store_skew_s=TEN_MINUTES_S)
+    ahead.seal()
+    ahead.commit()
+    right, other = Host(url, 0, b"B"), Host(url, 0, b"C")
+    for host in (right, other, right, other):
+        host.seal()
+        assert id_seconds(host.sealed[-1].id) - id_seconds(ahead.sealed[0].id) <= 1
+        host.commit()
+        with Repository.open(url) as repository:
+            assert content(repository, b"x") == host.fill
+            rebuilt_equals_live(repository)
+    newest = id_seconds(other.sealed[-1].id)
+    right.writer.add(b"x", b"pushed ahead")
+    pushed = right.writer.seal(IdFields(newest + FOLLOW_ALLOWANCE_S + 1, 1, 1, 0).id())
+    with pytest.raises(CorruptError, match="from the future"):
+        pushed.commit()
+    with Repository.open(url) as repository:
+        assert content(repository, b"x") == b"C"
+        assert pushed.id not in list(repository.chunk_names(right.writer.session.identity))
 
 
 def test_K2_a_recovery_since_a_time_by_a_host_that_is_ahead(url: str) -> None:

@@ -25,8 +25,8 @@ UNIT = 65536
 class Writer:
     """A writer whose chunks are sealed, stored and committed one step at a time."""
 
-    def __init__(self, repository: Repository) -> None:
-        self.session: WriteSession = repository.begin("ds")
+    def __init__(self, repository: Repository, name: str = "ds") -> None:
+        self.session: WriteSession = repository.begin(name)
         self.builder = ChunkBuilder(self.session.identity, 1 << 20)
 
     def add(self, path: bytes, content: bytes, part: Part | None = None, size: int = -1) -> None:

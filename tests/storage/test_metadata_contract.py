@@ -49,6 +49,12 @@ def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
     assert len(meta.children(IDENTITY, b"")) == 0
 
 
+def test_its_time_is_that_of_its_host(meta: MetadataStore) -> None:
+    """Whatever this process's own clock says, by which versions are made."""
+    before_s = time.time()
+    assert before_s - 1 <= meta.now_s() <= time.time() + 1
+
+
 def test_creating_is_idempotent_and_never_takes_over(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a"))
     assert meta.create(NAME, IDENTITY) == meta.marker(NAME)

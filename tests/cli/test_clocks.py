@@ -1,0 +1,221 @@
+"""FAULTS K2 and K4: `dlcmd` and `diesel-server` on hosts whose clock is wrong.
+
+libfaketime shows one program another time; Redis and the file system go by the right one.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.chunk_id import IdFields, id_seconds
+from diesel_fs.layout import chunk_object
+from diesel_fs.repository import Repository
+from diesel_fs.storage.redis_metadata import RedisMetadata
+from diesel_fs.storage.sqlite import SqliteMetadata
+from tests.repository.test_interleavings import Writer
+from tests.server.program import Server, new_repository
+from tests.storage.redis_servers import RedisServer
+from tests.trees import Facts, facts, write
+
+from .conftest import Dlcmd
+
+AHEAD = ["+600s", "2099-01-01 00:00:00", "2110-01-01 00:00:00"]
+YEAR_S = 365 * 86_400
+LAST_SECOND = 2**32 - 1
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(
+    request: pytest.FixtureRequest,
+    dlcmd: Dlcmd,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """A repository whose metadata store has the right time."""
+    url = dlcmd.store.as_uri()
+    if request.param == "redis":
+        with redis_server.client() as client:
+            client.flushall()
+        url = f"{url}?meta={redis_server.url}"
+        monkeypatch.setenv("DIESEL_URL", url)
+    return url
+
+
+def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
+    """`dlcmd` on a host where it is that time (with a sign: so much later or earlier)."""
+    return subprocess.run(
+        ["faketime", "-f", when, sys.executable, "-m", "dlcmd", *map(str, words)],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def objects(store: Path) -> Facts:
+    """All that lies in the store, beside the files of SQLite."""
+    return {
+        path: what
+        for path, what in facts(store).items()
+        if what[0] == "file" and not path.startswith(b"meta.sqlite")
+    }
+
+
+@contextmanager
+def everybody_is_ahead(seconds: float) -> Iterator[None]:
+    """This process, and the metadata stores with it: nobody can tell then."""
+    now, now_ns = time.time, time.time_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + seconds)
+        patch.setattr(time, "time_ns", lambda: now_ns() + int(seconds * 1e9))
+        for store in (SqliteMetadata, RedisMetadata):
+            patch.setattr(store, "now_s", lambda _: now() + seconds)
+        yield
+
+
+@pytest.mark.parametrize("when", AHEAD)
+def test_K2_put_and_rm_by_a_clock_that_is_ahead_are_refused(
+    dlcmd: Dlcmd, url: str, tmp_path: Path, when: str
+) -> None:
+    """Before anything is written; all others go on."""
+    source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
+    dlcmd("put", source, "pets")
+    before, listed = objects(dlcmd.store), dlcmd("ls", "-lR", "pets").out
+    write(source, {"a": b"changed", "c": b"3"})
+    for words in (("put", source, "pets"), ("put", source, "new"), ("rm", "pets/a")):
+        said = by_clock(when, *words)
+        assert (said.returncode, said.stdout) == (13, "")
+        assert "the clock of this host is" in said.stderr
+        assert "ahead of the repository's" in said.stderr
+        assert "Traceback" not in said.stderr
+    assert objects(dlcmd.store) == before
+    assert dlcmd("ls", "-lR", "pets").out == listed
+    dlcmd("ls", "new", code=10)
+    dlcmd("put", source, "pets")
+    dlcmd("rm", "pets/b")
+    assert dlcmd("ls", "pets").out == b"a\nc\n"
+
+
+def test_K2_a_clock_that_is_a_little_ahead_or_far_behind_writes(
+    dlcmd: Dlcmd, url: str, tmp_path: Path
+) -> None:
+    """Its puts follow what is there, whatever the clock says, and are followed."""
+    source = write(tmp_path / "source", {"a": b"1"})
+    for number, when in enumerate(("+200s", "-200s", "+0s", "-3000s")):
+        write(source, {"a": b"%d" % number})
+        said = by_clock(when, "put", source, "pets")
+        assert said.returncode == 0, said.stderr
+        assert dlcmd("cat", "pets/a").out == b"%d" % number
+    dlcmd("verify", "pets")
+
+
+def test_K2_through_a_server_its_clock_counts_and_not_the_clients(
+    dlcmd: Dlcmd, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    who = new_repository(url)["root"]
+    monkeypatch.setenv("DIESEL_USER", who.user)
+    monkeypatch.setenv("DIESEL_KEY", who.key_text)
+    source = write(tmp_path / "source", {"a": b"1"})
+    wrong = ("faketime", "-f", "+600s", sys.executable, "-m", "diesel_server")
+    with Server(tmp_path / "wrong", "--store", url, program=wrong) as server:
+        before = objects(dlcmd.store)
+        said = dlcmd.program("put", source, "pets", "--url", server.url, code=13)
+        assert "ahead of the repository's" in said.err
+        assert objects(dlcmd.store) == before
+    with Server(tmp_path / "right", "--store", url) as server:
+        said_ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
+        assert said_ahead.returncode == 0, said_ahead.stderr
+    with Repository.open(url) as repository:
+        chunk = repository.view("pets").chunk_ids[-1]
+        assert abs(id_seconds(chunk) - time.time()) < 3600
+
+
+def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
+    dlcmd: Dlcmd, url: str, tmp_path: Path
+) -> None:
+    """Who writes later wins, `verify` says what is odd, and a rebuild comes to the same."""
+    source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
+    with everybody_is_ahead(YEAR_S), Repository.open(url, create=True) as repository:
+        writer = Writer(repository, "pets")
+        for name in (b"a", b"b"):
+            writer.add(name, b"of the future")
+        writer.seal().commit()
+        writer.session.finish()
+        writer.add(b"lost", b"a killed put")
+        orphan = writer.seal().id
+    dlcmd.program("put", source, "pets")
+    assert dlcmd("cat", "pets/a").out == b"1"
+    dlcmd.program("rm", "pets/b")
+    assert dlcmd("ls", "pets").out == b"a\n"
+    said = dlcmd.program("verify", "pets")
+    assert b"note: 4 chunks with an ID from the future" in said.out
+    dlcmd.program("recover", "pets", "--since", "1m")  # reads all of them, the killed put's too
+    assert dlcmd("ls", "pets").out == b"a\nlost\n"
+    with Repository.open(url) as repository:
+        assert orphan in repository.view("pets").chunk_ids
+    dlcmd.program("recover", "pets")
+    assert dlcmd("ls", "pets").out == b"a\nlost\n"
+    assert dlcmd("cat", "pets/a").out == b"1"
+    dlcmd.program("purge", "pets")
+
+
+def test_K2_an_orphan_from_the_future_is_as_old_as_its_object(
+    dlcmd: Dlcmd, url: str, tmp_path: Path
+) -> None:
+    """The next put folds it in after the put window, as any other."""
+    with everybody_is_ahead(YEAR_S), Repository.open(url, create=True) as repository:
+        writer = Writer(repository, "pets")
+        writer.add(b"lost", b"a killed put")
+        sealed = writer.seal()
+        name = chunk_object(writer.session.identity, sealed.id)
+    source = write(tmp_path / "source", {"a": b"1"})
+    dlcmd.program("put", source, "pets")
+    assert dlcmd("ls", "pets").out == b"a\n"
+    two_hours_ago = time.time() - 7200
+    os.utime(dlcmd.store / name, (two_hours_ago, two_hours_ago))
+    dlcmd.program("put", source, "pets")
+    assert dlcmd("ls", "pets").out == b"a\nlost\n"
+
+
+def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
+    dlcmd: Dlcmd, url: str, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    with (
+        everybody_is_ahead(LAST_SECOND - time.time()),
+        Repository.open(url, create=True) as repository,
+    ):
+        writer = Writer(repository, "pets")
+        writer.add(b"last", b"of all")
+        writer.seal(IdFields(LAST_SECOND, 2**48 - 1, 2**24 - 1, 0).id()).commit()
+        writer.session.finish()
+    before = objects(dlcmd.store)
+    for words in (("put", source, "pets"), ("rm", "pets/last")):
+        said = dlcmd.program(*words, code=12)
+        assert "end in 2106" in said.err
+        assert "only a copy into a new dataset helps" in said.err
+        assert "Traceback" not in said.err
+    assert objects(dlcmd.store) == before
+    dlcmd.program("get", "pets", tmp_path / "copy")
+    dlcmd.program("put", tmp_path / "copy", "copied")
+    dlcmd.program("put", source, "copied")
+    assert dlcmd("ls", "copied").out == b"a\nlast\n"
+
+
+def test_K4_a_clock_beyond_the_timestamps_is_told_so(
+    dlcmd: Dlcmd, url: str, tmp_path: Path
+) -> None:
+    """Where the repository's clock says the same."""
+    source = write(tmp_path / "source", {"a": b"1"})
+    with everybody_is_ahead(100 * YEAR_S):
+        assert "end in 2106" in dlcmd("put", source, "pets", code=12).err
