@@ -27,8 +27,8 @@ from .accounts import (
     renewed,
     without,
 )
-from .credentials import Credentials
-from .errors import ConfigError, PermissionDenied
+from .credentials import Credentials, no_user_named
+from .errors import PermissionDenied
 from .messages import Message
 from .names import check_dataset_name
 from .rpc import Answer, Link
@@ -216,5 +216,5 @@ def open_administration(
         check_accounts_place(url)
         return DirectAdministration(open_accounts(url, open_objects(url, create=create)))
     if credentials is None:
-        raise ConfigError(f"{url} wants to know who asks", advice="use --user and --key-file")
+        raise no_user_named(url)
     return ServerAdministration(Link.open(url, credentials))

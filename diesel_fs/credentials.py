@@ -47,3 +47,12 @@ def parse_key(text: str) -> bytes:
     if not stripped.startswith(KEY_PREFIX) or len(seed) != KEY_BYTES:
         raise ConfigError("this is no key", advice=f"a key is one line, {KEY_PREFIX}...")
     return seed
+
+
+def no_user_named(where: object) -> ConfigError:
+    """The error of a server's address without an account. Nothing has been sent there yet."""
+    return ConfigError(
+        f"{where} is the address of a server, and no user is named",
+        advice="name one by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"
+        " address of a repository without a server, such as file:///folder",
+    )

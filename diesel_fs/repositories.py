@@ -1,7 +1,6 @@
 """Which repository an address opens: one of this process's own, or one behind a server."""
 
-from .credentials import Credentials
-from .errors import ConfigError
+from .credentials import Credentials, no_user_named
 from .remote import RemoteRepository
 from .repository import Repository
 from .settings import Settings
@@ -21,7 +20,7 @@ def open_repository(
     if where.scheme not in SERVER_SCHEMES:
         return Repository.open(where, create=create)
     if credentials is None:
-        raise ConfigError(f"{where} wants to know who asks", advice="use --user and --key-file")
+        raise no_user_named(where)
     return RemoteRepository.at(where, credentials)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from .credentials import Credentials, parse_key
+from .credentials import Credentials, no_user_named, parse_key
 from .errors import ConfigError, PermissionDenied, UsageError
 from .urls import SERVER_SCHEMES, parse_url
 
@@ -50,7 +50,7 @@ class Settings:
         if where.scheme not in SERVER_SCHEMES:
             return None
         if not self.user:
-            raise ConfigError(f"{where} wants to know who asks", advice="use --user and --key-file")
+            raise no_user_named(where)
         if self.key:
             return Credentials(self.user, parse_key(self.key))
         if not self.key_file:

@@ -6,7 +6,6 @@ store is read into memory, checked whole, and written there once per node, user 
 Thread-safe; files are replaced by rename only.
 """
 
-import errno
 import logging
 import mmap
 import os
@@ -28,7 +27,6 @@ from .errors import (
     CorruptError,
     DieselError,
     FormatError,
-    NoSpaceError,
     NotFoundError,
     ObjectExists,
     ObjectMissing,
@@ -43,7 +41,7 @@ from .snapshot_layout import FRONT_BYTES, MAGIC_BYTES, Header, check_magic, pars
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
-from .whole_files import whole_file
+from .whole_files import unwritable, whole_file
 
 log = logging.getLogger("diesel.repository")
 
@@ -171,7 +169,7 @@ class SnapshotShelf:
         try:
             _write_whole(file, [view.buffer], sync=True)
         except OSError as error:
-            raise _unwritable(file, error) from error
+            raise unwritable(file, error) from error
 
     def empty(self, identity: UUID, name: str) -> Snapshot:
         """The snapshot of a dataset without any entry, version 0."""
@@ -333,11 +331,6 @@ def _write_whole(file: Path, parts: Sequence[Part], *, sync: bool) -> None:
     with whole_file(file, sync=sync) as handle:
         for part in parts:
             handle.write(part)
-
-
-def _unwritable(file: Path, error: OSError) -> DieselError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
 
 def map_private(path: Path) -> Snapshot:

@@ -9,40 +9,79 @@ written to as it is: to rename a file over /dev/null would break the machine. A 
 Concurrency: any thread; of several writers of one name the last rename wins.
 """
 
+import errno
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
-from .errors import UsageError
+from .errors import DieselError, NoSpaceError, PermissionDenied, UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Named(io.FileIO):
+    """A file whose errors name it as its user did: those of write(2) name none."""
+
+    def __init__(self, descriptor: int, shown: str) -> None:
+        super().__init__(descriptor, "wb")
+        self._shown = shown
+
+    def write(self, data: "ReadableBuffer") -> int:
+        with _naming(self._shown):
+            return super().write(data)
+
+
+@contextmanager
+def _naming(shown: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = shown
+        raise
+
+
+def named_file(descriptor: int, shown: str) -> BinaryIO:
+    """A file to write, which is closed with the descriptor; its errors name it."""
+    return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
+
+
+def unwritable(file: Path | str, error: OSError) -> DieselError:
+    """Why a file cannot be written, as an error of ours."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
 
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
 
-    A new file has `mode`, less the umask. Raises OSError, and UsageError for a folder.
+    A new file has `mode`, less the umask. Raises OSError with `path` as its file name, and
+    UsageError for a folder.
     """
     place = _replaceable(path)
     if place is None:
-        with open(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC), "wb") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        with named_file(descriptor, str(path)) as file:
             yield file
         return
     temporary = place.with_name(f".tmp-{secrets.token_hex(8)}")
-    try:
+    with _naming(str(path)):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
     try:
-        with open(fd, "wb") as file:
+        with named_file(fd, str(path)) as file:
             yield file
             file.flush()
-            if sync:
-                os.fsync(fd)
-        temporary.rename(place)
+            with _naming(str(path)):
+                if sync:
+                    os.fsync(fd)
+        with _naming(str(path)):
+            temporary.rename(place)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

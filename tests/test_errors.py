@@ -1,6 +1,8 @@
 """The error tree against its drawing, and against the exit codes that were promised."""
 
+import copy
 import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,6 +101,18 @@ def test_every_error_says_what_it_is() -> None:
     here = [kind for kind in all_kinds() if kind.__module__ == errors.__name__]
     assert [kind for kind in here if not kind.__doc__] == []
     assert str(DieselError("what failed", advice="what to do")) == "what failed; what to do"
+
+
+def test_a_path_that_is_missing_is_an_error_of_a_file_too() -> None:
+    """With its words, number and reason, also as a copy, which is made as for another process."""
+    made = errors.NoSuchPath("no 'x' in dataset 'd'", advice="look")
+    assert issubclass(errors.NoSuchPath, FileNotFoundError)
+    for error in (made, copy.deepcopy(made)):
+        assert str(error) == "no 'x' in dataset 'd'; look"
+        assert (error.errno, error.strerror) == (errno.ENOENT, os.strerror(errno.ENOENT))
+        assert (error.message, error.advice, error.exit_code) == (made.message, "look", 10)
+        assert described(error)["error"] == "NoSuchPath"
+    assert type(errors.revived("NoSuchPath", "what", "do")) is errors.NoSuchPath
 
 
 class _Told(errors.BusyError):

@@ -24,7 +24,7 @@ from diesel_fs.administration import Administration, open_administration
 from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
-from diesel_fs.whole_files import is_stdout, whole_file
+from diesel_fs.whole_files import is_stdout, unwritable, whole_file
 
 from .options import HELP_NAMES, dataset, flags, global_options, verb
 from .output import count_text, emit, remark, say, say_json
@@ -195,8 +195,11 @@ def user_export(file: str) -> None:
     if file == "-" or is_stdout(path):
         emit([text])
         return
-    with whole_file(path) as opened:
-        opened.write(text)
+    try:
+        with whole_file(path) as opened:
+            opened.write(text)
+    except OSError as error:
+        raise unwritable(path, error) from error
     if flags().json:
         say_json({"users": count, "file": file})
     else:

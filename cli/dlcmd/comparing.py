@@ -58,7 +58,7 @@ def diff(first: Address, second: Address | Path, checksum: bool) -> None:
             total = len(old)
             found = from_folder(
                 old, first.path, second, checksum=checksum,
-                looked=lambda done: show(Progress(done, max(done, total), 0)),
+                looked=lambda done: show(Progress(done, max(done, total))),
             )  # fmt: skip
         else:
             new = _view(repository, second)

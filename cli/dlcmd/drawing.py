@@ -15,7 +15,8 @@ from .progress import Progress
 class Bar:
     """A bar with rate and time left, on stderr, without a thread: a put forks beside it."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, unit: str) -> None:
+        self._unit = unit
         self._rich = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -33,10 +34,9 @@ class Bar:
         """Show how far it has come."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
-        rate = (
-            f"{progress.done:,} entries, {progress.done / passed_s:,.0f}/s,"
-            f" {bytes_text(progress.content_bytes / passed_s)}/s"
-        )
+        rate = f"{progress.done:,} {self._unit}, {progress.done / passed_s:,.0f}/s"
+        if progress.content_bytes is not None:
+            rate += f", {bytes_text(progress.content_bytes / passed_s)}/s"
         self._rich.update(
             self._task, completed=progress.done, total=progress.total or None, rate=rate
         )

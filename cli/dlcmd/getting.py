@@ -11,14 +11,14 @@ import click
 
 from diesel_fs import extract
 from diesel_fs.entries import Kind
-from diesel_fs.errors import ConflictError, PermissionDenied, UsageError
+from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.extract import GetReport
 from diesel_fs.repository import Repository, found
-from diesel_fs.whole_files import is_stdout, whole_file
+from diesel_fs.whole_files import is_stdout, named_file, unwritable, whole_file
 
 from .addresses import Address, opened, reading, versioned_address
 from .options import flags, verb
-from .output import bytes_text, count_text, emit, end_partial, json_failed, say, say_json
+from .output import STDOUT, bytes_text, count_text, emit, end_partial, json_failed, say, say_json
 from .progress import Progress, shown_progress
 
 
@@ -78,8 +78,9 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
     if name == "-":
         if sys.stdout.isatty():
             raise UsageError("a tar is nothing for a terminal", advice="pipe it, or name a file")
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        sys.stdout.flush()
+        with named_file(os.dup(1), STDOUT) as file:
+            yield file
         return
     path = Path(name)
     if path.is_file() and not force:
@@ -88,9 +89,9 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
         with whole_file(path, mode=0o666, sync=False) as file:
             yield file
     except OSError as error:
-        if error.filename in (str(path), path):  # not `name`: it may be `./x`
-            raise PermissionDenied(f"cannot write {name}: {error.strerror}") from error
-        raise
+        if error.filename != str(path):  # not `name`: it may be `./x`
+            raise
+        raise unwritable(name, error) from error
 
 
 def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:

@@ -108,9 +108,9 @@ def _purge(
         as_before if grace is None else grace,
         dry_run,
     )
-    with opened() as repository, shown_progress(f"purge {name}") as show:
+    with opened() as repository, shown_progress(f"purge {name}", "chunks") as show:
         report = housekeeping.purge(
-            repository, name, options, tell=lambda done, total: show(Progress(done, total, 0))
+            repository, name, options, tell=lambda done, total: show(Progress(done, total))
         )
     if flags().json:
         say_json({"dataset": name, "dry_run": dry_run, **report.to_message()})

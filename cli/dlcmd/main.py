@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FrameType
@@ -148,13 +148,28 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return READER_GONE
-        if flags.verbose:
+        known_error = described(error)
+        if flags.verbose and is_expected(error):
+            known_error.details = "\n".join(filter(None, [known_error.details, *causes(error)]))
+        elif flags.verbose:
             with suppress(OSError):
                 traceback.print_exc()
-        known_error = described(error)
         complain(known_error, flags)
         return known_error.exit_code
     return 0
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether the words of an error say all: where in the program it was raised helps nobody."""
+    return isinstance(error, DieselError) or described(error).exit_code != DieselError.exit_code
+
+
+def causes(error: BaseException) -> Iterator[str]:
+    """What led to an error, the nearest first."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield f"after {type(cause).__name__}: {cause}"
+        yield from causes(cause)
 
 
 def described(error: Exception) -> DieselError:

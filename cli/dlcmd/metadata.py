@@ -110,12 +110,12 @@ def verify(name: str, headers_only: bool) -> None:
       dlcmd verify pets
       dlcmd verify --headers-only pets
     """
-    with opened() as repository, shown_progress(f"verify {name}") as show:
+    with opened() as repository, shown_progress(f"verify {name}", "chunks") as show:
         findings = recovery.verify(
             repository,
             name,
             headers_only=headers_only,
-            tell=lambda done, total: show(Progress(done, total, 0)),
+            tell=lambda done, total: show(Progress(done, total)),
         )
     _tell(findings, name, "checked")
 
@@ -134,9 +134,9 @@ def recover(name: str, since: float | None) -> None:
       dlcmd recover pets --since 2026-01-31T12:00
       dlcmd recover pets --since 2h
     """
-    with opened(rebuild=True) as repository, shown_progress(f"recover {name}") as show:
+    with opened(rebuild=True) as repository, shown_progress(f"recover {name}", "chunks") as show:
         findings = recovery.recover(
-            repository, name, since, tell=lambda done, total: show(Progress(done, total, 0))
+            repository, name, since, tell=lambda done, total: show(Progress(done, total))
         )
     _tell(findings, name, "folded in")
 

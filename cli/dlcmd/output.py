@@ -21,6 +21,9 @@ from .options import Flags, flags
 
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
 
+STDOUT = "standard output"
+"""Its name in errors."""
+
 _PIECE_BYTES = 1 << 16
 
 
@@ -65,8 +68,12 @@ def emit(pieces: Iterable[bytes | memoryview]) -> None:
 
 def _write(data: bytes | bytearray | memoryview) -> None:
     left = memoryview(data)
-    while len(left):
-        left = left[os.write(sys.stdout.fileno(), left) :]
+    try:
+        while len(left):
+            left = left[os.write(sys.stdout.fileno(), left) :]
+    except OSError as error:
+        error.filename = STDOUT
+        raise
 
 
 def name_line(name: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""How far a put or get has come: a bar on a terminal, lines of JSON with --json, else nothing."""
+"""How far a verb has come: a bar on a terminal, lines of JSON with --json, else nothing."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .options import flags
-from .output import say_json
+from .output import Value, say_json
 
 DRAW_S = 0.1
 REPORT_S = 1.0
@@ -16,11 +16,12 @@ REPORT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it has come; `total` is 0 as long as nobody knows it."""
+    """How far it has come; `total` is 0 as long as nobody knows it. A verb that counts no bytes
+    leaves them out."""
 
     done: int
     total: int
-    content_bytes: int
+    content_bytes: int | None = None
 
 
 Show = Callable[[Progress], None]
@@ -32,15 +33,18 @@ class _Bar(Protocol):
 
 
 @contextmanager
-def shown_progress(title: str) -> Iterator[Show]:
-    """Where to report progress, as often as one likes. It never fails: work goes on unseen."""
+def shown_progress(title: str, unit: str = "entries") -> Iterator[Show]:
+    """Where to report progress, as often as one likes. It never fails: work goes on unseen.
+
+    `unit` is what is counted, in the plural.
+    """
     found = flags()
     if found.json and not found.quiet:
-        yield _Lines(time.monotonic()).report
+        yield _Lines(time.monotonic(), unit).report
     elif not found.quiet and sys.stderr is not None and sys.stderr.isatty():
         from .drawing import Bar  # noqa: PLC0415  # rich takes 0.1 s to import
 
-        bar = Bar(title)
+        bar = Bar(title, unit)
         try:
             yield _Seldom(bar).draw
         finally:
@@ -68,7 +72,8 @@ class _Seldom:
 class _Lines:
     """One line of JSON a second."""
 
-    def __init__(self, start_s: float) -> None:
+    def __init__(self, start_s: float, unit: str) -> None:
+        self._unit = unit
         self._start_s = start_s
         self._next_s = start_s + REPORT_S
 
@@ -81,16 +86,16 @@ class _Lines:
         rate = progress.done / passed_s
         to_do = max(progress.total - progress.done, 0)  # what failed is never done
         left = to_do / rate if progress.total and rate else None
+        unit, moved = self._unit, progress.content_bytes
+        said: dict[str, Value] = {
+            "event": "progress",
+            unit: progress.done,
+            f"{unit}_total": progress.total or None,
+            f"{unit}_per_s": round(rate, 1),
+            "seconds": round(passed_s, 3),
+            "seconds_left": None if left is None else round(left, 1),
+        }
+        if moved is not None:
+            said |= {"bytes": moved, "bytes_per_s": round(moved / passed_s)}
         with suppress(OSError):  # a put goes on where its reader has gone
-            say_json(
-                {
-                    "event": "progress",
-                    "entries": progress.done,
-                    "entries_total": progress.total or None,
-                    "bytes": progress.content_bytes,
-                    "entries_per_s": round(rate, 1),
-                    "bytes_per_s": round(progress.content_bytes / passed_s),
-                    "seconds": round(passed_s, 3),
-                    "seconds_left": None if left is None else round(left, 1),
-                }
-            )
+            say_json(said)

@@ -119,7 +119,6 @@ def test_a_key_made_elsewhere_stays_there(dlcmd: Dlcmd, place: str) -> None:
 def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
     secret = dlcmd("user", "add", "ann").out.decode().strip()
     said = dlcmd.program("-v", "user", "add", "bo", "--public-key", secret, code=2)
-    assert "Traceback" in said.err
     assert secret.removeprefix(KEY_PREFIX)[:20] not in said.err
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disks import small_disk
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -222,6 +223,31 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
     assert "is a folder" in dlcmd("get", "odd", "--tar", tmp_path, "--force", code=2).err
     for name in (f"{tmp_path}/none/tar", f"{tmp_path}/./none//tar"):
         assert f"cannot write {name}: " in dlcmd("get", "odd", "--tar", name, code=12).err
+
+
+def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """Of each verb that writes one where its user says; and nothing is left of it."""
+    dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        tar = disk / "x.tar"
+        said = dlcmd("get", "pets", "--tar", tar, code=16).err
+        assert said == f"dlcmd: cannot write {tar}: No space left on device\n"
+        assert list(disk.iterdir()) == []
+        (disk / "fill").write_bytes(bytes(64 << 10))
+        dlcmd("user", "add", "ann", "--key-out", tmp_path / "key")
+        for words in (["save-meta", "pets"], ["user", "export"]):
+            said = dlcmd(*words, disk / "file", code=16).err
+            assert f"cannot write {disk / 'file'}: No space left" in said
+        assert [path.name for path in disk.iterdir()] == ["fill"]
+    said = dlcmd("get", "pets", "--tar", "/dev/full", code=16).err
+    assert said.startswith("dlcmd: cannot write /dev/full: No space left")
+    for words in (["get", "pets", "--tar", "-"], ["cat", "pets/a"], ["ls", "pets"]):
+        with dlcmd.start(*words, stdout=os.open("/dev/full", os.O_WRONLY)) as process:
+            _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (
+            16,
+            b"dlcmd: standard output: No space left on device\n",
+        )
 
 
 def test_get_takes_one_destination(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:

@@ -111,9 +111,38 @@ def test_a_traceback_is_a_bug(
     assert len(said.err.splitlines()) == 1
 
 
-def test_verbose_shows_where(dlcmd: Dlcmd) -> None:
-    assert "Traceback" in dlcmd.program("-v", "ls", code=13).err
-    assert "Traceback" in dlcmd.program("ls", "-v", code=13).err
+def test_a_server_without_a_user_is_not_said_to_be_there(dlcmd: Dlcmd) -> None:
+    for words in (["ls"], ["user", "ls"]):
+        said = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
+        assert "diesel://localhost:1 is the address of a server, and no user is named" in said
+        assert "--user and --key-file" in said
+
+
+def test_verbose_shows_where_only_a_bug_is(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that says all has no traceback, but what led to it."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    for words, code in (
+        (["ls", "nowhere"], 10),
+        (["cat", "pets/nowhere"], 10),
+        (["ls", "@"], 2),
+        (["--url", "file:///nonexistent", "ls"], 13),
+    ):
+        for given in (["-v", *words], [*words, "-v"]):
+            assert "Traceback" not in dlcmd.program(*given, code=code).err
+    said = dlcmd("-v", "load-meta", "/nonexistent", code=10).err.splitlines()
+    assert said[1].startswith("  | after FileNotFoundError: ")
+    assert len(said) == 2
+    assert len(dlcmd("load-meta", "/nonexistent", code=10).err.splitlines()) == 1
+
+    def bug(_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("dlcmd.listing.Repository.datasets", bug)
+    with pytest.raises(AssertionError, match="Traceback"):  # which this fixture lets no verb say
+        dlcmd("-v", "ls", code=1)
+    assert "unexpected KeyError" in dlcmd("ls", code=1).err
 
 
 @pytest.mark.parametrize("name", sorted({*main.VERBS, *commands()}))

@@ -190,7 +190,7 @@ def test_progress_is_never_more_than_whole(
 ) -> None:
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    _Lines(next(clock)).report(Progress(17, 2, 0))
+    _Lines(next(clock), "entries").report(Progress(17, 2, 0))
     assert json.loads(capfdbinary.readouterr().out)["seconds_left"] == 0
 
 
@@ -386,11 +386,12 @@ def test_A15_a_listing_whose_reader_is_gone_ends_quietly(dlcmd: Dlcmd, tmp_path:
     assert (process.returncode, err.count(b"\n")) == (16, 1)
 
 
-def test_a_put_to_a_terminal_shows_how_far_it_is(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"1"})
+def drawn_by(*words: str | Path) -> bytes:
+    """What a command draws on a terminal."""
     terminal, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     with subprocess.Popen(
-        [sys.executable, "-m", "dlcmd", "put", source, "pets"],
+        [sys.executable, "-m", "dlcmd", *words],
         stdout=subprocess.DEVNULL,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm"},
@@ -404,4 +405,33 @@ def test_a_put_to_a_terminal_shows_how_far_it_is(dlcmd: Dlcmd, tmp_path: Path) -
             pass
     os.close(terminal)
     assert process.returncode == 0
+    return drawn
+
+
+def test_a_terminal_shows_how_far_a_verb_is_by_what_it_counts(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    drawn = drawn_by("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     assert b"put pets" in drawn
+    assert b"entries" in drawn
+    assert b"B/s" in drawn
+    for verb in ("verify", "recover"):
+        drawn = drawn_by(verb, "pets")
+        assert f"{verb} pets".encode() in drawn
+        assert b"chunks, " in drawn
+        assert b"entries, " not in drawn
+        assert b"B/s" not in drawn
+
+
+def test_progress_in_json_counts_what_the_verb_counts(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    _Lines(next(clock), "chunks").report(Progress(20, 80))
+    assert json.loads(capfdbinary.readouterr().out) == {
+        "event": "progress",
+        "chunks": 20,
+        "chunks_total": 80,
+        "chunks_per_s": 2.0,
+        "seconds": 10.0,
+        "seconds_left": 30.0,
+    }
