@@ -9,9 +9,10 @@ and counts are checked against each other before anything is made of them.
 """
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from functools import partial
 from typing import NamedTuple, NoReturn
 from uuid import UUID
 
@@ -31,6 +32,7 @@ from .entries import (
     ChunkId,
     Codec,
     Kind,
+    Names,
     Rows,
     Stamp,
     join,
@@ -70,7 +72,6 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("codec", "u1"),
     ("checksum", "<u8"),
 )
-_ROW = struct.Struct("<BHQqIIBQ")  # the same; np.array() of tuples takes four times as long
 _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
@@ -118,7 +119,7 @@ class Header:
     preamble: Preamble
     folders: tuple[bytes, ...]
     folder: npt.NDArray[np.uint32]
-    names: tuple[bytes, ...]
+    names: Names
     records: npt.NDArray[np.void]
     links: Mapping[int, bytes]
     parts: Mapping[int, Part]
@@ -217,17 +218,23 @@ class Header:
                 )
 
 
-Fixed = tuple[int, int, int, int, int, int, int, int]
-"""One entry's values of the fixed columns, in their order; `offset` is within the body."""
-
-
 @dataclass(slots=True)
 class Entries:
-    """The entries of a chunk that is being built, in order: what `write_front` lays out."""
+    """The entries of a chunk that is being built, in order: what `write_front` lays out.
 
-    fixed: list[Fixed] = field(default_factory=list)
+    Columns of numbers, so that many entries are added at once; where a body stands follows from
+    the lengths of those before it.
+    """
+
+    kind: bytearray = field(default_factory=bytearray)
+    mode: "array[int]" = field(default_factory=partial(array, "H"))
+    size: "array[int]" = field(default_factory=partial(array, "Q"))
+    mtime_ns: "array[int]" = field(default_factory=partial(array, "q"))
+    stored: "array[int]" = field(default_factory=partial(array, "I"))
+    codec: bytearray = field(default_factory=bytearray)
+    checksum: "array[int]" = field(default_factory=partial(array, "Q"))
     names: list[bytes] = field(default_factory=list)
-    folder: list[int] = field(default_factory=list)
+    folder: "array[int]" = field(default_factory=partial(array, "I"))
     folders: dict[bytes, int] = field(default_factory=dict)
     links: list[bytes] = field(default_factory=list)
     parts: dict[int, Part] = field(default_factory=dict)
@@ -335,7 +342,8 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
     count = preamble.entries
     fixed = {name: _column(columns, name, kind, count) for name, kind in _COLUMNS}
     folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
-    names = _split(columns["names"], count, "names")
+    _check_count(columns["names"], count, "names")
+    names = Names(columns["names"], count)
     if (folder_count := int(folder.max(initial=0)) + 1) > max(count, 1):
         _corrupt("it has more folders than entries")
     folders = _split(columns["folders"], folder_count, "folders")
@@ -406,7 +414,17 @@ def damaged(header: Header, body: memoryview, body_start: int | None = None) -> 
 
 
 def _pack_header(entries: Entries) -> bytes:
-    rows = np.frombuffer(b"".join(starmap(_ROW.pack, entries.fixed)), list(_COLUMNS))
+    stored = np.array(entries.stored, np.int64)
+    fixed = {
+        "kind": entries.kind,
+        "mode": entries.mode,
+        "size": entries.size,
+        "mtime_ns": entries.mtime_ns,
+        "offset": np.where(stored > 0, np.cumsum(stored) - stored, 0),
+        "stored": stored,
+        "codec": entries.codec,
+        "checksum": entries.checksum,
+    }
     extents = np.array(
         [(place, *part) for place, part in entries.parts.items()],
         dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],
@@ -422,7 +440,7 @@ def _pack_header(entries: Entries) -> bytes:
         + np.array([place for _, _, place in stamps], "<u4").tobytes()
         + b"".join(chunk for _, chunk, _ in stamps),
     }
-    columns |= {name: rows[name].tobytes() for name, _ in _COLUMNS}
+    columns |= {name: np.asarray(fixed[name]).astype(kind).tobytes() for name, kind in _COLUMNS}
     packed: bytes = msgpack.packb(columns, use_bin_type=True)
     return packed
 
@@ -484,9 +502,13 @@ def _column(
 
 def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
     """The `count` strings that NULs join: counted before any is made."""
+    _check_count(joined, count, what)
+    return tuple(joined.split(b"\0")) if count else ()
+
+
+def _check_count(joined: bytes, count: int, what: str) -> None:
     if joined.count(b"\0") != max(count - 1, 0) or (joined and not count):
         _corrupt(f"the {what} do not match its entries")
-    return tuple(joined.split(b"\0")) if count else ()
 
 
 def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
@@ -575,19 +597,18 @@ def _check_bodies(
 def _path_faults(
     folders: Sequence[bytes],
     folder: npt.NDArray[np.uint32],
-    names: Sequence[bytes],
+    names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}
-    lengths = list(map(len, names))
+    apart = b"\0%b\0" % names.joined
     if (
-        names
-        and min(lengths)
-        and max(lengths) <= NAME_BYTES_MAX
-        and {b".", b".."}.isdisjoint(names)
-        and b"/" not in b"".join(names)
+        len(names)
+        and b"/" not in apart
+        and not any(bad in apart for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
+        and int(np.diff(names.starts).max()) <= NAME_BYTES_MAX + 1
     ):
         return faults  # nearly always: no name needs a look of its own
     for place, name in enumerate(names):

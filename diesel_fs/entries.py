@@ -5,10 +5,10 @@ keep it) and `EXTENT` (one part of a file larger than a chunk). Not owned: how a
 lays them out (`chunk.py`, `snapshot.py`). Pure values; safe from any thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,95 @@ class ChunkInfo(NamedTuple):
 
     id: ChunkId
     object_bytes: int
+
+
+AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
+
+
+class Names(Sequence[bytes]):
+    """Names as one block of bytes, a NUL between each and the next, as chunks and runs hold them.
+
+    Made into objects only as far as somebody asks for them: four million names would take 250 MB.
+    Iterating is as fast as it is over a list; an index costs more.
+    """
+
+    __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
+
+    def __init__(self, joined: bytes, count: int) -> None:
+        """`joined` has one NUL less than names, and none in a name. The count tells no name from
+        one that is empty."""
+        self.joined = joined
+        self._count = count
+        self._is_split_by_nuls = True
+        self._starts: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, names: Iterable[bytes]) -> "Names":
+        """These names, whatever is in them."""
+        if isinstance(names, Names):
+            return names
+        listed = [*names]
+        found = cls(b"\0".join(listed), len(listed))
+        if found.joined.count(b"\0") != max(len(listed) - 1, 0):
+            found._is_split_by_nuls = False  # those who check names have to see it
+            found._starts = np.zeros(len(listed) + 1, np.int64)
+            np.cumsum([len(name) + 1 for name in listed], out=found._starts[1:])
+        return found
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each name starts in `joined`, and last where one behind them would."""
+        if self._starts is None:
+            self._starts = np.zeros(self._count + 1, np.int64)
+            if self._count:
+                nuls = np.flatnonzero(np.frombuffer(self.joined, np.uint8) == 0)
+                np.add(nuls, 1, out=self._starts[1:-1])
+                self._starts[-1] = len(self.joined) + 1
+        return self._starts
+
+    def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
+        """The names without anything between them: where each starts, and last their end."""
+        starts = self.starts - np.arange(self._count + 1)
+        if self._is_split_by_nuls:
+            return starts, self.joined.replace(b"\0", b"")
+        return starts, b"".join(self)
+
+    def take(self, indices: npt.NDArray[np.int64]) -> list[bytes]:
+        """The names at these indices."""
+        bounds = zip(self.starts[indices].tolist(), self.starts[indices + 1].tolist(), strict=True)
+        return [self.joined[start : end - 1] for start, end in bounds]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        if not self._is_split_by_nuls:
+            return iter(self.take(np.arange(self._count)))
+        return iter(self.joined.split(b"\0") if self._count else ())
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: AnySlice) -> "Names": ...
+    def __getitem__(self, at: "int | AnySlice") -> "bytes | Names":
+        if isinstance(at, slice):
+            first, end, step = at.indices(self._count)
+            if step != 1 or not self._is_split_by_nuls:
+                return Names.of([*self][at])
+            if first >= end:
+                return Names(b"", 0)
+            start, behind = int(self.starts[first]), int(self.starts[end])
+            return Names(self.joined[start : behind - 1], end - first)
+        place = range(self._count)[at]
+        return self.joined[int(self.starts[place]) : int(self.starts[place + 1]) - 1]
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == ([*other] if isinstance(other, Names) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return f"Names.of({[*self]!r})"
 
 
 @dataclass(frozen=True, slots=True)

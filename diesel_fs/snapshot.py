@@ -21,7 +21,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from . import snapshot_layout as layout
-from .entries import ROOT, ChunkId, Kind, Stat, shown
+from .entries import ROOT, AnySlice, ChunkId, Kind, Stat, shown
 from .errors import CorruptError, NoSuchPath
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Indices = npt.NDArray[np.int64]
 Span: TypeAlias = "slice[int, int, None]"
-AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 
 ROOT_INDEX = 0
 ROOT_HASH = 0
@@ -296,7 +295,7 @@ class Snapshot:
         `hashes` are those of the names with their folder's hash as seed. Verifies folder and name.
         """
         if not len(self._slot) or not len(names):
-            return np.full(len(names), -1, np.int64)
+            return np.full(len(hashes), -1, np.int64)
         column = self.columns
         fingerprints = (hashes >> np.uint64(32)).astype(np.uint32)
         at = self._first_at_least(fingerprints)

@@ -9,15 +9,12 @@ A **source** is an array that says for each item of a result which item of (prev
 ones) it is; each column is one take by a source.
 """
 
-import operator
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import compress, count
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 from uuid import UUID
 
 import numpy as np
-import numpy.typing as npt
 
 from . import snapshot_layout as layout
 from .entries import (
@@ -35,8 +32,8 @@ from .errors import CorruptError, UsageError
 from .snapshot import Indices, Snapshot
 from .snapshot_plan import Folders, Order, Plan, order_of
 
-_Item = TypeVar("_Item", np.uint32, np.uint64, np.int64)
 _NO_CHUNK = 0xFFFFFFFF
+_BLOCK = 1 << 18  # entries of which more than a few columns are made at one time
 
 
 def merge(
@@ -109,8 +106,15 @@ class _Data(NamedTuple):
     stored: layout.U4
 
 
+_DTYPES = (np.uint32, np.uint64, np.int64, np.uint64, np.uint32, np.uint32, np.uint32)
+
+
 class _Assembly:
-    """The columns of the result, each by one take from (previous items, new ones)."""
+    """The columns of the result, out of the previous snapshot and the rows.
+
+    What is as long as all rows is made where it stays: beside the rows and the result little more
+    than a number for each entry is in memory.
+    """
 
     def __init__(self, plan: Plan, order: Order, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
@@ -118,31 +122,28 @@ class _Assembly:
         self.numbers = {chunk.id: number for number, chunk in enumerate(table)}
         self.kept = np.flatnonzero(~plan.removed)
         self.kept_index = order.old_index[self.kept]
-        self.count = len(self.kept) + len(order.new_names)
-        self.source: Indices = np.empty(self.count, np.int64)
-        """Of each entry: its old index, or the old count plus its position among the new."""
-        self.source[self.kept_index] = self.kept
-        self.source[order.new_index] = self.old_count + np.arange(len(order.new_names))
+        self.count = len(self.kept) + len(order.new_item)
 
     def columns(self) -> layout.Columns:
         """All sections."""
+        n = self.count
         parent = self._parent()
         name_start, names = self._names()
         fingerprint, slot = self._index()
+        held = np.bincount(parent[1:], minlength=n)
+        ends = 1 + np.cumsum(held)
+        if layout.longest_path_bytes(parent, name_start, ends) > PATH_BYTES_MAX:
+            raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
+        held, first_child = held.astype(np.uint32), (ends - held).astype(np.uint32)
+        del ends
         data_source, shadowed_entries = self._data_source()
-        own, tails, extents = self._row_data()
-        data = self._taken(own, data_source)
+        data, tails, extents = self._data(data_source)
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
         self._number_chunks(data, data_source)
-        n = self.count
         folders = np.flatnonzero(layout.kinds(data.flags[:n]) == Kind.FOLDER)
-        held = np.bincount(parent[1:], minlength=n)
         data.offset[folders] = held[folders]
-        ends = 1 + np.cumsum(held)
-        data.chunk[folders] = (ends - held)[folders]
-        if layout.longest_path_bytes(parent, name_start, ends) > PATH_BYTES_MAX:
-            raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
+        data.chunk[folders] = first_child[folders]
         shadowed = np.zeros(len(shadowed_entries), layout.SHADOWED)
         shadowed["entry"] = shadowed_entries
         for name, column in data._asdict().items():
@@ -168,25 +169,6 @@ class _Assembly:
             shadowed=shadowed,
         )
 
-    def _taken(self, rows: _Data, source: Indices) -> _Data:
-        """Column by column, out of the previous snapshot's data and then that of the rows."""
-        shows, hidden = self.old, self.old.shadowed
-
-        def column(
-            name: str, was: npt.NDArray[_Item], new: npt.NDArray[_Item]
-        ) -> npt.NDArray[_Item]:
-            return np.concatenate([was, hidden[name].astype(was.dtype), new])[source]
-
-        return _Data(
-            flags=column("flags", shows.flags, rows.flags),
-            size=column("size", shows.size, rows.size),
-            mtime_ns=column("mtime_ns", shows.mtime_ns, rows.mtime_ns),
-            checksum=column("checksum", shows.checksum, rows.checksum),
-            chunk=column("chunk", shows.chunk, rows.chunk),
-            offset=column("offset", shows.offset, rows.offset),
-            stored=column("stored", shows.stored, rows.stored),
-        )
-
     def _parent(self) -> layout.U4:
         parent = np.empty(self.count, np.uint32)
         parent[self.kept_index] = self.order.old_index[self.old.parent[self.kept]]
@@ -194,72 +176,119 @@ class _Assembly:
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        new = _joined(self.order.new_names)
-        self._check_new(*new)
-        starts, names = _splice((self.old.name_start, self.old.names), new, self.source)
-        return starts, np.concatenate([names, np.frombuffer(layout.NAME_PADDING, np.uint8)])
+        """The names of the result; those of items are numbered behind the previous ones."""
+        plan, order = self.plan, self.order
+        made_starts, made = _joined([plan.folders.name[number] for number in order.made])
+        row_starts, packed = plan.names.packed()
+        starts = np.concatenate([made_starts, row_starts[1:].astype(np.uint64) + made_starts[-1]])
+        names = np.frombuffer(packed, np.uint8)
+        if len(made):
+            names = np.concatenate([made, names])
+        del row_starts
+        self._check_new(starts, names)
+        source: Indices = np.empty(self.count, np.int64)
+        source[self.kept_index] = self.kept
+        source[order.new_index] = self.old_count + order.new_item
+        padding = np.frombuffer(layout.NAME_PADDING, np.uint8)
+        return _splice((self.old.name_start, self.old.names), (starts, names), source, padding)
 
     def _check_new(self, starts: layout.U8, names: layout.Bytes) -> None:
-        """The rules for names, and no path twice."""
-        order = self.order
-        bad = layout.name_faults(names, starts)
-        if bad.any():
-            name = order.new_names[int(bad.argmax())]
+        """The rules for names."""
+        item = self.order.new_item
+        bad = np.concatenate(
+            [
+                layout.name_faults(names[int(block[0]) : int(block[-1])], block - block[0])
+                for first in range(0, len(starts) - 1, _BLOCK)
+                for block in (starts[first : first + _BLOCK + 1],)
+            ]
+            or [np.zeros(0, np.bool_)]
+        )
+        if bad.any() and bad[item].any():
+            at = int(item[bad[item].argmax()])
+            name = names[int(starts[at]) : int(starts[at + 1])].tobytes()
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
-        for i in compress(count(), map(operator.eq, order.new_names, order.new_names[1:])):
-            if order.new_folder[i] == order.new_folder[i + 1]:
-                raise UsageError(f"a path stands twice: its last part is {order.new_names[i]!r}")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
-        old = np.zeros(self.old_count, np.uint64)
-        old[self.old.slot] = self.old.fingerprint
-        new = self.order.new_hash >> np.uint64(32)
-        keys = np.concatenate([old, new])[self.source] << np.uint64(32)
+        was = np.zeros(self.old_count, np.uint32)
+        was[self.old.slot] = self.old.fingerprint
+        keys = np.empty(self.count, np.uint64)
+        keys[self.kept_index] = was[self.kept]
+        keys[self.order.new_index] = self.order.new_hash >> np.uint64(32)
+        keys <<= np.uint64(32)
         keys |= np.arange(self.count, dtype=np.uint64)
-        keys = np.sort(keys[1:])
-        return (keys >> np.uint64(32)).astype(np.uint32), keys.astype(np.uint32)
+        keys[1:].sort()
+        return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
         """Of each entry, then of each shadowed one, its data (see `Plan`); where the latter are."""
         plan, order = self.plan, self.order
-        shows = np.empty(self.count, np.int64)
-        shows[self.kept_index] = plan.data[self.kept]
-        shows[order.new_index] = order.new_data
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
         entries, hidden = np.array(sorted(shadow), np.int64).reshape(-1, 2).T
-        return np.concatenate([shows, hidden]), entries
+        source: Indices = np.empty(self.count + len(hidden), np.int64)
+        source[self.kept_index] = plan.data[self.kept]
+        made = len(order.made)
+        source[order.new_index] = order.new_item + (plan.first_row - made)
+        of_made = np.flatnonzero(order.new_item < made)
+        of_folder = np.array([plan.new_data[number] for number in order.made], np.int64)
+        source[order.new_index[of_made]] = of_folder[order.new_item[of_made]]
+        source[self.count :] = hidden
+        return source, entries
 
-    def _row_data(self) -> tuple[_Data, list[bytes], layout.Records]:
-        """The data of the rows, and last of an implicit folder; targets and extents of the rows."""
-        rows = self.plan.rows
-        records, kind = rows.records, rows.records["kind"].astype(np.uint32)
+    def _data(self, source: Indices) -> tuple[_Data, list[bytes], layout.Records]:
+        """The data that `source` says; targets and extents of the rows."""
+        records = self.plan.rows.records
+        kind = records["kind"]
+        links = np.flatnonzero(kind == Kind.LINK)
+        many = np.flatnonzero((kind == Kind.FILE) & (records["extents"] > 1))
+        tails = [self._tail(i) for i in links.tolist()]
+        counts = records["extents"][many].astype(np.int64)
+        first_extent = len(self.old.extents) + np.cumsum(counts) - counts
+        dtypes = zip(_Data._fields, _DTYPES, strict=True)
+        data = _Data(**{name: np.zeros(len(source), dtype) for name, dtype in dtypes})
+        for start in range(0, len(source), _BLOCK):
+            at = source[start : start + _BLOCK]
+            is_row = (at >= self.plan.first_row) & (at < self.plan.implicit)
+            shows, hidden = at < self.old_count, (at >= self.old_count) & (at < self.plan.first_row)
+            rows = at[is_row] - self.plan.first_row
+            new = self._row_data(rows, links, many, first_extent)
+            hides = self.old.shadowed[at[hidden] - self.old_count]
+            for name, column in data._asdict().items():
+                out = column[start : start + _BLOCK]
+                out[shows] = getattr(self.old, name)[at[shows]]
+                out[hidden] = hides[name]
+                out[is_row] = getattr(new, name)
+            data.flags[start : start + _BLOCK][at == self.plan.implicit] = layout.IMPLICIT_FOLDER
+        return data, tails, self._row_extents(many.tolist())
+
+    def _row_data(
+        self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
+    ) -> _Data:
+        """The data of some rows; `links` and `many` are all rows that are so."""
+        records = self.plan.rows.records[rows]
+        kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
-        many = (kind == Kind.FILE) & (records["extents"] > 1)
-        one = (kind == Kind.FILE) & ~many
-        tails = [self._tail(i) for i in np.flatnonzero(link).tolist()]
+        has_many = (kind == Kind.FILE) & (records["extents"] > 1)
+        one = (kind == Kind.FILE) & ~has_many
         flags = records["mode"].astype(np.uint32) & np.uint32(MODE_MASK)
         flags |= kind << np.uint32(layout.KIND_SHIFT)
         flags[one] |= records["codec"][one].astype(np.uint32) << np.uint32(layout.CODEC_SHIFT)
-        flags[many] |= np.uint32(layout.MANY)
+        flags[has_many] |= np.uint32(layout.MANY)
         size = np.where(kind == Kind.FILE, records["size"], 0)
-        size[link] = np.fromiter(map(len, tails), np.uint64, len(tails))
-        counts = np.where(many, records["extents"], 0).astype(np.int64)
-        chunk = rows.chunk.astype(np.int64) + len(self.old.chunk_bytes)
-        chunk[link] = len(self.old.target_start) - 1 + np.arange(len(tails))
-        chunk[many] = (len(self.old.extents) + np.cumsum(counts) - counts)[many]
-        data = _Data(
-            flags=np.append(flags, np.uint32(layout.IMPLICIT_FOLDER)),
-            size=np.append(size, np.uint64(0)),
-            mtime_ns=np.append(records["mtime_ns"], np.int64(0)),
-            checksum=np.append(np.where(one | link, records["checksum"], 0), np.uint64(0)),
-            chunk=np.append(chunk.astype(np.uint32), np.uint32(0)),
-            offset=np.append(
-                np.where(one, records["offset"], counts).astype(np.uint32), np.uint32(0)
-            ),
-            stored=np.append(np.where(one, records["stored"], 0), np.uint32(0)),
+        size[link] = [len(self._tail(i)) for i in rows[link].tolist()]
+        chunk = self.plan.rows.chunk[rows].astype(np.int64) + len(self.old.chunk_bytes)
+        at_link = np.searchsorted(links, rows[link])
+        chunk[link] = len(self.old.target_start) - 1 + at_link
+        chunk[has_many] = first_extent[np.searchsorted(many, rows[has_many])]
+        return _Data(
+            flags=flags,
+            size=size,
+            mtime_ns=records["mtime_ns"],
+            checksum=np.where(one | link, records["checksum"], 0),
+            chunk=chunk.astype(np.uint32),
+            offset=np.where(one, records["offset"], np.where(has_many, records["extents"], 0)),
+            stored=np.where(one, records["stored"], 0),
         )
-        return data, tails, self._row_extents(np.flatnonzero(many).tolist())
 
     def _tail(self, i: int) -> bytes:
         tail = self.plan.rows.tails.get(i)
@@ -285,7 +314,8 @@ class _Assembly:
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
-        return _splice((self.old.target_start, self.old.targets), _joined(tails), source)
+        nothing = np.zeros(0, np.uint8)
+        return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
         many = (data.flags & layout.MANY) != 0
@@ -341,16 +371,21 @@ def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
 
 
 def _splice(
-    old: tuple[layout.U8, layout.Bytes], new: tuple[layout.U8, layout.Bytes], source: Indices
+    old: tuple[layout.U8, layout.Bytes],
+    new: tuple[layout.U8, layout.Bytes],
+    source: Indices,
+    behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of different lengths taken from (old, then new): starts and bytes of the result.
+    """Items of different lengths taken from (old, then new): starts, and bytes of the result with
+    others behind it.
 
     Copies whole runs of items that stay side by side, so the cost is that of the changes.
     """
     count = len(old[0]) - 1
-    lengths = np.concatenate([np.diff(old[0]), np.diff(new[0])])[source]
     starts = np.zeros(len(source) + 1, np.uint64)
-    np.cumsum(lengths, out=starts[1:])
+    lengths = np.concatenate([np.diff(old[0]), np.diff(new[0])])
+    np.cumsum(lengths[source], out=starts[1:])
+    del lengths
     breaks = np.diff(source, prepend=-2) != 1
     breaks |= source == count
     first = np.flatnonzero(breaks)
@@ -359,4 +394,4 @@ def _splice(
     for one, other in zip(source[first].tolist(), source[last].tolist(), strict=True):
         (own, blob), base = (old, 0) if one < count else (new, count)
         parts.append(blob[int(own[one - base]) : int(own[other - base + 1])])
-    return starts, np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    return starts, np.concatenate([*parts, behind])

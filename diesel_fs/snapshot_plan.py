@@ -8,20 +8,22 @@ Surviving entries keep their relative order, since that is by depth, folder and 
 snapshot is the previous one without some entries, with new ones inserted at known places.
 """
 
+import operator
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import chain, compress, islice, pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from . import snapshot_layout as layout
-from .entries import PATH_BYTES_MAX, Kind, Rows, shown
+from .entries import PATH_BYTES_MAX, Kind, Names, Rows, shown
 from .errors import CorruptError, UsageError
 from .snapshot import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
+
+_BLOCK_ROWS = 1 << 16  # of which the names are objects at one time
 
 
 class Folders:
@@ -35,7 +37,9 @@ class Folders:
         ids: dict[tuple[int, bytes], int] = {}
         levels = [0]
         id_of_row_folder = np.zeros(len(rows.folders), np.int64)
-        for used in np.unique(rows.folder).tolist():
+        is_used = np.zeros(len(rows.folders), np.bool_)
+        is_used[rows.folder] = True
+        for used in np.flatnonzero(is_used).tolist():
             path, at = rows.folders[used], 0
             if len(path) > PATH_BYTES_MAX:
                 raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
@@ -83,6 +87,7 @@ class Plan:
 
     def __init__(self, old: Snapshot, rows: Rows, folders: Folders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
+        self.names = Names.of(rows.names)
         self.old_kind = layout.kinds(old.columns.flags)
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
@@ -100,6 +105,7 @@ class Plan:
         self.new_data: dict[int, int] = {}
         """By folder that is new, the data that it shows."""
         self._check_rows()
+        self._hash_names()
         own_row = self._rows_of_folders()
         self._plan_leaves(own_row)
         self._plan_folders(own_row)
@@ -113,16 +119,43 @@ class Plan:
             i = int(wrong.argmax())
             raise UsageError(f"no entry: {shown(rows.path(i))} has an impossible record")
 
+    def _hash_names(self) -> None:
+        """The hash of each row's path, and whether its name is smaller than the next row's.
+
+        Names are objects for a block of rows at a time.
+        """
+        count, folders = len(self.rows), self.folders
+        self.hash = np.zeros(count, np.uint64)
+        self.ascends: layout.Mask = np.zeros(count, np.bool_)
+        for start in range(0, count, _BLOCK_ROWS):
+            names = [*self.names[start : start + _BLOCK_ROWS + 1]]
+            block = slice(start, min(start + _BLOCK_ROWS, count))
+            first, counts = _runs(folders.of_row[block])
+            seeds = map(folders.hash.__getitem__, folders.of_row[block][first].tolist())
+            seed_of_each = chain.from_iterable(map(repeat, seeds, counts.tolist()))
+            size = block.stop - start
+            self.hash[block] = np.fromiter(
+                map(xxh3_64_intdigest, names, seed_of_each), np.uint64, size
+            )
+            followed = len(names) - 1
+            self.ascends[start : start + followed] = np.fromiter(
+                map(operator.lt, names, islice(names, 1, None)), np.bool_, followed
+            )
+
     def _rows_of_folders(self) -> dict[int, int]:
         """The rows whose path is that of a folder which holds, or held, another row."""
-        folders, names = self.folders, self.rows.names
-        known = set(folders.name)
-        own = {}
-        for i in compress(range(len(names)), map(known.__contains__, names)):
-            folder = int(folders.of_row[i])
-            number = folders.number.get((folder, names[i]))
-            if not names[i] and folder == 0:
-                number = 0
+        folders = self.folders
+        wanted = np.sort(np.array(folders.hash, np.uint64))
+        has_prefix = np.zeros(1 << 16, np.bool_)  # passes one row in thousands
+        has_prefix[wanted >> np.uint64(48)] = True
+        likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
+        at = np.searchsorted(wanted, self.hash[likely])
+        likely = likely[wanted[np.minimum(at, len(wanted) - 1)] == self.hash[likely]]
+        of_root = np.flatnonzero((np.diff(self.names.starts) == 1) & (folders.of_row == 0))
+        own = dict[int, int]()
+        for i in np.union1d(likely, of_root).tolist():
+            folder, name = int(folders.of_row[i]), self.names[i]
+            number = folders.number.get((folder, name)) if name or folder else 0
             if number is not None:
                 if number in own:
                     raise UsageError(f"a path stands twice: {shown(self.rows.path(i))}")
@@ -134,19 +167,18 @@ class Plan:
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
-        self.leaf_rows = np.flatnonzero(leaf)
-        folder = folders.of_row[self.leaf_rows]
-        self.leaf_names = list(compress(rows.names, leaf.tolist()))
-        seeds = map(folders.hash.__getitem__, folder.tolist())
-        self.leaf_hash = np.fromiter(
-            map(xxh3_64_intdigest, self.leaf_names, seeds), np.uint64, len(folder)
-        )
+        leaf_rows = np.flatnonzero(leaf)
+        folder = folders.of_row[leaf_rows]
         above = np.array(folders.old, np.int64)[folder]
-        at = old.find_many(above, self.leaf_hash, self.leaf_names)
-        kind = rows.records["kind"][self.leaf_rows]
+        names = self.names
+        if own_row and old.entry_count > 1:  # otherwise nobody looks at them
+            names = Names.of(compress(names, leaf.tolist()))
+        at = old.find_many(above, self.hash[leaf_rows], names)
+        kind = rows.records["kind"][leaf_rows]
         comes, there = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
-        self.leaf_comes = np.flatnonzero(comes)
-        self._change(at[there], self.leaf_rows[there], kind[there])
+        self.coming_rows = leaf_rows[comes]
+        """The rows that are new entries, ascending."""
+        self._change(at[there], leaf_rows[there], kind[there])
         goes = folder[there][self.removed[at[there]]]
         self.live += np.bincount(folder[comes], minlength=len(folders))
         self.live -= np.bincount(goes, minlength=len(folders))
@@ -209,13 +241,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Where entries stand in the result. `new_*` are the new entries in directory order."""
+    """Where entries stand in the result. `new_*` are the new entries in directory order.
 
+    They come of **items**: the folders that are made, then all rows.
+    """
+
+    made: list[int]
+    """Numbers of `Folders`: those that are made."""
     new_folder: Indices
     """A number of `Folders`."""
-    new_names: list[bytes]
+    new_item: Indices
     new_hash: layout.U8
-    new_data: Indices
     new_index: Indices
     old_index: Indices
     """Of each old entry its new index; meaningless for removed ones."""
@@ -224,67 +260,94 @@ class Order:
 
 
 def order_of(plan: Plan) -> Order:
-    """The order of what the plan keeps and adds."""
+    """The order of what the plan keeps and adds. Raises UsageError for a path that stands twice."""
     folders, n = plan.folders, plan.old.entry_count
-    made, leaves = list(plan.new_data), plan.leaf_comes
-    leaf_rows = plan.leaf_rows[leaves]
-    names = [folders.name[number] for number in made]
-    names += map(plan.leaf_names.__getitem__, leaves.tolist())
+    made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.int64)
-    hashes = np.array([folders.hash[number] for number in made], np.uint64)
-    data = np.array(list(plan.new_data.values()), np.int64)
-    folder = np.concatenate([above, folders.of_row[leaf_rows]])
-    order = _sorted_by_name(folder, names)
-    folder, names = folder[order], list(map(names.__getitem__, order.tolist()))
-    position = np.empty_like(order)
-    position[order] = np.arange(len(order))
-    made_position = dict(zip(made, position[: len(made)].tolist(), strict=True))
-    places = _places(plan, folder, names, made_position)
+    folder = np.concatenate([above, folders.of_row[plan.coming_rows]])
+    item = np.concatenate([np.arange(len(made)), len(made) + plan.coming_rows])
+    order = _sorted_by_name(plan, made, folder, item)
+    position = np.empty(len(made), np.int64)
+    of_made = np.flatnonzero(order < len(made))
+    position[order[of_made]] = of_made
+    folder, item = folder[order], item[order]
+    places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
     gone = np.concatenate([[0], np.cumsum(plan.removed)])
     come = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
     old_index = np.arange(n) - gone[:-1] + come
     new_index = places - gone[places] + np.arange(len(places))
     folder_index = old_index[np.array(folders.old, np.int64)]
-    folder_index[made] = new_index[position[: len(made)]]
+    folder_index[made] = new_index[position]
+    made_hash = np.array([folders.hash[number] for number in made], np.uint64)
     return Order(
+        made=made,
         new_folder=folder,
-        new_names=names,
-        new_hash=np.concatenate([hashes, plan.leaf_hash[leaves]])[order],
-        new_data=np.concatenate([data, plan.first_row + leaf_rows])[order],
+        new_item=item,
+        new_hash=np.concatenate([made_hash, plan.hash])[item],
         new_index=new_index,
         old_index=old_index,
         folder_index=folder_index,
     )
 
 
-def _sorted_by_name(folder: Indices, names: list[bytes]) -> Indices:
-    """The order of items by folder, then name."""
+def _names_of(plan: Plan, made: list[int], item: Indices) -> list[bytes]:
+    """The names of items."""
+    names = (
+        plan.names.take(np.maximum(item - len(made), 0)) if len(plan.names) else [b""] * len(item)
+    )
+    for i in np.flatnonzero(item < len(made)).tolist():
+        names[i] = plan.folders.name[made[item[i]]]
+    return names
+
+
+def _sorted_by_name(plan: Plan, made: list[int], folder: Indices, item: Indices) -> Indices:
+    """The order of items by folder, then name. Rows of a folder mostly are in order already."""
     order = np.argsort(folder, kind="stable")
-    for start, end in _groups(folder[order]):
-        part = order[start:end].tolist()
-        part.sort(key=names.__getitem__)
-        order[start:end] = part
+    row = item - len(made)
+    fits: layout.Mask = np.zeros(len(item), np.bool_)
+    """Of each item, whether the next of its folder comes behind it by its name."""
+    fits[:-1] = (row[:-1] >= 0) & (row[1:] == row[:-1] + 1)
+    fits[fits] = plan.ascends[row[fits]]
+    sorted_folder = folder[order]
+    broken = np.flatnonzero(
+        (sorted_folder[1:] == sorted_folder[:-1])
+        & ~(fits[order[:-1]] & (order[1:] == order[:-1] + 1))
+    )
+    for number in np.unique(sorted_folder[broken]).tolist():
+        start, end = np.searchsorted(sorted_folder, [number, number + 1]).tolist()
+        names = _names_of(plan, made, item[order[start:end]])
+        places = sorted(range(end - start), key=names.__getitem__)
+        for one, other in pairwise(places):
+            if names[one] == names[other]:
+                raise UsageError(f"a path stands twice: its last part is {names[one]!r}")
+        order[start:end] = order[start:end][places]
     return order
 
 
-def _groups(values: Indices) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of equal values."""
-    starts = np.flatnonzero(np.diff(values, prepend=-1)).tolist()
-    return pairwise([*starts, len(values)])
+def _runs(values: Indices) -> tuple[Indices, Indices]:
+    """Where each run of equal values starts, and how long it is."""
+    starts = np.flatnonzero(np.diff(values, prepend=-1))
+    return starts, np.diff(starts, append=len(values))
 
 
 def _places(
-    plan: Plan, folder: Indices, names: list[bytes], made_position: dict[int, int]
+    plan: Plan, made: list[int], folder: Indices, item: Indices, made_position: dict[int, int]
 ) -> Indices:
     """Before which old entry each new one comes (the old count: at the end); ascending."""
     old, folders = plan.old, plan.folders
     old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
     places = np.empty(len(folder), np.int64)
-    for start, end in _groups(folder):
+    for start, count in zip(*(each.tolist() for each in _runs(folder)), strict=True):
+        end = start + count
         number = int(folder[start])
         at = folders.old[number]
         if at >= 0 and plan.old_kind[at] == Kind.FOLDER:
-            places[start:end] = _places_among(old, old.children(at), names[start:end])
+            inside = old.children(at)
+            if len(inside):
+                names = _names_of(plan, made, item[start:end])
+                places[start:end] = _places_among(old, inside, names)
+                continue
+            places[start:end] = inside.start
         else:  # it held nothing: what it holds now comes before what the next folder holds
             at = at if at >= 0 else int(places[made_position[number]])
             following = old_folders[np.searchsorted(old_folders, at) :][:1]

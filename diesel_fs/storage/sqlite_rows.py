@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.chunk_id import LOWEST
-from diesel_fs.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Rows, join
+from diesel_fs.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Names, Rows, join
 from diesel_fs.errors import CorruptError
 from diesel_fs.storage.sqlite_runs import Run, runs_in, runs_since
 
@@ -214,39 +214,45 @@ class Gathered:
         self._folders: dict[bytes, int] = {}
         self._folder: list[int] = []  # position in `_folders` of each ...
         self._counts: list[int] = []  # ... run of so many rows
-        self._names: list[bytes] = []
-        self.chunks: list[int] = []  # numbers
-        self._records: list[bytes] = []
+        self._names: list[Names] = []
+        self._chunk: list[int] = []  # the number of each ...
+        self._chunk_counts: list[int] = []  # ... run of so many rows
+        self._records = bytearray()
         self._tails: dict[int, bytes] = {}
+
+    @property
+    def chunks(self) -> set[int]:
+        """The numbers of the chunks that are named."""
+        return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
         """Add rows of one folder."""
         if not rows:
             return
         names, chunks, records, tails = zip(*rows, strict=True)
-        start = len(self._names)
-        self._folder.append(self._folders.setdefault(folder, len(self._folders)))
-        self._counts.append(len(rows))
-        self._names += names
-        self.chunks += chunks
-        self._records.append(b"".join(records))
-        if tails.count(None) < len(tails):
-            self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
+        start = sum(self._counts) if any(tails) else 0
+        self._add(folder, Names.of(names), b"".join(records))
+        self._chunk += chunks
+        self._chunk_counts += [1] * len(rows)
+        self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
     def add_run(self, folder: bytes, run: Run) -> None:
         """Add the entries of a run in a folder."""
+        self._add(folder, run.names, run.records)
+        self._chunk.append(run.chunk)
+        self._chunk_counts.append(len(run.names))
+
+    def _add(self, folder: bytes, names: Names, records: bytes) -> None:
+        if len(records) != len(names) * RECORD.itemsize:
+            raise _damaged("records of another length")
         self._folder.append(self._folders.setdefault(folder, len(self._folders)))
-        self._counts.append(len(run.names))
-        self._names += run.names
-        self.chunks += [run.chunk] * len(run.names)
-        self._records.append(run.records)
+        self._counts.append(len(names))
+        self._names.append(names)
+        self._records += records
 
     def rows(self, table: ChunkTable) -> Rows:
-        """The columns. `table` must have all chunks that are named."""
-        records = b"".join(self._records)
-        if len(records) != len(self._names) * RECORD.itemsize:
-            raise _damaged("records of another length")
-        numbers = np.array(self.chunks, np.int64)
+        """The columns, once. `table` must have all chunks that are named."""
+        numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (
             chunk.max() >= len(table.numbers) or (table.numbers[chunk] != numbers).any()
@@ -255,9 +261,9 @@ class Gathered:
         return Rows(
             folders=list(self._folders),
             folder=np.repeat(np.array(self._folder, np.uint32), self._counts),
-            names=self._names,
-            records=np.frombuffer(records, RECORD),
-            chunk=chunk,
+            names=Names(b"\0".join(each.joined for each in self._names), sum(self._counts)),
+            records=np.frombuffer(self._records, RECORD),
+            chunk=np.repeat(chunk, self._chunk_counts),
             chunks=[info.id for info in table.infos],
             tails=self._tails,
         )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diesel_fs.chunk_id import stamp
-from diesel_fs.entries import RECORD, ChunkId, Kind
+from diesel_fs.entries import RECORD, ChunkId, Kind, Names
 from diesel_fs.errors import CorruptError
 from diesel_fs.storage.metadata import Batch
 
@@ -37,7 +37,7 @@ class Run(NamedTuple):
     """One row of `run`, decoded: names ascending, packed records in their order."""
 
     chunk: int
-    names: list[bytes]
+    names: Names
     records: bytes
 
     def record(self, i: int) -> bytes:
@@ -65,9 +65,10 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
     change = np.flatnonzero((rows.folder[1:] != rows.folder[:-1]) | ~fit[1:] | ~fit[:-1])
     bounds = [0, *(change + 1).tolist(), len(rows)]
     for start, end in pairwise(bounds):
-        names = rows.names[start:end]
-        long_enough = fit[start] and end - start >= ENTRIES_MIN
-        if long_enough and all(map(operator.lt, names, names[1:])):
+        if not fit[start] or end - start < ENTRIES_MIN:
+            continue
+        names = [*rows.names[start:end]]
+        if all(map(operator.lt, names, names[1:])):
             yield Segment(folders[rows.folder[start]], start, end)
 
 
@@ -78,17 +79,24 @@ def insert(
 
     `into_empty`: nothing is, nor anything else in the folder.
     """
-    names = batch.rows.names[segment.start : segment.end]
-    cuts = [0, len(names)] if into_empty else _cuts(db, segment.folder, names)
+    names, (folder, first, last) = Names.of(batch.rows.names), segment
+    if into_empty:
+        cuts = [first, last]
+    else:
+        cuts = [first + cut for cut in _cuts(db, folder, [*names[first:last]])]
     for start, end in pairwise(cuts):
         if start < end:
-            at = segment.start + start
-            records = batch.rows.records[at : at + end - start].tobytes()
-            piece = names[start:end]
             db.execute(
                 "INSERT INTO run (folder, first, last, chunk, names, records)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
-                (segment.folder, piece[0], piece[-1], chunk, b"\0".join(piece), records),
+                (
+                    folder,
+                    names[start],
+                    names[end - 1],
+                    chunk,
+                    names[start:end].joined,
+                    batch.rows.records[start:end].tobytes(),
+                ),
             )
     return bool(cuts)
 
@@ -185,7 +193,7 @@ def _decoded(row: Sequence[object]) -> Run:
     assert isinstance(chunk, int)
     assert isinstance(names, bytes)
     assert isinstance(records, bytes)
-    run = Run(chunk, names.split(b"\0"), records)
-    if len(run.names) * _RECORD_BYTES != len(records):
+    count, rest = divmod(len(records), _RECORD_BYTES)
+    if rest or names.count(b"\0") != count - 1:
         raise CorruptError("a run's names and records differ", advice="run `dlcmd recover`")
-    return run
+    return Run(chunk, Names(names, count), records)

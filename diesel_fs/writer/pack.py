@@ -8,19 +8,20 @@ one), however slow the store is.
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import BinaryIO
 from uuid import UUID
 
-from ..chunk import EXTENT_ALIGNMENT, Part
+from ..chunk import ENTRIES_MAX, EXTENT_ALIGNMENT, Part
 from ..chunk_builder import ChunkBuilder
 from ..chunk_id import stamp
 from ..entries import ChunkId, Stamp
 from ..errors import DieselError, ObjectExists
 from ..layout import chunk_object
 from ..storage.objects import ObjectStore
-from .source import open_file, why
+from .source import FILE_FLAGS, open_file, why
 
 NewId = Callable[[ChunkId | None], ChunkId]
 """The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
@@ -97,6 +98,73 @@ class Packer:
             finally:
                 os.close(file)
         raise Unsettled(f"it changed while it was being read, {READ_TRIES} times")
+
+    def add_files(
+        self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
+    ) -> None:
+        """Read files in the descriptor `folder`, which is the folder `path` of the dataset.
+
+        `failed` is called with the name and the reason of each that could not be read whole and
+        unmixed; nothing of it is in any version of the dataset.
+        """
+        at = 0
+        while at < len(names):
+            self._check()
+            at += self._read_ahead(folder, path, names[at : at + ENTRIES_MAX - len(self._builder)])
+            self._ship_if_full()
+            if at < len(names):  # perhaps only the chunk was full, but this one may need more care
+                try:
+                    self.add_file(folder, names[at], (path, names[at]))
+                except OSError as error:
+                    failed(names[at], why(error))
+                except Unsettled as reason:
+                    failed(names[at], str(reason))
+                at += 1
+
+    def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
+        """Read the first of some files, one behind the other, as long as the chunk is not full and
+        nothing is unusual; how many have been added.
+
+        Nearly every file of a put is read in this loop: no call that can be spared, and no object
+        for each that stays.
+        """
+        builder = self._builder
+        room = builder.room(builder.room_bytes)
+        left, end, whole = builder.left_bytes, 0, min(self._extent_bytes, len(room) - 1)
+        modes: list[int] = []
+        mtimes_ns: list[int] = []
+        sizes: list[int] = []
+        open_one, fstat, readv, close = os.open, os.fstat, os.readv, os.close
+        with suppress(OSError):
+            for name in names:
+                file = open_one(name, FILE_FLAGS, dir_fd=folder)
+                try:
+                    before = fstat(file)
+                    size, mtime_ns, mode = before.st_size, before.st_mtime_ns, before.st_mode
+                    if end + size > whole or not stat.S_ISREG(mode):
+                        break
+                    # One byte more than there should be tells a file that grows
+                    count = readv(file, (room[end : end + size + 1],))
+                    after = fstat(file)
+                finally:
+                    close(file)
+                if (
+                    count != size
+                    or after.st_size != size
+                    or after.st_mtime_ns != mtime_ns
+                    or after.st_ctime_ns != before.st_ctime_ns
+                ):
+                    break
+                modes.append(mode)
+                mtimes_ns.append(mtime_ns)
+                sizes.append(size)
+                end += size
+                left -= size + len(name) + 1
+                if left <= 0:
+                    break
+        if sizes:
+            builder.add_files(path, names[: len(sizes)], modes, mtimes_ns, sizes)
+        return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: Path) -> None:
         """Read the link `name` in the descriptor `folder`. Raises OSError."""

@@ -6,6 +6,7 @@ is its task.
 
     to the process      ["task", source, prefix, identity, URL, chunk bytes, compression]
                         ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
+                            with a NUL between each name and the next
                         ["id", chunk ID]     the answer to "id"
                         ["finish"]
     from the process    ["id", first chunk or nil]
@@ -34,14 +35,14 @@ import msgpack
 from ..entries import ChunkId, join, split
 from ..errors import DieselError
 from ..storage.objects import ObjectStore
-from .pack import Packer, Unsettled
+from .pack import Packer
 from .source import open_folder, why
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that mean something else here than in the coordinator."""
 
-FolderFiles = tuple[bytes, list[bytes], list[bytes]]
-"""A folder below the source, and the names of files and of links in it to pack."""
+FolderFiles = tuple[bytes, bytes, bytes]
+"""A folder below the source, and the names of files and of links in it to pack, NULs between."""
 
 MadeFolder = tuple[bytes, int, int]
 """A folder entry to make: path below the source, mode, mtime_ns."""
@@ -120,7 +121,8 @@ class _PackProcess:
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in made:
             self._packer.add_folder(split(self._target(path)), mode, mtime_ns)
-        for path, files, links in folders:
+        for path, *joined in folders:
+            files, links = (names.split(b"\0") if names else [] for names in joined)
             try:
                 folder = open_folder(self._task.root, path)
             except OSError as error:
@@ -137,15 +139,14 @@ class _PackProcess:
     ) -> list[tuple[bytes, str]]:
         failed: list[tuple[bytes, str]] = []
         target = self._target(path)
-        packer = self._packer
-        for add, names in ((packer.add_file, files), (packer.add_link, links)):
-            for name in names:
-                try:
-                    add(folder, name, (target, name))
-                except OSError as error:
-                    failed.append((join(path, name), why(error)))
-                except Unsettled as reason:
-                    failed.append((join(path, name), str(reason)))
+        self._packer.add_files(
+            folder, target, files, lambda name, reason: failed.append((join(path, name), reason))
+        )
+        for name in links:
+            try:
+                self._packer.add_link(folder, name, (target, name))
+            except OSError as error:
+                failed.append((join(path, name), why(error)))
         return failed
 
     def _target(self, path: bytes) -> bytes:

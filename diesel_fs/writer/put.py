@@ -34,7 +34,7 @@ from .standing import view_unchanged
 
 _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
-_BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 25 MB of names
+_BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 5 MB of names
 _COMMIT_EVERY_S = 0.1  # the first chunk after such a pause goes in at once, others together
 _GOODBYE_S = 10.0
 _STALE_TRIES = 2
@@ -332,7 +332,7 @@ def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
         for start in range(0, len(names), _BATCH_ENTRIES):
             end, cut = start + _BATCH_ENTRIES, len(change.files)
             files, links = names[start : min(end, cut)], names[max(start, cut) : end]
-            batch.folders.append((change.path, files, links))
+            batch.folders.append((change.path, b"\0".join(files), b"\0".join(links)))
             batch.count += len(files) + len(links)
             if batch.count >= _BATCH_ENTRIES:
                 yield batch

@@ -10,12 +10,15 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..entries import Kind
 from .options import Filter
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_AT_ONCE = 1024  # entries of a folder that are objects at one time
 
 Failed = Callable[[bytes, str], None]
 """Called with the path (below the source) of what cannot be put, and the reason."""
@@ -55,7 +58,7 @@ def open_folder(root: int, path: bytes) -> int:
 
 def open_file(folder: int, name: bytes) -> int:
     """A descriptor for reading; never blocks on a pipe, never follows a link. Raises OSError."""
-    return os.open(name, _FILE_FLAGS, dir_fd=folder)
+    return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
 def walk(root: int, filter: Filter, failed: Failed) -> Iterator[FolderListing]:  # noqa: A002
@@ -91,20 +94,25 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -
     try:
         # Through /proc the names come as bytes; by descriptor they would be decoded first
         with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
-            for entry in entries:
-                name = entry.name
-                if entry.is_file(follow_symlinks=False):
-                    if filter.empty or filter.takes(prefix + name):
-                        listing.files.append(name)
-                elif entry.is_dir(follow_symlinks=False):
-                    if filter.empty or filter.enters(prefix + name):
-                        listing.folders.append(name)
-                elif not filter.empty and not filter.takes(prefix + name):
-                    continue
-                elif entry.is_symlink():
-                    listing.links.append(name)
+            while some := [*islice(entries, _AT_ONCE)]:
+                files = [each.name for each in some if each.is_file(follow_symlinks=False)]
+                if not filter.empty:
+                    listing.files += [name for name in files if filter.takes(prefix + name)]
                 else:
-                    failed(prefix + name, "skipped: a pipe, socket or device")
+                    listing.files += files
+                for entry in some if len(files) < len(some) else ():
+                    name = entry.name
+                    if entry.is_file(follow_symlinks=False):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if filter.empty or filter.enters(prefix + name):
+                            listing.folders.append(name)
+                    elif not filter.empty and not filter.takes(prefix + name):
+                        continue
+                    elif entry.is_symlink():
+                        listing.links.append(name)
+                    else:
+                        failed(prefix + name, "skipped: a pipe, socket or device")
     except OSError as error:
         failed(listing.path, why(error))
         listing.unread = True
