@@ -22,12 +22,21 @@ def fair_bytes() -> int:
     return max(_available_bytes() // MEMORY_FRACTION, MEMORY_BYTES_MIN)
 
 
+def limit_bytes() -> int:
+    """What programs may use in all: the machine's memory, or less where a control group says so."""
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _own_cgroup_bytes())
+
+
 def _available_bytes() -> int:
     """Memory that this process may still have without swapping or being killed."""
+    return min(_free_bytes(), _own_cgroup_bytes())
+
+
+def _own_cgroup_bytes() -> int:
     listed = ""
     with suppress(OSError):
         listed = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-    return min(_free_bytes(), _cgroup_bytes(CGROUPS, listed))
+    return _cgroup_bytes(CGROUPS, listed)
 
 
 def _free_bytes() -> int:

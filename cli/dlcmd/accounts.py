@@ -39,7 +39,7 @@ def _opened(*, create: bool = False) -> Administration:
 
 
 @global_options
-@click.group("user", context_settings=HELP_NAMES, no_args_is_help=False)
+@click.group("user", context_settings=HELP_NAMES)
 def user() -> None:
     """Users of a server: who they are, and by which keys they prove it.
 

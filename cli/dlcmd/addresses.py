@@ -17,7 +17,7 @@ from diesel_fs.repository import Repository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 
-from .options import ALL_VERSIONS, dataset, flags
+from .options import ALL_VERSIONS, dataset, flags, no_path
 from .output import remark
 
 MEMORY_BYTES = 256 << 20
@@ -61,12 +61,12 @@ def address(text: str) -> Address:
 
     Raises UsageError before anything is made of the name.
     """
-    return _address(text, dataset(text.partition("/")[0]), 0)
+    return _address(text, dataset(no_path(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
     """Read an address of what is only read. Raises UsageError as `address`."""
-    return _address(text, *versioned(text.partition("/")[0]))
+    return _address(text, *versioned(no_path(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:

@@ -17,13 +17,22 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
-from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied
+from diesel_fs.errors import (
+    DieselError,
+    NoSpaceError,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
+from dlcmd.completing import COMPLETE
 from dlcmd.options import HELP_NAMES, Flags, global_options
 from dlcmd.output import complain
 
@@ -49,8 +58,16 @@ VERBS = {
     "shuffle": ("shuffling", "Print a chunk-wise order of the files."),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),
+    "completion": ("completing", "Print what makes a shell complete verbs and options."),
 }
 """By verb: the module with a function named after it, and the first line of its help."""
+
+OTHERS_WORDS = {
+    "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
+    "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
+    "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "status": "stats",
+}  # fmt: skip
+"""What other programs call what is a verb of ours."""
 
 INTERRUPTED = 130
 READER_GONE = 141  # 128 + SIGPIPE, as a program that does not handle it
@@ -77,6 +94,18 @@ class _Verbs(click.Group):
         command = getattr(module, name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that is meant. Raises UsageError, with the one that may have been meant."""
+        word = args[0]
+        if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
+            near = [OTHERS_WORDS.get(word), *get_close_matches(word, VERBS, 1)]
+            meant = next(filter(None, near), None)
+            advice = f"did you mean `dlcmd {meant}`?" if meant else "see `dlcmd --help`"
+            raise UsageError(f"there is no verb {word!r}", advice=advice)
+        return super().resolve_command(context, args)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs (`dlcmd VERB --help` has examples)"):
@@ -110,6 +139,8 @@ def main() -> NoReturn:
     # numpy's linear algebra is not used, and its threads would make forks of packing processes
     # forks of a process with threads
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if COMPLETE in os.environ:  # a shell asks, by what `dlcmd completion` has told it
+        sys.exit(shell_complete(program, {}, "dlcmd", COMPLETE, os.environ[COMPLETE]))
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has them ignored
             signal.signal(number, _end)
@@ -134,9 +165,14 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
     except click.exceptions.Exit as ending:
         return ending.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        with suppress(OSError, AttributeError):
+            sys.stderr.write(f"{error.format_message()}\n")
+        return 2
     except click.UsageError as error:
         known = error.ctx.command_path if error.ctx else "dlcmd"
-        complain(DieselError(error.format_message(), advice=f"see `{known} --help`"), flags, code=2)
+        text = error.format_message().removesuffix(".")
+        complain(DieselError(text, advice=f"see `{known} --help`"), flags, code=2)
         return 2
     except (KeyboardInterrupt, click.Abort):
         complain(DieselError("interrupted; run it again to finish"), flags, code=INTERRUPTED)

@@ -6,20 +6,19 @@ import click
 
 from diesel_fs import recovery
 from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset
-from diesel_fs.names import versioned
 from diesel_fs.recovery import Findings
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
 from diesel_fs.whole_files import is_stdout
 
 from .addresses import Address, opened
-from .options import dataset, flags, time, verb
+from .options import dataset, flags, time, verb, versioned_dataset
 from .output import Value, bytes_text, count_text, emit, say, say_json
 from .progress import Progress, shown_progress
 
 
 @verb("save-meta")
-@click.argument("target", type=versioned, metavar="DATASET[@VERSION]")
+@click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def save_meta(target: tuple[str, int], file: Path) -> None:
     """Write a snapshot of a dataset: all its metadata at its current version, or at one that is

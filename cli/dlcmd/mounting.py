@@ -12,11 +12,10 @@ from diesel_fs.fuse import MountRequest, mount_in_foreground
 from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
-from diesel_fs.names import versioned
 from diesel_fs.task.request import TaskOptions, key_in
 
 from .mount_stats import lines
-from .options import flags, size, verb
+from .options import flags, size, verb, versioned_dataset
 from .output import emit, say, say_json
 
 
@@ -28,7 +27,7 @@ def octal(text: str) -> int:
 
 
 @verb("mount")
-@click.argument("target", type=versioned, metavar="DATASET[@VERSION]")
+@click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
     "--snapshot", type=click.Path(path_type=Path), metavar="FILE",
@@ -55,7 +54,7 @@ def octal(text: str) -> int:
     " pyfuse3 does not; auto takes pyfuse3 only where the kernel lacks what the other needs.",
 )
 @click.option(
-    "--memory", type=size, default="0",
+    "--memory", type=size,
     help="Memory for contents, the kernel's pages of them included. An eighth, 256M at most, is"
     " the mount's own; with --task, three quarters of the rest are for the chunks that the node's"
     " master holds.  [default: half of what is free]",
@@ -147,7 +146,7 @@ def mount(
     offline: bool,
     follow: bool,
     session: str,
-    memory: int,
+    memory: int | None,
     policy: Literal["on-demand", "oneshot"],
     seed: int,
     group_size: int | None,
@@ -182,6 +181,11 @@ def mount(
       dlcmd mount --task night-run --rank 0 --world 4 pets /mnt/pets
     """
     settings = flags().settings()
+    if memory == 0:
+        raise UsageError(
+            "--memory 0 leaves no room for contents",
+            advice="without --memory a mount takes half of what is free",
+        )
     name, version = target
     mountpoint = os.path.abspath(folder)
     joins = TaskOptions(
@@ -208,7 +212,7 @@ def mount(
         follow=follow,
         version=version,
         session=session,
-        memory_bytes=memory,
+        memory_bytes=memory or 0,
         policy=policy,
         seed=seed,
         group_size=group_size or 0,

@@ -14,7 +14,7 @@ import click
 
 import diesel_fs
 from diesel_fs.errors import UsageError
-from diesel_fs.names import check_dataset_name
+from diesel_fs.names import check_dataset_name, versioned
 from diesel_fs.settings import Settings, load_settings, parse_size
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -123,9 +123,28 @@ ALL_VERSIONS = -1
 """In an address: the list of versions."""
 
 
+def no_path(text: str) -> str:
+    """An argument that begins with the name of a dataset. Raises UsageError where a path or a URL
+    stands in its place, as where two arguments have been swapped.
+    """
+    if text[:1] in ("/", ".", "~") or "://" in text:
+        context = click.get_current_context()
+        order = " ".join(context.command.collect_usage_pieces(context))
+        raise UsageError(
+            f"{text!r} stands where the name of a dataset is expected",
+            advice=f"the order is: {context.command_path} {order}",
+        )
+    return text
+
+
+def versioned_dataset(text: str) -> tuple[str, int]:
+    """As `versioned`."""
+    return versioned(no_path(text))
+
+
 def dataset(text: str) -> str:
     """The name of a dataset, without a path or version. Raises UsageError."""
-    name, at, _ = text.partition("@")
+    name, at, _ = no_path(text).partition("@")
     check_dataset_name(name)
     if at:
         raise UsageError(

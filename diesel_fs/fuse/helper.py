@@ -32,7 +32,7 @@ from ..snapshot import Snapshot
 from ..snapshot_layout import MANY, kinds
 from ..snapshot_match import Match
 from .decisions import Drop, Idle, Policy, Push, Sample
-from .helper_link import Message, ServerEnd, Value
+from .helper_link import LEAVING, Message, ServerEnd, Value
 from .kernel_news import ENDED, KernelNews, Nodes, tell_folders
 from .plan_messages import PlanMessages
 from .push_board import PushBoard
@@ -81,6 +81,7 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
             helper.run(str(name), early)
         finally:
             helper.close()
+        server.send(LEAVING)
     except EOFError:
         return 0
     return 0

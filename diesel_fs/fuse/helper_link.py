@@ -70,6 +70,10 @@ class Frames:
         return messages
 
 
+LEAVING: Message = {"do": "leave"}
+"""The helper's last word where nothing is wrong."""
+
+
 class HelperLink:
     """The server's end. All but `run` and `ask` return at once."""
 
@@ -181,17 +185,24 @@ class HelperLink:
             event.set()
 
     async def _hear(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        if not await self._hear_to_its_end(stream):
+            log.error("the helper has gone: nothing is pushed into the kernel's cache any more")
+        scope.cancel()
+
+    async def _hear_to_its_end(self, stream: trio.SocketStream) -> bool:
+        """Whether the helper has said that it leaves: it was told to, or the mount has left."""
         frames = Frames()
         while received := await stream.receive_some(1 << 16):
             for message in frames.add(received):
                 number = message.pop("id", None)
+                if message == LEAVING:
+                    return True
                 if number is None:
                     self.state = message
                 elif isinstance(number, int) and number in self._answered:
                     self._answers[number] = message
                     self._answered[number].set()
-        log.error("the helper has gone: nothing is pushed into the kernel's cache any more")
-        scope.cancel()
+        return False
 
 
 class ServerEnd:

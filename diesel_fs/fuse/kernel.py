@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..errors import DieselError
+from ..errors import DieselError, PermissionDenied
 
 MNT_FORCE = 1
 MNT_DETACH = 2
@@ -142,8 +142,17 @@ def _may_mount() -> bool:
     return os.geteuid() == 0
 
 
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+_IN_A_CONTAINER = "a container needs --device /dev/fuse --cap-add SYS_ADMIN"
+
+
 def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
-    device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PermissionDenied(
+            f"cannot open /dev/fuse: {error.strerror}", advice=_IN_A_CONTAINER
+        ) from error
     named = dict(part.partition("=")[::2] for part in options)
     flags = sum(_MS_FLAGS[name] for name in named if name in _MS_FLAGS)
     root_mode = os.stat(mountpoint).st_mode & 0o170000
@@ -164,7 +173,10 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
     if result < 0:
         number = ctypes.get_errno()
         os.close(device)
-        raise DieselError(f"cannot mount on {mountpoint}: {os.strerror(number)}")
+        text = f"cannot mount on {mountpoint}: {os.strerror(number)}"
+        if number in _NOT_ALLOWED:
+            raise PermissionDenied(text, advice=_IN_A_CONTAINER)
+        raise DieselError(text)
     return device
 
 
@@ -181,7 +193,10 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
         )
         reason = done.stderr.decode(errors="replace").strip()
         if done.returncode:
-            raise DieselError(f"cannot mount on {mountpoint}: {reason}")
+            text = f"cannot mount on {mountpoint}: {reason}"
+            if any(os.strerror(number) in reason for number in _NOT_ALLOWED):
+                raise PermissionDenied(text, advice=_IN_A_CONTAINER)
+            raise DieselError(text)
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
         raise DieselError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor. {reason}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ..available_memory import limit_bytes
 from ..credentials import Credentials, parse_key
 from ..daemons import Request
 from ..errors import UsageError
@@ -62,6 +63,17 @@ class MountRequest(Request):
     def check(self) -> None:
         """Raises UsageError for what cannot be had together."""
         self.joins.check()
+        if self.memory_bytes > limit_bytes():
+            raise UsageError(
+                f"{self.memory_bytes:,} bytes of memory are more than the {limit_bytes():,} bytes"
+                " that programs may use here",
+                advice="where none is named, a mount takes half of what is free",
+            )
+        if self.offline and not self.snapshot_file:
+            raise UsageError(
+                "--offline goes with --snapshot FILE, and none is named",
+                advice="`dlcmd save-meta` writes the snapshot of a dataset to a file",
+            )
         if self.version and (self.follow or self.snapshot_file):
             option = "--follow" if self.follow else "--snapshot"
             raise UsageError(

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ import pytest
 
 from diesel_fs.fuse.mountpoint import mounted_at
 from dlcmd.mount_stats import lines
+from tests.ordinary_user import needs_root
 from tests.trees import facts, write
 
 from .conftest import Dlcmd
@@ -25,6 +27,47 @@ def test_a_mount_that_cannot_be_says_why(dlcmd: Dlcmd, tmp_path: Path) -> None:
         assert f"bad umask {bad!r}" in said
     dlcmd("mount", "--memory", "much", "pets", tmp_path, code=2)
     dlcmd("mount", "--session", "none", "pets", tmp_path, code=2)
+
+
+def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    at = tmp_path / "mnt"
+    assert "--memory 0 leaves no room" in dlcmd("mount", "--memory", "0", "pets", at, code=2).err
+    said = dlcmd("mount", "--memory", "999T", "pets", at, code=2).err
+    assert f"{999 << 40:,} bytes of memory are more than the" in said
+    assert "--offline goes with --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
+    assert not at.exists()
+
+
+NODEV = """
+set -e
+mount -t tmpfs -o nodev none "$1"
+mknod "$1/fuse" c 10 229
+mount --bind "$1/fuse" /dev/fuse
+shift
+exec "$@"
+"""
+
+
+@pytest.mark.fuse
+@needs_root
+@pytest.mark.parametrize("way", ["the device is denied", "the capability is missing"])
+def test_a_machine_that_does_not_let_us_mount_is_exit_12(
+    dlcmd: Dlcmd, tmp_path: Path, way: str
+) -> None:
+    """As in a container without the device, or without the capability."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    (tmp_path / "dev").mkdir()
+    around = ["setpriv", "--bounding-set=-sys_admin", "--"]
+    if way == "the device is denied":
+        around = ["unshare", "--mount", "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
+    done = subprocess.run(
+        [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 12, done.stderr
+    assert "; a container needs --device /dev/fuse --cap-add SYS_ADMIN" in done.stderr
+    assert not (tmp_path / "mnt").exists()
 
 
 @pytest.mark.fuse

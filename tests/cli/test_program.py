@@ -84,6 +84,75 @@ def test_errors_are_one_line_and_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None
     assert json.loads(described)["exit_code"] == 2
 
 
+def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
+    """As a person sees it, on stderr: nothing was done."""
+    for words in ([], ["user"]):
+        said = dlcmd(*words, code=2)
+        assert said.out == b""
+        assert said.err.startswith(" ".join(["Usage: dlcmd", *words]))
+        assert said.err.strip() == dlcmd(*words, "--help").out.decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
+)
+def test_a_verb_that_there_is_not_leads_to_the_one_that_was_meant(
+    dlcmd: Dlcmd, word: str, meant: str
+) -> None:
+    said = dlcmd("--json", word, "pets", code=2).err.splitlines()
+    assert said[0] == f"dlcmd: there is no verb {word!r}; did you mean `dlcmd {meant}`?"
+    assert json.loads(said[1])["exit_code"] == 2
+
+
+def test_what_others_call_a_verb_is_none_of_ours() -> None:
+    assert not main.OTHERS_WORDS.keys() & main.VERBS.keys()
+    assert {*main.OTHERS_WORDS.values()} <= main.VERBS.keys()
+
+
+def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b""})
+    swapped: dict[str, list[str | Path]] = {
+        "put": ["pets", source], "mount": [source, "pets"], "ls": [source]
+    }  # fmt: skip
+    for verb, words in swapped.items():
+        said = dlcmd(verb, *words, code=2).err
+        assert f"'{source}' stands where the name of a dataset is expected" in said
+        assert f"the order is: dlcmd {verb} " in said
+        assert "DATASET" in said
+    assert not dlcmd.store.exists()
+
+
+ASK = """
+eval "$(dlcmd completion bash)"
+for line in "dlcmd mo" "dlcmd mount --pol" "dlcmd mount --policy " "dlcmd user e" "dlcmd lo"; do
+    IFS=' ' read -ra COMP_WORDS <<<"$line"
+    [ "${line% }" = "$line" ] || COMP_WORDS+=("")
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    COMPREPLY=()
+    _dlcmd_completion dlcmd
+    echo "$line: ${COMPREPLY[*]}"
+done
+"""
+
+
+def test_a_shell_completes_verbs_options_and_values(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """In a real bash; for the others the text that they evaluate is there."""
+    program = Path(sys.executable).with_name("dlcmd")
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", ASK], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "dlcmd mo: mount", "dlcmd mount --pol: --policy",
+        "dlcmd mount --policy : on-demand oneshot", "dlcmd user e: export", "dlcmd lo: load-meta",
+    ]  # fmt: skip
+    assert b"compdef _dlcmd_completion dlcmd" in dlcmd("completion", "zsh").out
+    assert b"complete --no-files --command dlcmd" in dlcmd("completion", "fish").out
+    dlcmd("completion", "tcsh", code=2)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

@@ -14,7 +14,7 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
 from diesel_fs.fuse import mount, stats, umount
-from diesel_fs.fuse.holders import ended
+from diesel_fs.fuse.holders import children_of, ended
 from diesel_fs.fuse.launcher import default_log
 from diesel_fs.fuse.mountpoint import is_alive, mounted_at
 from tests.fuse.conftest import PROGRAM, Mounted, mounting, request_for
@@ -120,6 +120,24 @@ def test_S8_no_secret_in_arguments_environment_or_log(
         seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
         seen += default_log(request_for(source, mounted.at)).read_bytes()
         assert b"canary" not in seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, 0])
+def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
+    held: Mounted, number: int
+) -> None:
+    """Told to end by a signal, or taken out of the tree: the helper goes, as it should."""
+    holder = Holder(f"f = open('{held.at}/a', 'rb')")
+    log = default_log(request_for(held.source, held.at))
+    if number:
+        os.kill(held.pid, number)
+    else:
+        umount(held.at, lazy=True)
+        wait_until(lambda: len(children_of(held.pid)) < 2)  # the server alone
+    holder.stop()
+    assert ended(held.pid, 20.0)
+    assert "is mounted on" in log.read_text()
+    assert " ERROR " not in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
