@@ -31,6 +31,7 @@ _UNEXPLAINED = (DieselError, DeadlineError)
 """An error of another kind tells by itself what was wrong."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
+_NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to be found, and to find libraries
 
 # The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
 # interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
@@ -124,6 +125,29 @@ def environment() -> dict[str, str]:
     """Ours without secrets; the daemon finds the modules that we run."""
     kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def bare_environment() -> dict[str, str]:
+    """What a program needs that is not ours, or that opens no store: of what this process has, as
+    secrets of any name, it gets nothing else.
+    """
+    kept = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+    return {**kept, "LC_ALL": "C"}
+
+
+@contextmanager
+def bared_environment() -> Iterator[None]:
+    """This process has the bare environment meanwhile, as do programs that a library starts."""
+    before = dict(os.environ)
+    bare = bare_environment()
+    for name in before.keys() - bare:
+        del os.environ[name]
+    os.environ.update(bare)
+    try:
+        yield
+    finally:
+        del os.environ["LC_ALL"]
+        os.environ.update(before)
 
 
 def report(what: Mapping[str, object]) -> None:

@@ -7,11 +7,11 @@ of other users are seen by root only. Any thread.
 
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..mountinfo import mounts
+from ..mountinfo import Mounted, mounts
 
 _MARK = "diesel-mount-"
 
@@ -48,15 +48,19 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def is_mounted(device: str) -> bool:
-    """Whether the file system is in some tree still, a container's too, as far as we may see."""
-    return bool(_mount_ids(_processes(), device))
+def others_of(mount: Mounted) -> dict[Mounted, int]:
+    """The other mounts of a mount's file system that are in a tree, as far as this user may see:
+    elsewhere in this one, or in another mount namespace, as a container's is. Each with a process
+    that sees it.
+    """
+    found = _mounts_of(_processes(), mount.device)
+    return {each: pid for pid, each in found if each.mount_id != mount.mount_id}
 
 
 def holders_of(device: str) -> list[int]:
     """The processes with a file or folder of the mount open, mapped, or as where they stand."""
     processes = _processes()
-    mount_ids = _mount_ids(processes, device)
+    mount_ids = {each.mount_id for _, each in _mounts_of(processes, device)}
     mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))
     return [pid for pid in processes if _holds(pid, mount_ids, mapped)]
 
@@ -75,21 +79,31 @@ def ended(pid: int, within_s: float) -> bool:
         os.close(descriptor)
 
 
+def processor_ticks(pids: Sequence[int]) -> int:
+    """The processor time that these processes have taken so far: it rises as long as one of them
+    does something, be it in the kernel.
+    """
+    found = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            found += int(fields[11]) + int(fields[12])
+    return found
+
+
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _mount_ids(processes: list[int], device: str) -> set[int]:
-    """The IDs of every mount of the device, in all namespaces: a container may hold it too."""
-    ids: set[int] = set()
+def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, Mounted]]:
+    """Every mount of the device, in all namespaces, each with a process of its namespace."""
     seen: set[str] = set()
     for pid in processes:
         with suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in seen:
                 seen.add(namespace)
-                ids.update(each.mount_id for each in mounts(str(pid)) if each.device == device)
-    return ids
+                yield from ((pid, each) for each in mounts(str(pid)) if each.device == device)
 
 
 def _holds(pid: int, mount_ids: set[int], mapped: str) -> bool:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,13 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
+from ..mountinfo import Mounted
 from ..settings import state_folder
 from . import kernel
-from .holders import children_of, daemon_of, ended, holders_of, is_mounted
+from .holders import children_of, daemon_of, ended, holders_of, others_of, processor_ticks
 from .mountpoint import (
     is_alive,
+    mounted_at,
     our_mount,
     prepare,
     read_through,
@@ -46,7 +48,14 @@ START_DEADLINE_S = 60.0
 """How long a mount may take to come up: it may fetch a snapshot first."""
 
 END_DEADLINE_S = 5.0
-"""How long a daemon may take to end after its mount is gone; it needs a few milliseconds."""
+"""How long a daemon may do nothing after its mount is gone, and not end. It needs milliseconds, but
+where the kernel knows millions of files, they are let go of first: a second for 200,000."""
+
+END_DEADLINE_S_MAX = 600.0
+"""How long a daemon may take in all, whatever it does."""
+
+STILL_ENDING_S = 5.0
+"""How often whoever waits for a daemon that goes on working is told so."""
 
 UNHELD_S = 1.0
 """A daemon whose mount is in no tree any more is told to end after so long."""
@@ -114,7 +123,13 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
 
     Raises BusyError, naming the processes, where it is in use: it then goes on serving. `lazy`
     takes it out of the tree at once, and it ends with its last user. `force` ends it now, whatever
-    it does: its users get errors.
+    it does: its users get errors. Where the file system is mounted elsewhere too, as in another
+    mount namespace, the daemon goes on for that; a warning of the logger `diesel.mount` says so.
+    A daemon that takes its time is waited for as long as it does anything; another such warning
+    says so.
+
+    Raises DeadlineError for one that neither ends nor does anything, PermissionDenied for another
+    user's mount.
     """
     found = our_mount(directory)
     daemon = daemon_of(found.device)
@@ -122,13 +137,19 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
     if force:
         _force(found.path, found.device, daemon, own)
         return
+    others = others_of(found)
     held = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
     _unmount(found.path, found.device, own, lazy)
     if daemon is None or held:
         return
-    if not lazy and not ended(daemon, UNHELD_S) and not is_mounted(found.device):
-        with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
-            os.kill(daemon, signal.SIGTERM)
+    if not ended(daemon, UNHELD_S):
+        left = {each: pid for each, pid in others_of(found).items() if each in others}
+        if left:  # of what was there before: the device's number may be another's now
+            _tell_of(left, found.path, daemon)
+            return
+        if not lazy:
+            with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
+                os.kill(daemon, signal.SIGTERM)
     _wait(own, found.path)
 
 
@@ -220,23 +241,68 @@ def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
 
 def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
     """Ends the connection first, so that nothing below can wait for the daemon."""
-    if not kernel.abort(device):
-        with suppress(OSError):  # root; it aborts, and is refused where somebody holds the mount
-            kernel.umount2(path, kernel.MNT_FORCE)
+    abort_file = kernel.open_abort(device)  # of this connection: its number may be given again
+    try:
+        if not _is_there(path, device):
+            pass  # it has ended by itself
+        elif abort_file >= 0:
+            os.write(abort_file, b"1")
+        else:
+            with suppress(OSError):  # root; it aborts, and is refused where somebody holds it
+                kernel.umount2(path, kernel.MNT_FORCE)
+    finally:
+        if abort_file >= 0:
+            os.close(abort_file)
     if daemon is not None and not ended(daemon, 1.0):
         with suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGKILL)
-    with suppress(DieselError):
-        unmount(path, lazy=True)
+    try:
+        if _is_there(path, device):
+            unmount(path, lazy=True)
+    except DieselError:
+        if _is_there(path, device):  # else its daemon has taken it away meanwhile
+            raise
     _wait(own, path)
 
 
+def _is_there(path: str, device: str) -> bool:
+    found = mounted_at(path)
+    return found is not None and found.device == device
+
+
+def _tell_of(left: Mapping[Mounted, int], path: str, daemon: int) -> None:
+    """Why a daemon goes on although its mount has been taken away."""
+    places = [f"on {each.path}, as process {pid} sees it" for each, pid in left.items()]
+    told.warning(
+        "%s is unmounted; its file system is still mounted elsewhere (%s), and the daemon "
+        "(process %d) serves it until it is unmounted there, too",
+        path,
+        "; ".join(sorted(places)[:_PIDS_SHOWN]),
+        daemon,
+    )
+
+
 def _wait(own: Sequence[int], path: str) -> None:
-    """The daemon first: it waits for its children, unless it was killed."""
-    deadline_s = time.monotonic() + END_DEADLINE_S
+    """The daemon first: it waits for its children, unless it was killed. Whatever makes progress is
+    waited for: where the kernel has known millions of files, it lets go of them first.
+    """
+    now_s = begun_s = worked_s = told_s = time.monotonic()
+    ticks = processor_ticks(own)
     for pid in own:
-        if not ended(pid, max(0.0, deadline_s - time.monotonic())):
-            raise DeadlineError(
-                f"{path} is unmounted, but its daemon (process {pid}) has not ended",
-                advice=f"kill -9 {pid}",
-            )
+        while not ended(pid, 0.1):
+            now_s = time.monotonic()
+            before, ticks = ticks, processor_ticks(own)
+            worked_s = now_s if ticks > before else worked_s
+            if now_s - worked_s > END_DEADLINE_S or now_s - begun_s > END_DEADLINE_S_MAX:
+                raise DeadlineError(
+                    f"{path} is unmounted, but its daemon (process {pid}) has not ended",
+                    advice=f"kill -9 {pid}",
+                )
+            if now_s - told_s > STILL_ENDING_S:
+                told_s = now_s
+                told.warning(
+                    "%s is unmounted; its processes let go of the files that the kernel knew, "
+                    "for %.0f s now",
+                    path,
+                    now_s - begun_s,
+                )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..daemons import bare_environment
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
 from ..mountinfo import Mounted, mounts
 from . import kernel
@@ -127,22 +128,37 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 
 
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
+    """Waits as long as fusermount3 does: the kernel may have millions of files to let go of."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", mountpoint]
+    found = mounted_at(mountpoint)
     try:
         done = subprocess.run(
-            command, capture_output=True, env={**os.environ, "LC_ALL": "C"}, timeout=10, check=False
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=bare_environment(),
+            check=False,
         )
     except FileNotFoundError:
         raise PermissionDenied(
             f"only root may unmount {mountpoint} here", advice="install fuse3 (fusermount3)"
         ) from None
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(f"fusermount3 did not end while unmounting {mountpoint}") from None
     reason = done.stderr.decode(errors="replace").strip()
     if done.returncode and "busy" in reason:
         raise BusyError(f"{mountpoint} is in use")
+    if done.returncode and found is not None and _owner(found) not in (None, os.getuid()):
+        raise PermissionDenied(
+            f"{mountpoint} was mounted by user {_owner(found)}",
+            advice="only that user and root may unmount it",
+        )
     if done.returncode:
         raise PermissionDenied(f"cannot unmount {mountpoint}: {reason}")
+
+
+def _owner(found: Mounted) -> int | None:
+    """The number of the user that mounted it."""
+    said = [each.removeprefix("user_id=") for each in found.options if each.startswith("user_id=")]
+    return int(said[0]) if said and said[0].isdigit() else None
 
 
 def is_alive(mountpoint: str) -> bool:
@@ -155,8 +171,15 @@ def is_alive(mountpoint: str) -> bool:
 
 
 def read_through(path: str) -> bytes:
-    """The content of a small file in a mount. Raises DieselError; DeadlineError where it hangs."""
+    """The content of a small file in a mount. Raises DieselError: PermissionDenied where another
+    user's mount lets nobody else in, DeadlineError where it hangs.
+    """
     number, content = _ask("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+    if number in (errno.EACCES, errno.EPERM):
+        raise PermissionDenied(
+            f"cannot read {path}: another user has mounted it, for nobody else",
+            advice="ask as that user; --allow-other lets others into a mount",
+        )
     if number:
         raise DieselError(f"cannot read {path}: {os.strerror(number)}")
     return content
@@ -166,7 +189,7 @@ def _ask(question: str, path: str) -> tuple[int, bytes]:
     """The errno and output of one line of Python in a child: what a mount hangs must not be us."""
     program = f"import os, sys\ntry: {question}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/")
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=bare_environment())
     try:
         answer, _ = child.communicate(timeout=ANSWER_DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import pyfuse3
 
+from ..daemons import bared_environment
 from ..entries import NAME_BYTES_MAX
 from ..errors import DieselError
 from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, Listing, Refused
@@ -287,7 +288,8 @@ class Pyfuse3Session:
     def mount(self) -> None:
         """Puts the file system in the tree. What libfuse says of a failure is on stderr."""
         try:
-            pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
+            with bared_environment():  # libfuse starts fusermount3 with what this process has
+                pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
         except RuntimeError as error:
             raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
 

@@ -1,7 +1,9 @@
 """Mounts for tests, over every session: one to look at, and ones to be broken."""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.mountpoint import is_ours, mounted_at
 from diesel_fs.fuse.server import SESSIONS
 from tests.fuse.folder_dataset import GO
+from tests.ordinary_user import USER
 
 PROGRAM = (sys.executable, "-m", "tests.fuse.folder_daemon")
 
@@ -92,6 +95,15 @@ def source(tmp_path: Path) -> Path:
     (folder / "a").write_bytes(b"alpha" * 1000)
     (folder / "b").write_bytes(b"beta")
     return folder
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A folder that an ordinary user may use; pytest's own are closed."""
+    folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
+    os.chown(folder, USER, USER)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

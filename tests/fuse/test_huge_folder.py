@@ -1,5 +1,6 @@
 """H8 at its full size: a folder of a million entries, to its last name."""
 
+import logging
 import os
 import subprocess
 import time
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from diesel_fs.entries import RECORD, ChunkInfo, Kind, Rows
-from diesel_fs.fuse import MountRequest, stats
-from diesel_fs.fuse.holders import children_of
+from diesel_fs.fuse import MountRequest, launcher, stats
+from diesel_fs.fuse.holders import children_of, ended
 from diesel_fs.repository import Repository
 from diesel_fs.snapshot_merge import merge
 
@@ -103,6 +104,31 @@ def settled(mount: Path) -> int:
             return pid
         time.sleep(0.2)
     raise AssertionError("the helper did not come")
+
+
+@pytest.mark.only_session("kernel")
+def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
+    saved: tuple[str, Path],
+    tmp_path: Path,
+    session: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Longer than a daemon may do nothing: it works all the while, and whoever waits is told."""
+    monkeypatch.setattr(launcher, "UNHELD_S", 0.05)
+    monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
+    monkeypatch.setattr(launcher, "STILL_ENDING_S", 0.2)
+    (tmp_path / "mount").mkdir()
+    url, snapshot = saved
+    at = str(tmp_path / "mount")
+    request = MountRequest(url, "ds", at, session=session, snapshot_file=str(snapshot))
+    with mounted(request) as mount:
+        pid = settled(mount)
+        subprocess.run(["find", at, "-size", "+0"], check=True)
+        with caplog.at_level(logging.WARNING, "diesel.mount"):
+            launcher.umount(mount)
+        assert ended(pid, 0)
+        assert "let go of the files that the kernel knew" in caplog.text
 
 
 def test_H8_a_million_entries(saved: tuple[str, Path], session: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -128,15 +127,6 @@ def test_a_request_travels_whole() -> None:
 
 
 # Ordinary users -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def open_place() -> Iterator[Path]:
-    """A folder that an ordinary user may use; pytest's own are closed."""
-    folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
-    os.chown(folder, USER, USER)
-    yield folder
-    shutil.rmtree(folder)
 
 
 AS_USER = """if True:
