@@ -28,6 +28,7 @@ _STREAM_COLUMNS = ("stream", "epoch", "position", "of", "", "files/s", "")
 
 def lines(told: Mapping[str, object]) -> Iterator[str]:
     """The lines of a mount's statistics."""
+    yield "(counters may be a second old)"
     yield from _figures({name: value for name, value in told.items() if not _is_group(value)})
     for name, value in told.items():
         if isinstance(value, Mapping) and value:

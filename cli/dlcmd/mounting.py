@@ -261,7 +261,8 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
 def stats(folder: Path) -> None:
     """Show what a mount does: requests, reads, bytes, what is resident, and where readers are.
 
-    Most reads never reach the mount; how many, is an estimate.
+    Counters may be a second old. Reads that the kernel answers from its own memory never reach the
+    mount, so it cannot count them.
 
     \b
     Example:

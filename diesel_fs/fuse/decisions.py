@@ -59,8 +59,6 @@ class Done:
     drops: int = 0
     dropped_entries: int = 0
     lost_entries: int = 0
-    opened: int = 0  # markers, of streams that are gone
-    planned_reads: int = 0  # as well
 
     def push(self, entries: int, size_bytes: int, absent: int) -> None:
         """A push has ended."""
@@ -91,8 +89,7 @@ class StreamStats(TypedDict):
 
 
 class ResidencyStats(TypedDict):
-    """Counters since the start, and the state now. `reads_avoided_estimate` is an estimate: opened
-    markers x 256 - READs of planned entries."""
+    """Counters since the start, and the state now."""
 
     pushes: int
     pushed_entries: int
@@ -105,5 +102,4 @@ class ResidencyStats(TypedDict):
     resident_bytes: int
     known_bytes: int
     budget_bytes: int
-    reads_avoided_estimate: int
     streams: list[StreamStats]

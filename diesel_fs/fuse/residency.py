@@ -304,8 +304,6 @@ class Residency:
     def stats(self) -> ResidencyStats:
         """What has been done, and where every stream is."""
         follows = self._follows.values()
-        opened = self._done.opened + sum(follow.opened_markers for follow in follows)
-        reads = self._done.planned_reads + sum(follow.planned_reads for follow in follows)
         return ResidencyStats(
             pushes=self._done.pushes,
             pushed_entries=self._done.pushed_entries,
@@ -318,7 +316,6 @@ class Residency:
             resident_bytes=self._held.bytes,
             known_bytes=self._known * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
-            reads_avoided_estimate=max(opened * STRIDE - reads, 0),
             streams=[follow.stats() for follow in follows],
         )
 
@@ -536,8 +533,6 @@ class Residency:
         if follow is not None:
             self._release(follow, follow.retreat(0), behind=False)
             del self._follows[name]
-            self._done.opened += follow.opened_markers
-            self._done.planned_reads += follow.planned_reads
             self._share_bytes = 0
 
     def _place_of(self, entry: int) -> tuple[Follow | None, int]:
@@ -561,7 +556,6 @@ class Residency:
             return None, -1
         if not follow.read(position, now_s):
             return None, -1
-        follow.planned_reads += 1
         return follow, position
 
     def _lose(self, entry: int, follow: Follow | None, position: int) -> None:

@@ -169,8 +169,6 @@ class Follow:
     sampled_s: float = 0.0
     moved_s: float = -math.inf  # when the high last rose
     finished: int = 0  # epochs that were passed since somebody asked
-    opened_markers: int = 0
-    planned_reads: int = 0
 
     def __post_init__(self) -> None:
         self.tentative = self.stream.tentative
@@ -321,7 +319,7 @@ class Follow:
     def opened(self, position: int, now_s: float) -> None:
         """The marker at a position was opened."""
         if not self._is_opened(position) and self.sign(position, now_s):
-            self.opened_markers += self._mark(position)
+            self._mark(position)
 
     def read(self, position: int, now_s: float) -> bool:
         """A READ came for a position. Whether the reader is believed to be there."""
@@ -339,16 +337,12 @@ class Follow:
             return False
         return bool(part.opened[part.number(position - part.base)])
 
-    def _mark(self, position: int) -> bool:
-        """The reader was at a position; whether there is a marker that had not been opened."""
+    def _mark(self, position: int) -> None:
+        """The reader was at a position, where there may be a marker."""
         part = self._part_at(position)
-        if part is None or not part.has_marker(position - part.base):
-            return False
-        number = part.number(position - part.base)
-        fresh = not part.opened[number]
-        part.opened[number] = True
-        self._advance()
-        return fresh
+        if part is not None and part.has_marker(position - part.base):
+            part.opened[part.number(position - part.base)] = True
+            self._advance()
 
     def sign(self, position: int, now_s: float) -> bool:
         """The reader may have been at a position. Whether that is believed: it may be another's.
