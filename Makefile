@@ -91,7 +91,7 @@ user once, or remove $(VENV)" >&2; exit 1; }
 $(MADE)/install: pyproject.toml Makefile | system-install
 	$(OURS)
 	echo "installing diesel-fs into $(VENV)"
-	$(PIP) install --editable .
+	$(PIP) install --editable '.[pyfuse3]'
 	mkdir -p $(MADE)
 	touch $@
 

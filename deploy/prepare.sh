@@ -51,7 +51,8 @@ look_for_python() {
     fi
 }
 
-# pyfuse3 is compiled when it is installed, against libfuse 3; afterwards none of this is needed.
+# pyfuse3, an extra that only the checkout installs, is compiled when it is installed, against libfuse
+# 3; afterwards none of this is needed.
 pyfuse3_there() { set -- .venv/lib/python3*/site-packages/pyfuse3; [ -d "$1" ]; }
 
 look_for_c() {

@@ -89,8 +89,8 @@ def start(
 
     What it warns of is a warning of `told` here, too. `what` is what comes up, for messages. Raises
     the error that it reports, DieselError where it ends without a word, DeadlineError where it is
-    not ready in time: it is killed then. Where this call is interrupted, the daemon is told to end,
-    and waited for.
+    not ready in time: it is killed then. Where this call is interrupted, the daemon is told to end.
+    After an error or an interruption it has ended.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
@@ -115,9 +115,11 @@ def start(
         except DeadlineError:
             heard.end(signal.SIGKILL)
             raise
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                heard.end(signal.SIGTERM)
+        except Exception:
+            heard.end()
+            raise
+        except BaseException:
+            heard.end(signal.SIGTERM, signal.SIGKILL)
             raise
 
 
@@ -183,16 +185,18 @@ class _Report:
                 return line
         raise DieselError(f"{self._what} did not come up")
 
-    def end(self, number: signal.Signals) -> None:
-        """Ends the daemon by a signal, and waits for that; it is killed where it takes too long."""
+    def end(self, *numbers: signal.Signals) -> None:
+        """Waits for the daemon's end, to which it comes by itself, or by the first of these
+        signals, or, where that takes too long, by the next.
+        """
         with suppress(DeadlineError):
             if not self._pid:  # it says its number in a moment
                 next(self._lines(END_DEADLINE_S), None)
         if not self._pid:  # it has ended, or will when it finds that nobody hears it
             return
         with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
-            for each in (number, signal.SIGKILL):
-                signal.pidfd_send_signal(process.fileno(), each)
+            for number in numbers or (0,):
+                signal.pidfd_send_signal(process.fileno(), number)
                 if select.select([process], [], [], END_DEADLINE_S)[0]:
                     return
 

@@ -167,6 +167,9 @@ class KernelSession:
         """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
         return kernel.clone(self._device)
 
+    def observe_opens(self, opened: Callable[[int], None]) -> None:
+        """Nothing: the kernel opens files by itself."""
+
     def observe(
         self,
         missed: Callable[[int], None],

@@ -312,7 +312,7 @@ class Pyfuse3Session:
                     return kernel.clone(int(name))
         raise OSError(errno.EBADF, "no connection")
 
-    def observe(self, opened: Callable[[int], None]) -> None:
+    def observe_opens(self, opened: Callable[[int], None]) -> None:
         """From now on, tell of each entry that is opened."""
         self._operations.observe_open = opened
 

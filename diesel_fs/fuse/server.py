@@ -37,7 +37,6 @@ from .kernel_session import KernelSession
 from .list_plans import ListPlans
 from .mountpoint import mounted_at, unmount
 from .push_board import PushBoard, board_file
-from .pyfuse3_session import Pyfuse3Session
 from .request import MountRequest
 from .session import MountOptions, Session, SessionUnsupported
 from .source import Memory, SourceOpener
@@ -67,11 +66,8 @@ TASK_STATS_S = 1.0
 
 READY = b"ready"
 
-SESSIONS: dict[str, type[Session]] = {
-    KernelSession.name: KernelSession,
-    Pyfuse3Session.name: Pyfuse3Session,
-}
-"""By name, the best first: `auto` takes the first that the kernel supports."""
+SESSIONS = (KernelSession.name, "pyfuse3")
+"""The best first: `auto` takes the first that the kernel supports."""
 
 Report = Callable[[Mapping[str, object]], None]
 
@@ -100,6 +96,20 @@ def serve_mount(
         report(described(DieselError(f"the mount failed: {error!r}")))
         return DieselError.exit_code
     return 0
+
+
+def _session_called(name: str) -> type[Session]:
+    """Raises SessionUnsupported where its package is not installed."""
+    if name == KernelSession.name:
+        return KernelSession
+    try:
+        from .pyfuse3_session import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
+    except ImportError as error:
+        raise SessionUnsupported(
+            f"it needs the package pyfuse3 ({error}), which pip compiles: `apt-get install gcc"
+            " libfuse3-dev pkg-config python3-dev`, then `pip install 'diesel-fs[pyfuse3]'`"
+        ) from error
+    return Pyfuse3Session
 
 
 class _Teller(logging.Handler):
@@ -199,6 +209,7 @@ class _Server:
                 f"no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
             )
         names = list(SESSIONS) if wanted == "auto" else [wanted]
+        reasons: list[str] = []
         for name in names:
             self._vfs = self._vfs_for(name)
             options = MountOptions(
@@ -207,15 +218,17 @@ class _Server:
                 self._request.allow_other,
                 self._request.follow,
             )
-            session = SESSIONS[name](self._vfs, self._request.mountpoint, options)
             try:
+                session = _session_called(name)(self._vfs, self._request.mountpoint, options)
                 session.mount()
             except SessionUnsupported as error:
-                log.warning("the %s session cannot be used: %s", name, error)
+                reasons.append(f"the {name} session cannot be used: {error}")
+                if wanted == "auto":
+                    log.warning("%s", reasons[-1])
                 self._vfs.close()
             else:
                 return session
-        raise DieselError(f"no session can be used here: {', '.join(names)}")
+        raise DieselError("; ".join(reasons))
 
     def _vfs_for(self, session: str) -> Vfs:
         snapshot, request = self._snapshot, self._request
@@ -323,8 +336,7 @@ class _Server:
             self._session.observe_no_more()
         else:
             self._link.close()
-        if isinstance(self._session, Pyfuse3Session):
-            self._session.observe(self._opened)
+        self._session.observe_opens(self._opened)
 
     def _opened(self, entry: int) -> None:
         """A file whose node is its `entry` + 1 was opened."""

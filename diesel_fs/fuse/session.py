@@ -61,6 +61,12 @@ class Session(Protocol):
         """
         ...
 
+    def observe_opens(self, opened: Callable[[int], None]) -> None:
+        """From now on, tell of each entry that is opened; nothing where the kernel opens files by
+        itself.
+        """
+        ...
+
     def clone(self) -> int:
         """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
         ...

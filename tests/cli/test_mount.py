@@ -38,6 +38,27 @@ def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: P
     assert not at.exists()
 
 
+@pytest.mark.fuse
+def test_without_pyfuse3_only_its_session_is_missing(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install diesel-fs` leaves it, where nothing can be compiled."""
+    source = write(tmp_path / "src", {"a": b"1"})
+    dlcmd("put", source, "pets")
+    (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
+    monkeypatch.syspath_prepend(tmp_path)
+    at = tmp_path / "mnt"
+    said = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=1).err
+    assert "the pyfuse3 session cannot be used: it needs the package pyfuse3 (No module" in said
+    assert "libfuse3-dev" in said
+    assert "pip install 'diesel-fs[pyfuse3]'" in said
+    assert not at.exists()
+    for session in ("auto", "kernel"):
+        dlcmd("mount", "--session", session, "pets", at)
+        assert facts(at) == facts(source)
+        dlcmd("umount", at)
+
+
 NODEV = """
 set -e
 mount -t tmpfs -o nodev none "$1"
