@@ -18,7 +18,23 @@ from .catalogue import DatasetInfo
 from .chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header
 from .chunk_id import LOWEST, chunk_id_text
 from .entries import ChunkId
-from .errors import DieselError, FormatError, NoSpaceError, NoSuchDataset, ObjectMissing, UsageError
+from .errors import (
+    CorruptError,
+    DieselError,
+    FormatError,
+    NoSpaceError,
+    NoSuchDataset,
+    ObjectMissing,
+    UsageError,
+)
+from .folding import (
+    Expected,
+    absent_chunks,
+    expected_chunks,
+    losses_in,
+    lost_chunks_error,
+    lost_text,
+)
 from .layout import chunk_object, dataset_prefix
 from .leases import (
     EVERY_VERSION,
@@ -143,8 +159,9 @@ def purge(
 ) -> PurgeReport:
     """Purge a dataset; what was done before an error is done, and nothing is lost.
 
-    Raises NoSuchDataset, BusyError where another purge is under way, NoSpaceError where new chunks
-    find no room (old ones that can go have been deleted then).
+    Raises NoSuchDataset, BusyError where another purge goes on, CorruptError before anything is
+    done where chunks that are named are not seen, NoSpaceError where new chunks find no room (old
+    ones that can go have been deleted then).
     """
     options = options or PurgeOptions()
     there = repository.elsewhere("purge", name, options.to_message(), tell)
@@ -161,8 +178,30 @@ def purge(
     if options.dry_run:
         return _Purge(repository, info, options, tell).run()
     session = repository.begin(name, create=False)  # folds orphans in, as long as no lease stands
+    _refuse_unseen(repository, info)
     with PurgeLease.take(repository.objects, info.identity) as lease:
         return _Purge(repository, repository.dataset(name), options, tell, session, lease).run()
+
+
+def _refuse_unseen(repository: Repository, info: DatasetInfo) -> None:
+    """Raise CorruptError where a chunk that is named is lost, or not listed: then nobody knows what
+    else the store does not show, and what looks replaced may be the only copy."""
+    identity = info.identity
+
+    def ask() -> Expected:
+        return expected_chunks(repository.snapshots, repository.meta, identity)
+
+    expected, listed = ask(), set(repository.chunk_names(identity))
+    absent = absent_chunks(repository, identity, expected, listed, ask)
+    if absent.lost:
+        views = [expected.published] if expected.published else []
+        losses = losses_in({chunk: lost_text(chunk) for chunk in absent.lost}, views)
+        raise lost_chunks_error(info.name, losses)
+    for chunk in absent.unlisted:
+        raise CorruptError(
+            f"the listing lacks chunk {chunk_id_text(chunk)}, which is there; nothing was purged",
+            advice="run it again when the object store lists all its objects",
+        )
 
 
 def _remove_deleted(repository: Repository, name: str, dying: Sequence[UUID]) -> int:
@@ -370,10 +409,7 @@ class _Purge:
             except ObjectMissing:
                 if record.holes == record.entries:
                     continue  # of a deletion that was interrupted
-                self._note(
-                    f"chunk {text} is lost: nothing is deleted; `dlcmd verify` says what was in it,"
-                    " `dlcmd recover` goes by the chunks that are there"
-                )
+                self._note(f"chunk {text} is lost: nothing is deleted; run `dlcmd verify`")
             else:
                 self._note(f"the listing lacks chunk {text}: nothing is deleted")
             return False

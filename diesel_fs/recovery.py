@@ -1,179 +1,157 @@
 """Rebuilding metadata from chunks, and telling where the two differ: `recover` and `verify`.
 
-Owned here: what counts as damage and how it is named. The chunks are the truth; `recover` folds
-them again, `verify` folds them beside the live metadata and compares. Blocking; of one thread,
-beside which others read headers ahead.
+The chunks are the truth; `recover` folds them again, `verify` folds them beside the live metadata
+and compares both with the newest published snapshot. `folding.py` decides what counts as lost, and
+when a rebuild is refused. Blocking; one thread, beside which others read headers ahead.
 """
 
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Self
 from uuid import UUID
 
+import numpy as np
+
 from .catalogue import DatasetInfo
-from .chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
-from .chunk_id import LOWEST, chunk_id_text, id_seconds, lowest_id
+from .chunk import Header, damaged, parse_header, parse_preamble
+from .chunk_id import chunk_id_text, id_seconds, lowest_id
 from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of, ids_from_the_future
 from .entries import ChunkId, shown
 from .errors import (
     BusyError,
     DieselError,
     FormatError,
-    MetadataBehind,
-    NewerVersionError,
     ObjectMissing,
     ObjectStoreError,
     PermissionDenied,
     UsageError,
 )
+from .folding import (
+    FILES_NAMED_MAX,
+    Expected,
+    Findings,
+    Folding,
+    LostChunks,
+    Outcome,
+    absent_chunks,
+    expected_chunks,
+    headers_ahead,
+    is_there,
+    loss_lines,
+    losses_in,
+    lost_text,
+    patiently,
+    skipped_entries,
+)
 from .layout import MARKER, chunk_object, dataset_prefix
-from .messages import Fields, Message
+from .messages import Message
+from .pins import used_chunks
 from .repository import Repository, Tell, silent
+from .snapshot import Snapshot
+from .snapshot_layout import Columns, content_mark
+from .snapshot_match import match
 from .snapshot_merge import merge
-from .storage.metadata import Batch, Changes
+from .storage.metadata import Changes
 from .storage.sqlite import SqliteMetadata
 
 
-@dataclass(slots=True)
-class Findings:
-    """What a look at all chunks found. `problems` are damage; `notes` are not."""
-
-    chunks: int = 0
-    entries: int = 0
-    files: int = 0
-    bytes: int = 0
-    folded: int = 0
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def sound(self) -> bool:
-        """Whether nothing is damaged or lost."""
-        return not self.problems
-
-    def to_message(self) -> Message:
-        """These findings as they travel."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return {**counts, "problems": [*self.problems], "notes": [*self.notes]}
-
-    @classmethod
-    def from_message(cls, message: Message) -> Self:
-        """The findings that were sent. Raises UsageError for anything else."""
-        fields = Fields(message, "findings")
-        chunks, entries, files, content_bytes, folded = map(fields.whole, _COUNTS)
-        problems, notes = fields.texts("problems"), fields.texts("notes")
-        return cls(chunks, entries, files, content_bytes, folded, problems, notes)
-
-
-_COUNTS = ("chunks", "entries", "files", "bytes", "folded")
-
-
 def recover(
-    repository: Repository, name: str, since_s: float | None = None, tell: Tell = silent
+    repository: Repository,
+    name: str,
+    since_s: float | None = None,
+    tell: Tell = silent,
+    *,
+    forget_lost: bool = False,
 ) -> Findings:
     """Fold the chunks of a dataset again: all into a fresh state, or those since a time.
 
-    A chunk that cannot be read is a problem and is left out; all others are folded in. Readers see
-    the old state until the new one is whole, and writers go on meanwhile. A metadata store that is
-    damaged is moved aside, and made again for all datasets. Raises NoSuchDataset, MetadataError.
+    What live metadata or the newest snapshot name is found, or reported: where such a chunk is lost
+    or damaged, the problems name it with its files, and the state is left as it was. `forget_lost`
+    accepts the loss, and the notes list it. An orphan that cannot be read is a problem and is left
+    out. Readers see the old state until the new one is whole, and writers go on meanwhile. A
+    metadata store that is damaged is moved aside, and made again for all datasets.
+
+    Raises NoSuchDataset, MetadataError, ObjectStoreError where a chunk cannot be reached (then the
+    state is left as it was, too), UsageError.
     """
-    there = repository.elsewhere("recover", name, {"since_s": since_s}, tell)
-    if there is not None:
+    if forget_lost and since_s is not None:
+        raise UsageError("what is lost is found by looking at all chunks: leave --since out")
+    how: Message = {"since_s": since_s, "forget_lost": forget_lost}
+    if (there := repository.elsewhere("recover", name, how, tell)) is not None:
         return Findings.from_message(there)
     findings = Findings()
     if isinstance(repository.meta_problem, FormatError):
-        findings.notes.append(f"{repository.meta_problem.message}: moved aside and made again")
-        repository.open_metadata(create=True, anew=True)
-        for other in repository.datasets():
-            if other.name != name:
-                repository.begin(other.name)
+        _make_metadata_anew(repository, name, findings)
     info = repository.dataset(name)
     meta = repository.meta
-    folding = _Folding(repository, info, findings, tell)
-    if since_s is None:
-        meta.rebuild(name, info.identity, folding.since(LOWEST), folding.late)
-        folding.forget_deleted()
-    else:
-        if info.marker is None:
-            meta.create(name, info.identity)
-        # A chunk may have been sealed so long before its commit, by a clock that was behind
-        since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
-        for batch in folding.since(since):
-            repository.commit_batches(info.identity, batch)
+    if info.marker is None and since_s is not None:
+        findings.notes.append("the metadata store does not know the dataset: all is folded in")
+        since_s = None
+    before: Snapshot | None = None
+    if forget_lost:
+        with suppress(DieselError):  # it is only told what becomes of it
+            before = repository.view_of(info)
+    folding = Folding(
+        repository, meta, name, info.identity, info.marker,
+        forget_lost=forget_lost, tell=tell, report=findings,
+    )  # fmt: skip
+    try:
+        if since_s is None:
+            repository.rebuild(folding, info)
+        else:
+            # A chunk may have been sealed so long before its commit, by a clock that was behind
+            since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
+            for batch in list(folding.since(since)):  # nothing goes in where something is lost
+                repository.commit_batches(info.identity, batch)
+    except LostChunks as error:
+        findings.notes.append(f"{error.message}: {error.advice}")
+        with suppress(DieselError):
+            view = repository.view_of(info)
+            findings.files, findings.bytes = view.file_count, view.byte_count
+        return findings
     repository.publish(name, full=True)
+    if before is not None:
+        findings.notes += _consequences(before, repository.view(name))
     marker = meta.marker(name)
     findings.files, findings.bytes = marker.files, marker.bytes
     return findings
 
 
-class _Folding:
-    """Chunks on their way from the object store into the metadata store."""
+def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
+    """What has become of a dataset by a loss that was accepted: of a file that was replaced, an
+    older version may show again, and one that was deleted may be back."""
+    both = match(before, after)
+    still_there = np.zeros(len(before), np.bool_)
+    still_there[both.met[both.met >= 0]] = True
+    told = (
+        ("forgotten", before, ~still_there),
+        ("an older version shows now", after, (both.was < 0) & (both.met >= 0)),
+        ("it had been deleted, and is back", after, both.met < 0),
+    )
+    lines = [
+        f"{what}: {shown(view.path(i))}"
+        for what, view, which in told
+        for i in np.flatnonzero(which).tolist()
+    ]
+    more = len(lines) - FILES_NAMED_MAX
+    return lines[:FILES_NAMED_MAX] + ([f"and {more} more entries"] if more > 0 else [])
 
-    def __init__(
-        self, repository: Repository, info: DatasetInfo, findings: Findings, tell: Tell
-    ) -> None:
-        self._repository = repository
-        self._info = info
-        self._findings = findings
-        self._tell = tell
-        self._known: set[ChunkId] = set()
-        self._folded: set[ChunkId] = set()
-        self._done = self._total = 0
 
-    def since(self, first: ChunkId) -> Iterator[Batch]:
-        """What the chunks after an ID bring. They are listed when the first batch is asked for: a
-        rebuild has looked at what stands by then, and what is committed later comes late."""
-        identity = self._info.identity
-        with suppress(MetadataBehind):  # it has lost some, and says no more
-            if self._info.marker:
-                records = self._repository.meta.chunks(identity)
-                self._known.update(record.id for record in records)
-        listed = set(self._repository.chunk_names(identity, first))
-        for chunk in self._known - listed:
-            if chunk > first and _is_there(self._repository, identity, chunk):
-                self._findings.notes.append(
-                    f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
-                )
-                listed.add(chunk)
-        yield from self._read(listed)
-
-    def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        """What chunks bring that writers have committed meanwhile."""
-        self._known.update(chunks)
-        yield from self._read(chunks)
-
-    def _read(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        self._total += len(chunks)
-        identity, findings = self._info.identity, self._findings
-        for chunk, header in _headers(self._repository, identity, sorted(chunks), findings):
-            self._tell(self._done, self._total)
-            self._done += 1
+def _make_metadata_anew(repository: Repository, name: str, findings: Findings) -> None:
+    """Move a damaged metadata store aside, and make it again for all datasets but this one."""
+    problem = repository.meta_problem
+    assert problem is not None
+    findings.notes.append(f"{problem.message}: moved aside and made again")
+    repository.open_metadata(create=True, anew=True)
+    for other in repository.datasets():
+        if other.name != name:
             try:
-                batch = batch_of(header, stored=True)
-            except FormatError as error:
+                repository.begin(other.name)
+            except LostChunks as error:  # it stays without metadata, and is read by its snapshot
                 findings.problems.append(error.message)
-                continue
-            self._folded.add(chunk)
-            findings.folded += chunk not in self._known
-            findings.entries += len(header)
-            yield batch
-
-    def forget_deleted(self) -> None:
-        """Forget what a purge had forgotten, and has deleted since it was read here: else the
-        metadata would name chunks that nobody has. What it has not deleted yet it forgets again."""
-        identity = self._info.identity
-        gone = self._folded.difference(self._repository.chunk_names(identity))
-        deleted = [each for each in gone if not _is_there(self._repository, identity, each)]
-        if deleted:
-            self._repository.meta.forget(identity, deleted, tombstones=True)
 
 
 def verify(
@@ -192,6 +170,7 @@ def verify(
         _ = repository.meta
     info = repository.dataset(name)
     findings = Findings()
+    published = _published(repository, info.identity, findings)  # before the metadata: see below
     with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
         scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
         try:
@@ -201,9 +180,13 @@ def verify(
             folded = scratch.changes(info.identity, 0)
         finally:
             scratch.close()
-    if check.live is not None:
-        _name_absent(repository, info.identity, check.absent, check.seen, findings)
+    _name_lost(repository, info, check, findings)
+    if check.live is not None and check.is_whole:
         _compare(check.live, folded, findings)
+    if check.live is not None and published is not None:
+        _check_published(repository, published, check.live, findings)
+    if published is not None and not headers_only:
+        _check_kept(repository, info.identity, published.version, check.seen, findings)
     findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
     _look_around(repository, info, findings)
     with suppress(DieselError):  # without a metadata store there is no clock to go by
@@ -233,7 +216,7 @@ class _Check:
     ) -> None:
         self.live: Changes | None = None
         self.seen: set[ChunkId] = set()  # listed
-        self.absent: set[ChunkId] = set()  # known, and not folded
+        self.unusable: dict[ChunkId, str] = {}  # and why
         self._repository = repository
         self._info = info
         self._findings = findings
@@ -241,6 +224,7 @@ class _Check:
         self._headers_only = headers_only
         self._entries: dict[ChunkId, int] = {}  # of unknown chunks
         self._folded: set[ChunkId] = set()
+        self._unreached: set[ChunkId] = set()
 
     def run(self, tell: Tell) -> None:
         """Raises BusyError where purges go by faster than this."""
@@ -249,13 +233,18 @@ class _Check:
             self.live = _live(self._repository, self._info, self._findings)
             known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
             self._read(known, tell)
-            self.absent = known - self._folded
-            if not self.absent or not self._are_forgotten(self.absent):
+            absent = known - self._folded
+            if not absent or not self._are_forgotten(absent):
                 break
         else:
             raise BusyError(f"{self._info.name!r} is being purged", advice="verify it afterwards")
         for chunk, entries in sorted(self._entries.items()):
             _unindexed(chunk, entries, self._findings)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each chunk that is there could be read."""
+        return not self._unreached
 
     def _read(self, known: Collection[ChunkId], tell: Tell) -> None:
         identity, findings = self._info.identity, self._findings
@@ -266,15 +255,34 @@ class _Check:
         listed = self._repository.chunk_names(identity)
         chunks = [chunk for chunk in listed if chunk not in self.seen]
         self.seen.update(chunks)
-        bodies = not self._headers_only
-        headers = _headers(self._repository, identity, chunks, findings, bodies=bodies)
-        for done, (chunk, header) in enumerate(headers):
-            tell(done, len(chunks))
-            findings.entries += len(header)
-            if self.live is None or chunk in known:
-                self._fold(header)
-            else:
-                self._entries[chunk] = len(header)
+        outcomes = _outcomes(self._repository, identity, chunks, findings, self._headers_only)
+        with closing(outcomes):
+            for done, (chunk, outcome) in enumerate(outcomes):
+                tell(done, len(chunks))
+                findings.chunks += 1
+                header = self._header(chunk, outcome)
+                if header is None:
+                    continue
+                findings.notes += skipped_entries(header)
+                findings.entries += len(header)
+                if self.live is None or chunk in known:
+                    self._fold(header)
+                else:
+                    self._entries[chunk] = len(header)
+
+    def _header(self, chunk: ChunkId, outcome: Outcome) -> Header | None:
+        """A header; None where it cannot be had, which is noted."""
+        try:
+            return outcome()
+        except ObjectMissing:
+            return None  # lost, or removed since it was listed
+        except FormatError as error:
+            self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
+        except ObjectStoreError as error:
+            self._repository.objects.stat(MARKER)  # where all of the store is gone, that is it
+            self._unreached.add(chunk)
+            self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
+        return None
 
     def _fold(self, header: Header) -> None:
         self._scratch.commit(self._info.identity, batch_of(header))
@@ -286,34 +294,71 @@ class _Check:
         return not {record.id for record in known}.issuperset(chunks)
 
 
-def _name_absent(
+def _outcomes(
     repository: Repository,
     identity: UUID,
-    absent: Collection[ChunkId],
-    listed: Collection[ChunkId],
+    chunks: list[ChunkId],
     findings: Findings,
+    headers_only: bool,
+) -> Generator[tuple[ChunkId, Outcome]]:
+    """How each chunk's header is had; whole chunks, which are large, one by one."""
+    if headers_only:
+        return headers_ahead(repository, identity, chunks)
+    return (
+        (chunk, partial(_check_bodies, repository, identity, findings, chunk)) for chunk in chunks
+    )
+
+
+def _name_lost(
+    repository: Repository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> None:
-    """Name those chunks of the metadata that could not be read because they are not there."""
-    records = repository.meta.chunks(identity) if absent else []
-    empty = {record.id for record in records if record.holes == record.entries}
-    for chunk in sorted(absent):
-        if _is_there(repository, identity, chunk):
-            if chunk not in listed:  # else it is damaged, and named
-                findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
-            continue
-        text = f"lost chunk {chunk_id_text(chunk)}: metadata names it, the store has it not"
-        if chunk in empty:
-            findings.notes.append(f"{text}; nothing is in it, and the next purge forgets it")
-        else:
-            findings.problems.append(text)
+    """Name what the metadata or the newest snapshot say there is, and the store has not."""
+    identity = info.identity
+    meta = None if check.live is None else repository.meta
+
+    def ask() -> Expected:
+        return expected_chunks(repository.snapshots, meta, identity)
+
+    expected = ask()
+    absent = absent_chunks(repository, identity, expected, check.seen, ask)
+    for chunk in sorted(absent.unlisted):
+        if check.live is None or chunk in {each.id for each in check.live.chunks}:
+            findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
+    why = {chunk: lost_text(chunk) for chunk in absent.lost} | check.unusable
+    views = [view for view in (expected.published,) if view is not None]
+    with suppress(DieselError):
+        views.append(repository.view_of(info))
+    findings.problems += loss_lines(losses_in(why, views))
+    gone = expected.empty - check.seen
+    for chunk in sorted(gone if meta is not None else ()):
+        findings.notes.append(
+            f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
+        )
 
 
-def _is_there(repository: Repository, identity: UUID, chunk: ChunkId) -> bool:
-    try:
-        repository.objects.stat(chunk_object(identity, chunk))
-    except ObjectMissing:
-        return False
-    return True
+def _check_bodies(
+    repository: Repository, identity: UUID, findings: Findings, chunk: ChunkId
+) -> Header:
+    """A chunk's header; what of its bodies is damaged, at a second look too, is a problem."""
+    name = chunk_object(identity, chunk)
+    places: list[int] = []
+
+    def read() -> Header:
+        data = memoryview(repository.objects.get(name))
+        preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
+        start = preamble.body_start - preamble.header_stored
+        header = parse_header(preamble, data[start : preamble.body_start])
+        places[:] = damaged(header, data[preamble.body_start :])
+        return header
+
+    header = patiently(read)
+    if places:
+        header = patiently(read)
+    for place in places:
+        findings.problems.append(
+            f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
+        )
+    return header
 
 
 def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Changes | None:
@@ -342,96 +387,9 @@ def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
         findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
 
 
-def _headers(
-    repository: Repository,
-    identity: UUID,
-    chunks: list[ChunkId],
-    findings: Findings,
-    *,
-    bodies: bool = False,
-) -> Iterator[tuple[ChunkId, Header]]:
-    """The readable headers of `chunks`; what is wrong with the others becomes a problem."""
-    outcomes: Generator[tuple[ChunkId, _Outcome]]
-    if bodies:  # each is as large as a chunk
-        check = partial(_check_bodies, repository, identity, findings)
-        outcomes = ((chunk, partial(check, chunk)) for chunk in chunks)
-    else:
-        outcomes = _read_ahead(repository, identity, chunks)
-    with closing(outcomes):
-        for chunk, outcome in outcomes:
-            findings.chunks += 1
-            try:
-                header = outcome()
-            except NewerVersionError as error:
-                findings.problems.append(
-                    f"chunk {chunk_id_text(chunk)}: {error.message}; left as it is"
-                )
-                continue
-            except ObjectMissing:
-                continue  # removed since it was listed
-            except (FormatError, ObjectStoreError) as error:
-                repository.objects.stat(MARKER)  # where the whole store is gone, that is the error
-                findings.problems.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
-                continue
-            for place, fault in header.faults.items():
-                findings.notes.append(
-                    f"chunk {chunk_id_text(chunk)}: entry {place} "
-                    f"({shown(header.path(place))}) is skipped: its path has {fault}"
-                )
-            yield chunk, header
-
-
-HEADERS_AHEAD = 16
-"""So many are asked for at once: a store that answers after 20 ms gives some hundreds a second."""
-
-_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
-
-_Outcome = Callable[[], Header]
-"""Gives the header, or raises why there is none."""
-
-
-def _read_ahead(
-    repository: Repository, identity: UUID, chunks: Iterable[ChunkId]
-) -> Generator[tuple[ChunkId, _Outcome]]:
-    """Headers in the order of `chunks`, some of which are read while the caller is at work.
-
-    Fewer where they are large, which is only known of those before: at first few.
-    """
-    waiting, left, entries = deque[tuple[ChunkId, Future[Header]]](), iter(chunks), ENTRIES_MAX
-    threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
-    try:
-        while True:
-            most = min(HEADERS_AHEAD, _ENTRIES_AHEAD // max(entries, 1))
-            for chunk in islice(left, max(most - len(waiting), 0)):
-                waiting.append((chunk, threads.submit(repository.read_header, identity, chunk)))
-            if not waiting:
-                return
-            chunk, future = waiting.popleft()
-            yield chunk, future.result
-            if not future.exception():
-                entries = max(len(future.result()), entries // 2)
-    finally:
-        threads.shutdown(cancel_futures=True)
-
-
-def _check_bodies(
-    repository: Repository, identity: UUID, findings: Findings, chunk: ChunkId
-) -> Header:
-    name = chunk_object(identity, chunk)
-    data = memoryview(repository.objects.get(name))
-    preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
-    start = preamble.body_start - preamble.header_stored
-    header = parse_header(preamble, data[start : preamble.body_start])
-    for place in damaged(header, data[preamble.body_start :]):
-        findings.problems.append(
-            f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
-        )
-    return header
-
-
 def _compare(live: Changes, folded: Changes, findings: Findings) -> None:
     """Name the paths for which the metadata store and the fold over its chunks differ."""
-    if _as_snapshot(live) == _as_snapshot(folded):
+    if _mark_of(live) == _mark_of(folded):
         return  # nearly always, and without an object for each entry
     have, wanted = _by_path(live), _by_path(folded)
     for path in sorted(wanted.keys() | have.keys()):
@@ -443,17 +401,22 @@ def _compare(live: Changes, folded: Changes, findings: Findings) -> None:
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
 
 
-def _as_snapshot(changes: Changes) -> bytes:
-    """A state's canonical form, of whatever version; empty where it has none."""
+def _parts(changes: Changes, previous: Snapshot | None) -> Sequence[memoryview]:
+    """A state in its canonical form, of no version."""
     marker = changes.marker
+    return merge(
+        previous, changes.rows, changes.chunks,
+        identity=marker.identity, dataset=marker.name, version=1, digest=0,
+    )  # fmt: skip
+
+
+def _mark_of(changes: Changes) -> bytes:
+    """What tells a state from others, whatever its version; nothing where it has no form."""
     try:
-        parts = merge(
-            None, changes.rows, changes.chunks,
-            identity=marker.identity, dataset=marker.name, version=1, digest=0,
-        )  # fmt: skip
+        front, *_ = _parts(changes, None)
     except (FormatError, UsageError):
         return b""
-    return b"".join(parts)
+    return content_mark(front)
 
 
 def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
@@ -468,13 +431,118 @@ def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
     }
 
 
+def _published(repository: Repository, identity: UUID, findings: Findings) -> Snapshot | None:
+    """The newest published snapshot, as the store has it. One that is damaged is a problem."""
+    for version in reversed(repository.snapshots.versions(identity)):
+        try:
+            return repository.snapshots.check(identity, version)
+        except ObjectMissing:  # removed since it was listed
+            continue
+        except FormatError as error:
+            findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
+    return None
+
+
+def _check_published(
+    repository: Repository, published: Snapshot, live: Changes, findings: Findings
+) -> None:
+    """Compare the newest published snapshot with the live metadata, column by column. It was the
+    newest before `live` was looked at, so live metadata ought not to be older."""
+    meta, identity, version = repository.meta, published.identity, published.version
+    if version > live.marker.version:
+        findings.problems.append(
+            f"the metadata are at version {live.marker.version}, behind the published version"
+            f" {version}: run `dlcmd recover {live.marker.name}`"
+        )
+        return
+    for _ in range(_ROUNDS):
+        since = meta.changes(identity, version)
+        if since.marker.version == live.marker.version:
+            break
+        live = meta.changes(identity, 0)
+    else:
+        findings.notes.append(f"version {version} was not compared: somebody writes all the time")
+        return
+    if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
+        return  # a purge has forgotten some since: nothing continues this version
+    found = published
+    with suppress(FormatError, UsageError):
+        if version < live.marker.version:
+            found = _built(since, published)
+        if content_mark(found.buffer) == _mark_of(live):
+            return
+        differences = list(_differences(found, _built(live, None)))
+        findings.problems += [
+            f"published version {version} differs from the metadata: {each}" for each in differences
+        ]
+        return
+    findings.problems.append(
+        f"published version {version} contradicts the metadata: run"
+        f" `dlcmd recover {live.marker.name}`"
+    )
+
+
+def _built(changes: Changes, previous: Snapshot | None) -> Snapshot:
+    return Snapshot(memoryview(b"".join(_parts(changes, previous))), verify=False)
+
+
+def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
+    """What differs between two snapshots that ought to be equal: paths, or else columns."""
+    both = match(found, wanted)
+    lines = [
+        f"{shown(wanted.path(i))} is " + ("another" if both.met[i] >= 0 else "missing")
+        for i in np.flatnonzero(both.was < 0).tolist()
+    ]
+    met = np.zeros(len(found), np.bool_)
+    met[both.met[both.met >= 0]] = True
+    lines += [f"{shown(found.path(i))} is too much" for i in np.flatnonzero(~met).tolist()]
+    if not lines:
+        names = [
+            name
+            for name in Columns._fields
+            if not np.array_equal(getattr(found.columns, name), getattr(wanted.columns, name))
+        ]
+        lines = [f"the column {name}" for name in names]
+    yield from lines[:_DIFFERENCES_MAX]
+    if len(lines) > _DIFFERENCES_MAX:
+        yield f"and {len(lines) - _DIFFERENCES_MAX} more entries"
+
+
+_DIFFERENCES_MAX = 20
+
+
+def _check_kept(
+    repository: Repository, identity: UUID, newest: int, seen: Collection[ChunkId],
+    findings: Findings,
+) -> None:  # fmt: skip
+    """Look at the older published versions. One that is damaged is a problem; chunks that only they
+    need are noted where they are lost: no put and no recovery can bring them back."""
+    shelf = repository.snapshots
+    for version in shelf.versions(identity):
+        if version >= newest:
+            continue
+        try:
+            view = shelf.check(identity, version)
+        except ObjectMissing:
+            continue  # removed since it was listed
+        except FormatError as error:
+            findings.problems.append(f"{error.message}; version {version} can no longer be read")
+            continue
+        lost = {
+            chunk
+            for chunk in used_chunks(view).difference(seen)
+            if not is_there(repository.objects, identity, chunk)
+        }
+        if lost and version in shelf.versions(identity):
+            files = sum(len(loss.files) for loss in losses_in(dict.fromkeys(lost, ""), [view]))
+            findings.notes.append(
+                f"the kept version {version} cannot be read whole: {files} files of it lie in"
+                f" {len(lost)} chunks that the store does not have"
+            )
+
+
 def _look_around(repository: Repository, info: DatasetInfo, findings: Findings) -> None:
-    """Shadowed files, the newest snapshot, leftovers and foreign objects."""
-    try:
-        if newest := repository.snapshots.newest(info.identity):
-            repository.snapshots.check(info.identity, newest)
-    except FormatError as error:
-        findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
+    """Shadowed files, leftovers and foreign objects."""
     try:
         view = repository.view_of(info)
         for index in view.shadowed().tolist():

@@ -181,6 +181,10 @@ class RemoteRepository(Repository):
         check_dataset_name(name)
         return RemoteSession(self, self._info("begin", {"dataset": name, "create": create}))
 
+    def unreadable(self, name: str) -> Sequence[bytes]:
+        message: Message = {"dataset": check_dataset_name(name), "unreadable": True}
+        return bytes(self._ask("begin", message).payload).split(b"\0")[:-1]
+
     def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
         """Have all that was committed survive, these chunks by all means; the version."""
         version = 0

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Self
 from uuid import UUID
@@ -45,13 +44,21 @@ from .errors import (
     ObjectMissing,
     UsageError,
 )
+from .folding import (
+    Comparison,
+    Folding,
+    compare,
+    losses_in,
+    lost_chunks_error,
+    patiently,
+    unreadable_paths,
+)
 from .layout import (
     chunk_object,
     chunk_of_object,
     chunk_prefix,
 )
 from .messages import Message
-from .missing import missing_chunks
 from .pins import Deletion, remove_dataset
 from .snapshot import Snapshot
 from .snapshots import KeptVersion, SnapshotShelf
@@ -324,7 +331,8 @@ class Repository:
 
         Folds in what the metadata store does not know and no put under way can own. Raises
         NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where this host's clock
-        is ahead, before anything is written.
+        is ahead, before anything is written; LostChunks where that would make a state without
+        something that the newest snapshot has.
         """
         check_dataset_name(name)
         meta = self.meta
@@ -336,13 +344,34 @@ class Repository:
                 raise
             info = self._create(name)
         if info.marker is None:
-            late = partial(self._batches, info.identity)
-            meta.rebuild(name, info.identity, late(self.chunk_names(info.identity)), late)
+            self.rebuild(Folding(self, meta, name, info.identity, None), info)
         else:
             self.vouch(info.identity)
-            for batch in self._batches(info.identity, self._missing(info.marker)):
+            compared = compare(self, meta, info.marker, in_doubt=False)
+            for batch in self._batches_of(info.marker, compared):
                 self.commit_batches(info.identity, batch)
         return WriteSession(self, self.dataset(name))
+
+    def rebuild(self, folding: Folding, info: DatasetInfo) -> int:
+        """Replace what the metadata store knows of a dataset by the fold over its chunks; the new
+        version, greater than any that is published. Raises as `MetadataStore.rebuild`, LostChunks.
+        """
+        version = self.meta.rebuild(
+            info.name,
+            info.identity,
+            folding.since(LOWEST),
+            folding.late,
+            above=self.snapshots.newest(info.identity),
+        )
+        folding.forget_deleted()
+        return version
+
+    def unreadable(self, name: str) -> Sequence[bytes]:
+        """The paths of a dataset whose chunk is gone or too short, as far as that can be told
+        without reading: whoever has them can heal them by putting them again. Raises NoSuchDataset,
+        MetadataError.
+        """
+        return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
         """Make a dataset. Of several that do it at once, the metadata store lets one win."""
@@ -362,15 +391,30 @@ class Repository:
         run = run or self.meta.doubt(identity)
         marker = self._markers().get(identity) if run else None  # of that run, not from before
         if marker is not None:
-            missing = self._missing(marker, in_doubt=True)
-            self.meta.mend(identity, run, self._batches(identity, missing))
+            compared = compare(self, self.meta, marker, in_doubt=True)
+            self.meta.mend(identity, run, self._batches_of(marker, compared))
 
-    def _missing(self, marker: Marker, *, in_doubt: bool = False) -> Iterator[ChunkId]:
-        identity = marker.identity
-        durable = partial(self.chunk_names, identity)
-        return missing_chunks(
-            self.objects, self.meta, self.snapshots, marker, durable, in_doubt=in_doubt
-        )
+    def _batches_of(self, marker: Marker, compared: Comparison) -> Iterator[Batch]:
+        """What the chunks bring that the metadata store does not know. An orphan that cannot be
+        read is named and left out: it must not keep all others, and every put, from going in.
+        Raises LostChunks for one that was acknowledged."""
+        for chunk in compared.unknown:
+            batch, why = self._batch(marker.identity, chunk)
+            if batch is not None:
+                yield batch
+            elif chunk in compared.acknowledged:
+                newest = self.snapshots.newest(marker.identity)
+                view = self.snapshots.look(marker.identity, newest)
+                raise lost_chunks_error(marker.name, losses_in({chunk: why}, [view]))
+
+    def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[Batch | None, str]:
+        """What a chunk of the store brings; None where it cannot be read, and why."""
+        try:
+            header = patiently(lambda: self.read_header(identity, chunk))
+            return batch_of(header, stored=True), ""
+        except (FormatError, ObjectMissing) as error:
+            log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
+            return None, error.message
 
     def commit_batches(self, identity: UUID, *batches: Batch) -> int:
         """Commit; where the metadata store has been restarted, after it has been mended."""
@@ -382,25 +426,18 @@ class Repository:
                     self.vouch(identity, restarted.run)
         return self.meta.commit(identity, *batches)
 
-    def _batches(self, identity: UUID, chunks: Iterable[ChunkId]) -> Iterator[Batch]:
-        """What chunks of the store bring. One that cannot be read is named and left out: it must
-        not keep all others, and every put, from going in."""
-        for chunk in chunks:
-            try:
-                yield batch_of(self.read_header(identity, chunk), stored=True)
-            except (FormatError, ObjectMissing) as error:
-                log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
-
     def commit_lost(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
         """Commit again what the metadata store has lost of a writer's chunks, as the store has
         them; how many those were. Raises NoSuchDataset.
         """
         lost = self.meta.missing(identity, chunks) if chunks else []
         done = 0
-        for batch in self._batches(identity, lost):
-            log.warning("chunk %s is committed again", chunk_id_text(batch.chunk.id))
-            self.commit_batches(identity, batch)
-            done += 1
+        for chunk in lost:
+            batch, _ = self._batch(identity, chunk)
+            if batch is not None:
+                log.warning("chunk %s is committed again", chunk_id_text(chunk))
+                self.commit_batches(identity, batch)
+                done += 1
         return done
 
     def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:

@@ -271,6 +271,14 @@ def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
     return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
 
 
+def content_mark(front: "ReadableBuffer") -> bytes:
+    """What tells a snapshot's entries, places and chunks from others, whatever its version: the
+    counts in its header, and the checksums of all sections."""
+    view = memoryview(front)
+    counts_end = _FIXED.size + len(Columns._fields) * _SECTION.size
+    return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
+
+
 def _newer(what: str) -> FormatError:
     return NewerVersionError(
         f"a snapshot with {what}", advice="it needs a newer version of DIESEL-FS"

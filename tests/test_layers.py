@@ -82,18 +82,18 @@ L3  pins: leases snapshots
 L3  snapshot_pieces
 L3  catalogue
 L3  commits
-L3  missing: snapshots commits leases
-L3  repository: snapshots catalogue commits stores leases pins missing
+L3  folding: snapshots commits leases
+L3  repository: snapshots catalogue commits stores leases pins folding
 L3  wire_values: catalogue snapshots
 L3  remote_objects: wire_values
 L3  remote: repository snapshots snapshot_pieces catalogue commits pins wire_values remote_objects
 L3  repositories: repository remote
 L3  addressing: repository
 L3  reopening: repository repositories snapshots
-L3  recovery: repository snapshots catalogue commits
+L3  recovery: repository snapshots catalogue commits folding pins
 L3  tombstones: commits leases
 L3  rewriting: repository commits
-L3  housekeeping: repository snapshots catalogue leases pins tombstones rewriting
+L3  housekeeping: repository snapshots catalogue leases pins tombstones rewriting folding
 L3  cache.followed
 L3  cache.chunks: cache.followed
 L3  cache.store: cache.chunks cache.followed

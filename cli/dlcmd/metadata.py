@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from diesel_fs import recovery
-from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset
-from diesel_fs.recovery import Findings
+from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset, ObjectStoreError
+from diesel_fs.folding import Findings
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import adopt
 from diesel_fs.whole_files import is_stdout
@@ -122,21 +122,31 @@ def verify(name: str, headers_only: bool) -> None:
 @verb("recover")
 @click.argument("name", type=dataset, metavar="DATASET")
 @click.option("--since", type=time, metavar="TIME", help="Only from chunks as new as that.")
-def recover(name: str, since: float | None) -> None:
+@click.option(
+    "--forget-lost",
+    is_flag=True,
+    help="Accept the loss of chunks that are gone or damaged, and list the files in them.",
+)
+def recover(name: str, since: float | None, forget_lost: bool) -> None:
     """Rebuild the metadata of a dataset from its chunks, all or from a time on.
 
-    A chunk that cannot be read is named and left out, and the exit code is 15.
+    Where a chunk that the metadata or the newest snapshot name is lost or damaged, recover names it
+    and its files, leaves everything as it was, and ends with exit code 15. --forget-lost rebuilds
+    without such chunks: their files are then no longer part of the dataset. Where the object store
+    cannot be reached, everything is left as it was, too, and the exit code is 13.
 
     \b
     Examples:
       dlcmd recover pets
       dlcmd recover pets --since 2026-01-31T12:00
       dlcmd recover pets --since 2h
+      dlcmd recover pets --forget-lost
     """
     with opened(rebuild=True) as repository, shown_progress(f"recover {name}", "chunks") as show:
         findings = recovery.recover(
-            repository, name, since, tell=lambda done, total: show(Progress(done, total))
-        )
+            repository, name, since, lambda done, total: show(Progress(done, total)),
+            forget_lost=forget_lost,
+        )  # fmt: skip
     _tell(findings, name, "folded in")
 
 
@@ -152,11 +162,13 @@ def _tell(findings: Findings, name: str, done: str) -> None:
                 "files": findings.files,
                 "bytes": findings.bytes,
                 "problems": findings.problems,
+                "unreachable": findings.unreachable,
                 "notes": findings.notes,
             }
         )
     else:
         emit(f"problem: {each}\n".encode() for each in findings.problems)
+        emit(f"unreachable: {each}\n".encode() for each in findings.unreachable)
         for note in findings.notes:
             say(f"note: {note}")
         say(
@@ -164,5 +176,8 @@ def _tell(findings: Findings, name: str, done: str) -> None:
             f" {count_text(findings.entries, 'entry')}: {name} has"
             f" {count_text(findings.files, 'file')}, {bytes_text(findings.bytes)}"
         )
-    if not findings.sound:
+    if findings.problems:
         raise CorruptError(f"{name}: {count_text(len(findings.problems), 'problem')} found")
+    if findings.unreachable:
+        count = count_text(len(findings.unreachable), "chunk")
+        raise ObjectStoreError(f"{name}: the object store did not give {count}")

@@ -182,6 +182,12 @@ def next_version(previous: int, clock_ns: int) -> int:
     return max(previous + 1, clock_ns // 1000)
 
 
+def rebuilt_version(previous: int, above: int, chunks: int, clock_ns: int) -> int:
+    """The version of a rebuilt state of so many chunks, after `previous` and `above`."""
+    before = max(previous, above)
+    return next_version(before, clock_ns) if chunks or before else 0
+
+
 class MetadataStore(ABC):
     """A fold over chunks, for each of many datasets.
 
@@ -284,7 +290,12 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def rebuild(
-        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        late: Late | None = None,
+        above: int = 0,
     ) -> int:
         """Replace all that is known of a dataset by the fold over `batches`; the new version.
 
@@ -295,9 +306,11 @@ class MetadataStore(ABC):
         meanwhile may be back: who forgets looks again, as does who rebuilds.
 
         Atomic: others see the state before until the whole new one is there; an error of the
-        iterables leaves the state before. The version is greater than any that was given out, if
-        anything was folded. Raises ConflictError as `create`, NoSuchDataset where the dataset is
-        dropped meanwhile, BusyError where something was committed meanwhile and there is no `late`.
+        iterables leaves the state before. The version is greater than that of the state before, and
+        than `above` (the greatest that anybody else knows of), also where nothing was folded: a
+        version never has two contents. It is 0 only where nothing is, was or has ever been. Raises
+        ConflictError as `create`, NoSuchDataset where the dataset is dropped meanwhile, BusyError
+        where something was committed meanwhile and there is no `late`.
         """
 
     @abstractmethod

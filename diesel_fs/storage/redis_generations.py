@@ -25,7 +25,7 @@ from diesel_fs.errors import (
     MetadataError,
     NoSuchDataset,
 )
-from diesel_fs.storage.metadata import Batch, chunks_digest
+from diesel_fs.storage.metadata import Batch, chunks_digest, rebuilt_version
 from diesel_fs.storage.rebuilding import NOTHING, Aside, Standing
 from diesel_fs.storage.redis_bucket_scripts import APPLY
 from diesel_fs.storage.redis_commits import Commits, Tally, chunk_record, piece_keys, tally_of
@@ -73,7 +73,9 @@ class Building(Aside):
         name: str,
         identity: UUID,
         clock_ns: Callable[[], int],
+        above: int,
     ) -> None:
+        self._above = above
         self._link = link
         self._commits = commits
         self._generation = generation
@@ -180,12 +182,17 @@ class Building(Aside):
         told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
         if link.patiently(link.run_ids) != self._runs or told != self._pieces:
             raise _restarted()
-        version = link.patiently(lambda: self._switch(standing, self._clock_ns() // 1000))
+        _, before = standing.mark or _NO_STATE
+        is_number = before.isdigit() and len(before) < 19  # else nobody can make anything of it
+        number = rebuilt_version(
+            int(before) if is_number else 0, self._above, len(self._known), self._clock_ns()
+        )
+        version = link.patiently(lambda: self._switch(standing, number))
         if version is not None:
             self._commits.forget_generation(self._identity)
         return version
 
-    def _switch(self, standing: Standing, now_us: int) -> int | None:
+    def _switch(self, standing: Standing, number: int) -> int | None:
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, tally in self._tallies.items():
@@ -209,7 +216,7 @@ class Building(Aside):
                 generation.name,
                 generation.buckets,
                 *(standing.mark or _NO_STATE),
-                now_us,
+                number,
                 sum(files for _, files, _ in self._tallies.values()),
                 sum(total for _, _, total in self._tallies.values()),
                 len(self._known),

@@ -233,10 +233,21 @@ class RedisMetadata(MetadataStore):
         self._clean()
 
     def rebuild(
-        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        late: Late | None = None,
+        above: int = 0,
     ) -> int:
         building = Building(
-            self._link, self._commits, new_generation(self._buckets), name, identity, self._clock_ns
+            self._link,
+            self._commits,
+            new_generation(self._buckets),
+            name,
+            identity,
+            self._clock_ns,
+            above,
         )
         version = rebuild(self, identity, building, batches, late)
         self._clean()

@@ -309,9 +309,7 @@ local state = redis.call('HGET', KEYS[3], ARGV[4])
 if not state or state:byte(1) ~= 98 then return {'lost'} end
 if ARGV[11] ~= '0' and redis.call('EXISTS', KEYS[10]) == 0 then return {'lost'} end
 if run() ~= ARGV[14] then return {'lost'} end
-local version = ARGV[7]:match('^%d+$') and #ARGV[7] <= 18 and tonumber(ARGV[7]) or 0
-if ARGV[11] ~= '0' then version = math.max(version + 1, tonumber(ARGV[8])) end
-version = string.format('%.0f', version)
+local version = ARGV[8]
 local buckets = tonumber(old[4] or '') or 0
 redis.call('HDEL', KEYS[3], ARGV[4])
 redis.call('UNLINK', unpack(KEYS, 4, 9))

@@ -150,9 +150,14 @@ class SqliteMetadata(MetadataStore):
         self._clean()
 
     def rebuild(
-        self, name: str, identity: UUID, batches: Iterable[Batch], late: Late | None = None
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        late: Late | None = None,
+        above: int = 0,
     ) -> int:
-        aside = BuiltAside(self._file, self._clock_ns, name, identity)
+        aside = BuiltAside(self._file, self._clock_ns, name, identity, above)
         version = rebuild(self, identity, aside, batches, late)
         self._clean()
         return version

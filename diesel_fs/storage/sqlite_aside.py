@@ -19,7 +19,7 @@ from uuid import UUID
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import BusyError, DieselError
-from diesel_fs.storage.metadata import Batch, Marker, next_version
+from diesel_fs.storage.metadata import Batch, Marker, rebuilt_version
 from diesel_fs.storage.rebuilding import NOTHING, Aside, Standing
 from diesel_fs.storage.sqlite_datasets import Dataset, insert, named, new_number
 from diesel_fs.storage.sqlite_file import SqliteFile
@@ -42,7 +42,10 @@ ClockNs = Callable[[], int]
 class BuiltAside(Aside):
     """One rebuild of a dataset."""
 
-    def __init__(self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID) -> None:
+    def __init__(
+        self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, above: int
+    ) -> None:
+        self._above = above
         self._file = file
         self._clock_ns = clock_ns
         self._number = 0
@@ -92,9 +95,8 @@ class BuiltAside(Aside):
             old = named(db, self._built.name, self._built.identity)
             if _mark(old) != standing.mark:
                 return None
-            version = old.marker.version if old else 0
-            if self._built.chunks:
-                version = next_version(version, self._clock_ns())
+            before = old.marker.version if old else 0
+            version = rebuilt_version(before, self._above, self._built.chunks, self._clock_ns())
             # Later than any that was given out meanwhile: all of it is news to whoever has that
             own = (version, self._number)
             db.execute("UPDATE chunk SET version = ? WHERE dataset = ?", own)

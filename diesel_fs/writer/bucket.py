@@ -25,7 +25,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Unsettled
 from .plan import RESERVED
 from .single import check_target, new_packer
-from .standing import Standing, leave_out_shadowed, view_unchanged
+from .standing import Readable, Standing, begun, leave_out_shadowed
 
 FETCHES = 32
 """Requests at once: an object store answers each after tens of milliseconds."""
@@ -86,9 +86,8 @@ def put_bucket(
     if prefix.split(b"/", 1)[0] == RESERVED:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
     objects = _begun(bucket, prefix, options)
-    session = None if options.dry_run else repository.begin(dataset)
-    view = session.view if session else view_unchanged(repository, dataset)
-    put = _BucketPut(view, bucket, objects, prefix, options, progress)
+    session, view, readable = begun(repository, dataset, options)
+    put = _BucketPut(view, readable, bucket, objects, prefix, options, progress)
     if session is None:
         put.report.seen = sum(1 for _ in put.wanted())
         put.report.would_delete(put.standing.gone())
@@ -127,6 +126,7 @@ class _BucketPut:
     def __init__(
         self,
         view: Snapshot,
+        readable: Readable,
         bucket: Bucket,
         objects: Iterator[BucketObject],
         prefix: bytes,
@@ -139,7 +139,7 @@ class _BucketPut:
         self._prefix = prefix
         self._options = options
         self._chosen = Filter(options)
-        self.standing = Standing(view, prefix, options)
+        self.standing = Standing(view, prefix, options, readable)
         self._progress = progress
 
     def run(self, session: WriteSession) -> None:

@@ -6,7 +6,7 @@ attributes of the source, never contents (except with `--checksum`), and changes
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +38,7 @@ class Plan:
     def __init__(
         self,
         view: Snapshot,
+        readable: Callable[[int], bool],
         prefix: bytes,
         options: PutOptions,
         chosen: Filter,
@@ -45,6 +46,7 @@ class Plan:
         root: int,
     ) -> None:
         self._view = view
+        self._readable = readable
         self._prefix = prefix
         self._options = options
         self._chosen = chosen
@@ -100,6 +102,7 @@ class Plan:
             stat_there is not None
             and stat_there.kind == Kind.FOLDER
             and (stat_there.mode, stat_there.mtime_ns) == own
+            and self._readable(at)
         )
         entry = None if same_folder or listing.unread else own
         if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
@@ -165,6 +168,7 @@ class Plan:
                 return there.kind == Kind.LINK and (
                     os.readlink(name, dir_fd=folder) == self._view.link(index)
                     and there.mtime_ns == found.st_mtime_ns
+                    and self._readable(index)
                 )
             return (
                 there.kind == Kind.FILE
@@ -172,6 +176,7 @@ class Plan:
                 and there.mtime_ns == found.st_mtime_ns
                 and there.mode == found.st_mode & 0o777
                 and (not self._options.checksum or self._same_content(folder, name, index))
+                and self._readable(index)
             )
         except OSError:
             return False  # the packing process will find and name it

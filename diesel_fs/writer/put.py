@@ -30,7 +30,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
 from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process
 from .source import listed, walk
-from .standing import view_unchanged
+from .standing import begun
 
 _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
@@ -266,10 +266,9 @@ def put_tree(
     report = PutReport()
     root = open_source(source)
     try:
-        session = None if options.dry_run else repository.begin(dataset)
-        view = session.view if session else view_unchanged(repository, dataset)
+        session, view, readable = begun(repository, dataset, options)
         chosen = Filter(options)
-        plan = Plan(view, prefix, options, chosen, report.fail, root)
+        plan = Plan(view, readable, prefix, options, chosen, report.fail, root)
         listings = walk(root, chosen, report.fail)
         if paths is not None:
             listings = listed(root, paths, chosen, report.fail)

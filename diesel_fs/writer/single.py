@@ -17,7 +17,7 @@ from .options import Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Stored, Unsettled, why
 from .plan import RESERVED
 from .source import open_file
-from .standing import Standing, view_unchanged
+from .standing import Standing, begun
 
 
 def put_file(
@@ -40,9 +40,8 @@ def put_file(
     folder, name, found = _open_source(source)
     try:
         report = PutReport(seen=1, walked=True)
-        session = None if options.dry_run else repository.begin(dataset)
-        view = session.view if session else view_unchanged(repository, dataset)
-        standing = Standing(view, b"", options)
+        session, view, readable = begun(repository, dataset, options)
+        standing = Standing(view, b"", options, readable)
         index = standing.find(target)
         if reason := standing.obstacle(target, index, Kind.FILE):
             raise ConflictError(f"cannot put {source}: {reason}")

@@ -5,21 +5,71 @@ compared here. Owned here: what is in an entry's way, when it counts as unchange
 what `--delete` removes. Reads the view of the dataset alone, and changes nothing. One thread.
 """
 
+import logging
 from uuid import uuid4
 
+from ..cache.store import ContentReader
 from ..entries import Kind, Stat, shown, split
-from ..errors import NoSuchDataset
+from ..errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
 from ..repository import Repository, WriteSession
 from ..snapshot import ROOT_INDEX, Snapshot
 from .options import Filter, PutOptions, PutReport
 
+log = logging.getLogger("diesel.put")
 
-def view_unchanged(repository: Repository, dataset: str) -> Snapshot:
-    """A dataset as it is, for a dry run: one that is not there is empty, and is not made."""
+_MEMORY_BYTES = 64 << 20  # some chunks, for what lies near each other in the source
+
+
+def begun(
+    repository: Repository, dataset: str, options: PutOptions
+) -> "tuple[WriteSession | None, Snapshot, Readable]":
+    """A put begins: its session, the dataset as it is, and what of that can be read. A dry run has
+    no session; to it a dataset that is not there is empty, and is not made. Raises DieselError."""
+    session = None if options.dry_run else repository.begin(dataset)
     try:
-        return repository.view(dataset)
+        view = session.view if session else repository.view(dataset)
     except NoSuchDataset:
-        return repository.snapshots.empty(uuid4(), dataset)
+        view = repository.snapshots.empty(uuid4(), dataset)
+    return session, view, Readable(repository, dataset, view, options)
+
+
+class Readable:
+    """Tells which entries of a dataset can be read. One that cannot is put again, however equal its
+    attributes are to the source's: that is how a dataset is healed.
+
+    By default, an entry counts as readable if the store has its chunk in full length; with
+    `--checksum` each file that is asked for is read, and its bytes are checked.
+    """
+
+    def __init__(
+        self, repository: Repository, dataset: str, view: Snapshot, options: PutOptions
+    ) -> None:
+        try:
+            paths = repository.unreadable(dataset) if view.entry_count > 1 else ()
+        except DieselError:
+            if not options.dry_run:
+                raise
+            paths = ()  # a dry run needs no metadata store, and no right to write
+        self._lost = frozenset(view.lookup(path) for path in paths) - {-1}
+        self._view = view
+        self._reader: ContentReader | None = None
+        if options.checksum:
+            self._reader = ContentReader(view, repository.objects, _MEMORY_BYTES)
+        if self._lost:
+            log.warning("%d entries of %s cannot be read", len(self._lost), dataset)
+
+    def __call__(self, index: int) -> bool:
+        if index in self._lost:
+            return False
+        if self._reader is None or self._view.stat(index).kind != Kind.FILE:
+            return True
+        try:
+            for extent in self._view.extents(index):
+                self._reader.read(index, extent.start, extent.size)
+        except (FormatError, ObjectMissing) as error:
+            log.warning("%s", error.message)
+            return False
+        return True
 
 
 def gone(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list[bytes]:
@@ -99,8 +149,11 @@ def _shadowed(view: Snapshot) -> set[bytes]:
 class Standing:
     """A view of the dataset, and what has been put over it since."""
 
-    def __init__(self, view: Snapshot, prefix: bytes, options: PutOptions) -> None:
+    def __init__(
+        self, view: Snapshot, prefix: bytes, options: PutOptions, readable: Readable
+    ) -> None:
         self.view = view
+        self._readable = readable
         self._prefix = prefix
         self._options = options
         self._chosen = Filter(options)
@@ -137,6 +190,7 @@ class Standing:
             and index not in self._changed
             and self.view.stat(index) == entry
             and (entry.kind != Kind.LINK or self.view.link(index) == link)
+            and self._readable(index)
         )
 
     def put_over(self, index: int) -> None:

@@ -34,7 +34,7 @@ from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Unsettled
 from .plan import RESERVED
 from .single import new_packer
-from .standing import Standing, leave_out_shadowed, view_unchanged
+from .standing import Readable, Standing, begun, leave_out_shadowed
 
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
@@ -75,9 +75,8 @@ def put_tar(
     if prefix.split(b"/", 1)[0] == RESERVED:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
     tar = _open(stream)
-    session = None if options.dry_run else repository.begin(dataset)
-    view = session.view if session else view_unchanged(repository, dataset)
-    put = _TarPut(view, session, prefix, options, progress)
+    session, view, readable = begun(repository, dataset, options)
+    put = _TarPut(view, readable, session, prefix, options, progress)
     report = put.report
     try:
         whole = put.read(tar)
@@ -223,6 +222,7 @@ class _TarPut:
     def __init__(
         self,
         view: Snapshot,
+        readable: Readable,
         session: WriteSession | None,
         prefix: bytes,
         options: PutOptions,
@@ -230,7 +230,7 @@ class _TarPut:
     ) -> None:
         self.report = PutReport()
         self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
-        self.standing = Standing(view, prefix, options)
+        self.standing = Standing(view, prefix, options, readable)
         self._packer: Packer | None = None
         if session is not None:
             self._packer = new_packer(session, options, self.report)

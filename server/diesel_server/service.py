@@ -146,13 +146,17 @@ class Service:
     async def _recover(self, request: Request) -> AsyncIterator[Reply]:
         name = self._named(request, Role.ADMIN)
         since_s: float | None = None
+        words = Fields(request.message, "recover")
         if request.message.get("since_s") is not None:
-            since_s = Fields(request.message, "recover").number("since_s")
+            since_s = words.number("since_s")
+        forget_lost = words.flag("forget_lost", default=False)
 
         def work(tell: Tell) -> Message:
-            return recovery.recover(self._repository, name, since_s, tell).to_message()
+            found = recovery.recover(self._repository, name, since_s, tell, forget_lost=forget_lost)
+            return found.to_message()
 
-        async for reply in self._job("recover", name, {"since_s": since_s}, work):
+        how: Message = {"since_s": since_s, "forget_lost": forget_lost}
+        async for reply in self._job("recover", name, how, work):
             yield reply
 
     async def _purge(self, request: Request) -> AsyncIterator[Reply]:

@@ -36,7 +36,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.layout import chunk_object
 from diesel_fs.leases import LEASE_S, give_lease
-from diesel_fs.messages import Fields
+from diesel_fs.messages import Fields, Message
 from diesel_fs.pins import Deletion
 from diesel_fs.repository import Repository, WriteSession
 from diesel_fs.wire_values import info_message
@@ -97,7 +97,13 @@ class Writing:
                 advice="an administrator makes it",
             ) from None
         info = await self._asking.info(name)
-        return Reply({"info": info_message(info), "now_s": time.time()})
+        head: Message = {"info": info_message(info), "now_s": time.time()}
+        if not Fields(request.message, "begin").flag("unreadable", default=False):
+            return Reply(head)
+        paths = await trio.to_thread.run_sync(
+            self._repository.unreadable, name, limiter=self._threads
+        )
+        return Reply(head, [path + b"\0" for path in paths])
 
     def _begin(self, wanted: tuple[str, bool]) -> None:
         name, create = wanted

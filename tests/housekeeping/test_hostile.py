@@ -12,11 +12,13 @@ import pytest
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.errors import (
     BusyError,
+    CorruptError,
     DieselError,
     NoSpaceError,
     ObjectMissing,
     ObjectStoreRefused,
 )
+from diesel_fs.folding import LostChunks
 from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.layout import chunk_object, lease_object, snapshot_object
 from diesel_fs.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
@@ -42,6 +44,8 @@ from .purged import (
     tombstones,
 )
 
+LOOK = replace(NOW, dry_run=True)
+
 
 def test_P7_a_store_that_was_put_back_loses_nothing_more(holed: Repository, tmp_path: Path) -> None:
     """The metadata knows of chunks that the backup has not: where contents have moved to."""
@@ -54,12 +58,13 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(holed: Repository, tmp_
     before = chunks(holed)
     with Repository.open(holed.url) as again:
         for _ in range(2):
-            report = purge(again, "ds", NOW)
-            assert report.deleted == 0
-            assert any("lost" in note for note in report.notes)
+            with pytest.raises(LostChunks):
+                purge(again, "ds", NOW)
+            assert any("lost" in note for note in purge(again, "ds", LOOK).notes)
         assert set(before) <= set(chunks(again))
         assert verify(again, "ds").problems
-        recover(again, "ds")
+        assert recover(again, "ds").problems
+        assert recover(again, "ds", forget_lost=True).sound
         assert shown(again) == expected
         purge(again, "ds", NOW)
         assert shown(again) == expected
@@ -103,6 +108,8 @@ def test_O12_a_short_listing_is_no_loss(holed: Repository, tmp_path: Path) -> No
     problems = verify(holed, "ds").problems
     assert any("listing lacks" in problem for problem in problems)
     assert not any("lost" in problem for problem in problems)
+    with pytest.raises(CorruptError, match="listing lacks"):
+        purge(holed, "ds", NOW)
     recover(holed, "ds")
     holed.objects = real
     assert shown(holed) == facts(tmp_path / "source")

@@ -192,13 +192,15 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
     """They are gone when the rebuild ends, which forgets them, too."""
     rebuild = holed.meta.rebuild
 
-    def rebuild_slowly(name: str, identity: UUID, batches: Iterable[Batch], late: Late) -> int:
+    def rebuild_slowly(
+        name: str, identity: UUID, batches: Iterable[Batch], late: Late, above: int
+    ) -> int:
         def then_purged() -> Iterator[Batch]:
             yield from batches
             with Repository.open(holed.url) as other:
                 assert purge(other, "ds", NOW).deleted > 4
 
-        return rebuild(name, identity, then_purged(), late)
+        return rebuild(name, identity, then_purged(), late, above)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holed.meta, "rebuild", rebuild_slowly)

@@ -133,9 +133,9 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     sealed = writer.seal()
     real = repository.meta.rebuild
 
-    def rebuild(name: str, identity: UUID, batches: Iterable[Batch], late: Late) -> int:
+    def rebuild(name: str, identity: UUID, batches: Iterable[Batch], late: Late, above: int) -> int:
         sealed.commit()
-        return real(name, identity, batches, late)
+        return real(name, identity, batches, late, above)
 
     with monkeypatch.context() as patch:
         patch.setattr(repository.meta, "rebuild", rebuild)
@@ -288,8 +288,13 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
     monkeypatch.setattr(filled.objects, "get", get)
     findings = verify(filled, "ds")
     assert findings.chunks == 2
-    assert any("Input/output error" in problem for problem in findings.problems)
-    recover(filled, "ds")
+    assert findings.problems == []
+    (unreachable,) = findings.unreachable
+    assert "Input/output error" in unreachable
+    before = filled.meta.marker("ds")
+    with pytest.raises(ObjectStoreError, match="Input/output error"):
+        recover(filled, "ds")
+    assert filled.meta.marker("ds") == before
     assert content(filled, b"more") == b"3"
 
 

@@ -12,12 +12,13 @@ from uuid import UUID
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs import recovery
+from diesel_fs import folding
 from diesel_fs.chunk import CHUNK_BYTES_MIN, Header
 from diesel_fs.chunk_id import IdFields, chunk_id_text
 from diesel_fs.entries import ChunkId
+from diesel_fs.folding import HEADERS_AHEAD, Findings
 from diesel_fs.layout import chunk_object
-from diesel_fs.recovery import HEADERS_AHEAD, Findings, recover, verify
+from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
 from diesel_fs.storage.metadata import Batch, Late
 from diesel_fs.storage.sqlite_runs import make_way
@@ -46,7 +47,7 @@ def chunks(store: Path) -> list[Path]:
 
 
 def damaged_by(filled: Repository, tmp_path: Path, change: Callable[[Path], None]) -> Findings:
-    """Damage the second chunk and verify; then recover, which must spare all others."""
+    """Damage the second chunk and verify."""
     victim = chunks(tmp_path / "store")[1]
     victim.chmod(0o644)
     change(victim)
@@ -78,8 +79,9 @@ def test_B1_truncated(filled: Repository, tmp_path: Path, keep: int) -> None:
 
     findings = damaged_by(filled, tmp_path, change)
     assert any("truncated chunk" in problem for problem in findings.problems)
-    found = recover(filled, "ds")
-    assert any("truncated chunk" in problem for problem in found.problems)
+    found = recover(filled, "ds", forget_lost=True)
+    assert found.problems == []
+    assert any("truncated chunk" in note for note in found.notes)
     left = shown(filled)
     whole = facts(tmp_path / "source")
     assert 20 < len(left) < 41
@@ -234,10 +236,10 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
 
     rebuild = filled.meta.rebuild
 
-    def noted(name: str, of: UUID, batches: Iterable[Batch], late: Late) -> int:
+    def noted(name: str, of: UUID, batches: Iterable[Batch], late: Late, above: int) -> int:
         found = [*batches]
         orders.append([batch.chunk.id for batch in found])
-        return rebuild(name, of, found, late)
+        return rebuild(name, of, found, late, above)
 
     monkeypatch.setattr(filled, "read_header", slowly)
     monkeypatch.setattr(filled.meta, "rebuild", noted)
@@ -245,8 +247,8 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     assert orders == [there]
     assert HEADERS_AHEAD // 2 < most <= HEADERS_AHEAD
     most = 0
-    monkeypatch.setattr(recovery, "ENTRIES_MAX", 4)
-    monkeypatch.setattr(recovery, "_ENTRIES_AHEAD", 4 * 3)
+    monkeypatch.setattr(folding, "ENTRIES_MAX", 4)
+    monkeypatch.setattr(folding, "_ENTRIES_AHEAD", 4 * 3)
     assert recover(filled, "ds").chunks == len(there)
     assert 1 < most <= 3
     assert shown(filled) == facts(tmp_path / "source")

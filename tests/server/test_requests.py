@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.accounts import Account, Role
 from diesel_fs.chunk_id import IdFields, id_fields, stamp
-from diesel_fs.commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
+from diesel_fs.commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
     ConflictError,
@@ -498,7 +498,8 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
     filled.store.objects.stat(chunk_object(identity, lost))
     kept = [each.id for each in known.chunks(identity) if each.id != lost]
     info = filled.store.dataset("ds")
-    known.rebuild("ds", info.identity, filled.store._batches(identity, kept))
+    headers = (filled.store.read_header(identity, each) for each in kept)
+    known.rebuild("ds", info.identity, (batch_of(header, stored=True) for header in headers))
     last = sealer.file(b"last", b"22")
     sealer.session.admit(*_front(filled, sealer, last))
     sealer.session.finish()

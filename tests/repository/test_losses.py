@@ -1,0 +1,558 @@
+"""Absence needs proof: what metadata or the newest snapshot name is found, or reported as lost.
+
+A chunk that is gone, damaged or cannot be reached, metadata that came back empty or older, and a
+listing that is short must never turn a file that was acknowledged into "no such file".
+"""
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from diesel_fs import folding
+from diesel_fs import snapshot_layout as layout
+from diesel_fs.cache.store import ContentReader
+from diesel_fs.chunk import CHUNK_BYTES_MIN
+from diesel_fs.chunk_id import chunk_id_text
+from diesel_fs.entries import ChunkId
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    MetadataBehind,
+    NewerVersionError,
+    ObjectMissing,
+    ObjectStoreError,
+    ObjectStoreRefused,
+)
+from diesel_fs.folding import LostChunks
+from diesel_fs.housekeeping import PurgeOptions, purge
+from diesel_fs.layout import chunk_object, snapshot_object
+from diesel_fs.recovery import recover, verify
+from diesel_fs.repository import Repository
+from diesel_fs.snapshot import Snapshot
+from diesel_fs.writer import PutOptions, put_tree
+
+from ..housekeeping.purged import ShortListing
+from ..storage.faulty_store import Fault, FaultyStore
+from ..storage.redis_servers import emptied_server
+from ..trees import facts, write
+from ..writer.test_put import shown
+
+ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
+NOW = PurgeOptions(grace_s=0)
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
+    url = (tmp_path / "store").as_uri()
+    if request.param == "redis":
+        url += f"?meta={emptied_server().url}"
+    with Repository.open(url, create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def first(repository: Repository, tmp_path: Path) -> Path:
+    """The source of a first put, of which all is in one chunk: files, a link and a folder."""
+    source = write(tmp_path / "first", {"d/a": b"1", "d/b": b"22", "d/e/empty": b""})
+    (source / "d/link").symlink_to("a")
+    put_tree(repository, "ds", source, options=ONE)
+    return source
+
+
+@pytest.fixture
+def lost(repository: Repository, first: Path) -> ChunkId:
+    (chunk,) = repository.chunk_names(repository.dataset("ds").identity)
+    return chunk
+
+
+@pytest.fixture
+def second(repository: Repository, lost: ChunkId, tmp_path: Path) -> Path:
+    """The source of a second put, into a chunk of its own."""
+    source = write(tmp_path / "second", {"c": b"333"})
+    put_tree(repository, "ds", source, b"more", options=ONE)
+    return source
+
+
+def object_file(repository: Repository, chunk: ChunkId) -> Path:
+    path = repository.url.path / chunk_object(repository.dataset("ds").identity, chunk)
+    path.chmod(0o644)
+    return path
+
+
+def emptied(repository: Repository) -> Repository:
+    """The same, whose metadata store has come back empty."""
+    if repository.url.meta:
+        emptied_server()
+    else:
+        repository.close()
+        for file in repository.url.path.glob("meta.sqlite*"):
+            file.unlink()
+    return Repository.open(repository.url, create=True)
+
+
+def forget_private_copies() -> None:
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "diesel", ignore_errors=True)
+
+
+def lose(file: Path) -> None:
+    file.unlink()
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip_header(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[120] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [lose, empty, flip_header])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
+    repository: Repository,
+    lost: ChunkId,
+    second: Path,
+    damage: Callable[[Path], None],
+    is_known: bool,
+) -> None:
+    """Also where the metadata store is empty, and only the newest snapshot names the chunk."""
+    before = repository.view("ds")
+    damage(object_file(repository, lost))
+    if not is_known:
+        repository = emptied(repository)
+    for _ in range(2):
+        problems = "\n".join(recover(repository, "ds").problems)
+        assert chunk_id_text(lost) in problems
+        assert all(f": d/{name}" in problems for name in ("a", "b", "e/empty"))
+        assert "more/c" not in problems
+        after = repository.view("ds")
+        assert (after.version, bytes(after.buffer)) == (before.version, bytes(before.buffer))
+    assert verify(repository, "ds").problems
+    assert read(repository, b"more/c") == b"333"
+    findings = recover(repository, "ds", forget_lost=True)
+    assert findings.problems == []
+    assert all(f": d/{name}" in "\n".join(findings.notes) for name in ("a", "b", "e/empty"))
+    view = repository.view("ds")
+    assert view.version > before.version
+    assert [view.path(i) for i in view.files().tolist()] == [b"more/c"]
+    if damage is lose:
+        assert verify(repository, "ds").sound
+
+
+def read(repository: Repository, path: bytes) -> bytes:
+    view = repository.view("ds")
+    return bytes(ContentReader(view, repository.objects, 1 << 20).read(view.lookup(path)))
+
+
+def test_a_lost_file_is_listed_and_reading_it_names_its_chunk(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    lose(object_file(repository, lost))
+    assert repository.stat("ds", b"d/a").size == 1
+    with pytest.raises(ObjectMissing, match=chunk_id_text(lost)):
+        read(repository, b"d/a")
+
+
+def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_names(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    lose(object_file(repository, lost))
+    published = repository.snapshots.versions(repository.dataset("ds").identity)
+    repository = emptied(repository)
+    with pytest.raises(LostChunks, match="d/a"):
+        put_tree(repository, "ds", second, b"other", options=ONE)
+    with pytest.raises(LostChunks):
+        repository.begin("ds", create=False)
+    with pytest.raises(LostChunks):
+        purge(repository, "ds", NOW)
+    assert repository.view("ds").lookup(b"d/a") > 0
+    assert repository.snapshots.versions(repository.dataset("ds").identity) == published
+
+
+def test_a_recovery_since_a_time_goes_by_the_same_rule(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    """Of metadata that are empty it makes all anew; it never publishes a part of the dataset."""
+    everything = shown(repository)
+    repository = emptied(repository)
+    assert recover(repository, "ds", since_s=4e9).sound
+    assert shown(repository) == everything
+    lose(object_file(repository, lost))
+    repository = emptied(repository)
+    assert recover(repository, "ds", since_s=4e9).problems
+    assert repository.view("ds").lookup(b"d/a") > 0
+
+
+def test_an_older_database_that_was_put_back_is_a_problem(second_put: Repository) -> None:
+    problems = verify(second_put, "ds").problems
+    assert any("behind the published version" in problem for problem in problems)
+    assert recover(second_put, "ds").sound
+    assert verify(second_put, "ds").sound
+
+
+def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
+    second_put: Repository, tmp_path: Path
+) -> None:
+    identity = second_put.dataset("ds").identity
+    (known,) = [record.id for record in second_put.meta.chunks(identity)]
+    (last,) = set(second_put.chunk_names(identity)) - {known}
+    lose(object_file(second_put, last))
+    with pytest.raises(LostChunks, match="b"):
+        put_tree(second_put, "ds", write(tmp_path / "third", {"c": b"3"}), options=ONE)
+    assert any("lost with chunk" in problem for problem in recover(second_put, "ds").problems)
+    assert second_put.view("ds").lookup(b"b") > 0
+
+
+@pytest.fixture
+def second_put(tmp_path: Path) -> Iterator[Repository]:
+    """After a second put, with the database as it was before."""
+    url = (tmp_path / "store").as_uri()
+    source = write(tmp_path / "first", {"a": b"1"})
+    with Repository.open(url, create=True) as opened:
+        put_tree(opened, "ds", source, options=ONE)
+        opened.meta.durable()
+        with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.close()
+        kept = (tmp_path / "store/meta.sqlite").read_bytes()
+        put_tree(opened, "ds", write(tmp_path / "second", {"b": b"2"}), options=ONE)
+    for file in (tmp_path / "store").glob("meta.sqlite*"):
+        file.unlink()
+    (tmp_path / "store/meta.sqlite").write_bytes(kept)
+    with Repository.open(url) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("error", [
+    ObjectStoreError("open: Input/output error"), ObjectStoreRefused("403 Forbidden"),
+])  # fmt: skip
+def test_one_bad_moment_of_the_store_decides_nothing(
+    repository: Repository,
+    lost: ChunkId,
+    second: Path,
+    error: ObjectStoreError,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everything, before = shown(repository), repository.meta.marker("ds")
+    name = chunk_object(before.identity, lost)
+    with FaultyStore(repository.objects, Fault("get", name, error=error)) as store:
+        repository.objects = store
+        assert recover(repository, "ds").sound
+    assert shown(repository) == everything
+    before = repository.meta.marker("ds")
+    monkeypatch.setattr(folding, "_PAUSES_S", (0.0, 0.0))
+    with FaultyStore(store, Fault("get", name, error=error, times=3)) as failing:
+        repository.objects = failing
+        with pytest.raises(ObjectStoreError):
+            recover(repository, "ds")
+    assert repository.meta.marker("ds") == before
+    assert shown(repository) == everything
+
+
+def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    name = chunk_object(repository.dataset("ds").identity, lost)
+    for bit in (8 * 20, 8 * 120):
+        fault = Fault("get", name, flip=bit, times=1)
+        with FaultyStore(repository.objects, fault) as store:
+            repository.objects = store
+            assert recover(repository, "ds").sound
+        with FaultyStore(repository.objects, replace(fault)) as store:
+            repository.objects = store
+            assert verify(repository, "ds").sound
+
+
+def test_what_a_newer_program_wrote_is_never_forgotten(
+    repository: Repository, lost: ChunkId, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = repository.read_header
+
+    def read_header(identity: object, chunk: ChunkId) -> object:
+        if chunk == lost:
+            raise NewerVersionError("needs format version 2")
+        return real(repository.dataset("ds").identity, chunk)
+
+    before = repository.meta.marker("ds")
+    monkeypatch.setattr(repository, "read_header", read_header)
+    for forget_lost in (False, True):
+        findings = recover(repository, "ds", forget_lost=forget_lost)
+        assert any("needs format version 2" in problem for problem in findings.problems)
+        assert repository.meta.marker("ds") == before
+
+
+def test_what_comes_back_with_an_accepted_loss_is_named(
+    repository: Repository, first: Path, lost: ChunkId, tmp_path: Path
+) -> None:
+    """The lost chunk replaced a file and deleted another."""
+    identity = repository.dataset("ds").identity
+    write(tmp_path / "later", {"a": b"later"})
+    put_tree(repository, "ds", tmp_path / "later", b"d", options=ONE)
+    session = repository.begin("ds")
+    session.delete([b"d/b"])
+    session.finish()
+    for chunk in set(repository.chunk_names(identity)) - {lost}:
+        lose(object_file(repository, chunk))
+    notes = recover(repository, "ds", forget_lost=True).notes
+    assert "an older version shows now: d/a" in notes
+    assert "it had been deleted, and is back: d/b" in notes
+    assert read(repository, b"d/a") == b"1"
+
+
+def test_a_version_never_has_two_contents(repository: Repository, lost: ChunkId) -> None:
+    """A rebuild that folds nothing, as one that folds something, makes another version."""
+    before = repository.view("ds")
+    lose(object_file(repository, lost))
+    assert recover(repository, "ds", forget_lost=True).problems == []
+    after = repository.view("ds")
+    assert after.version > before.version
+    assert len(after.files()) == 0
+    again = recover(emptied(repository), "ds")
+    assert again.sound
+    with Repository.open(repository.url) as reader:
+        assert reader.view("ds").version > after.version
+
+
+@pytest.mark.parametrize("damage", [lose, empty])
+def test_putting_the_source_again_heals_what_is_gone(
+    repository: Repository, first: Path, lost: ChunkId, second: Path, damage: Callable[[Path], None]
+) -> None:
+    """Files, empty ones, links and folders: then the dataset is sound, and can be rebuilt."""
+    everything = shown(repository)
+    damage(object_file(repository, lost))
+    assert recover(repository, "ds").problems
+    assert put_tree(repository, "ds", first, options=replace(ONE, dry_run=True)).seen == 7
+    report = put_tree(repository, "ds", first, options=ONE)
+    assert (report.files, report.failed) == (3, [])
+    assert shown(repository) == everything
+    if damage is empty:
+        object_file(repository, lost).unlink()
+    assert verify(repository, "ds").problems == []
+    assert put_tree(repository, "ds", first, options=ONE).files == 0
+    purge(repository, "ds", NOW)
+    again = emptied(repository)
+    assert recover(again, "ds").sound
+    assert shown(again) == everything
+
+
+def test_putting_with_checksum_heals_what_is_damaged(
+    repository: Repository, first: Path, lost: ChunkId
+) -> None:
+    victim = object_file(repository, lost)
+    content = bytearray(victim.read_bytes())
+    content[content.rindex(b"22")] ^= 1
+    victim.write_bytes(content)
+    assert put_tree(repository, "ds", first, options=ONE).files == 0
+    assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 1
+    assert shown(repository) == facts(first)
+    assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 0
+
+
+def test_a_short_listing_is_made_up_for_and_ends_a_purge(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    """Redis came back empty while the store does not list a chunk that it has."""
+    everything = shown(repository)
+    hidden = chunk_object(repository.dataset("ds").identity, lost)
+    repository = emptied(repository)
+    real = repository.objects
+    repository.objects = ShortListing(real, hidden)
+    published = repository.snapshots.versions(repository.dataset("ds").identity)
+    with pytest.raises(CorruptError, match="listing lacks"):
+        purge(repository, "ds", NOW)
+    repository.objects = real
+    assert shown(repository) == everything
+    assert set(published) <= set(repository.snapshots.versions(repository.dataset("ds").identity))
+    assert verify(repository, "ds").sound
+
+
+def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    identity = repository.dataset("ds").identity
+    newest = repository.snapshots.newest(identity)
+    file = repository.url.path / snapshot_object(identity, newest)
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[700] ^= 1
+    file.write_bytes(content)
+    forget_private_copies()
+    repository = emptied(repository)
+    assert any(str(newest) in problem for problem in recover(repository, "ds").problems)
+    assert recover(repository, "ds", forget_lost=True).problems == []
+    assert repository.view("ds").version > newest
+
+
+def forged(view: Snapshot, path: bytes, field: str) -> bytes:
+    """The view with another value in one column, and right checksums."""
+    column = np.array(getattr(view.columns, field))
+    column[view.lookup(path)] ^= 1
+    columns = view.columns._replace(**{field: column})
+    header = layout.header_of(columns, view.identity, view.dataset, view.version, view.digest)
+    return b"".join(layout.write(header, columns))
+
+
+@pytest.mark.parametrize("field", ["mtime_ns", "flags", "checksum", "offset"])
+def test_verify_compares_the_published_snapshot_column_by_column(
+    repository: Repository, lost: ChunkId, second: Path, field: str
+) -> None:
+    """One with right checksums that says something else, as a wrong merge would make it."""
+    view = repository.view("ds")
+    file = repository.url.path / snapshot_object(view.identity, view.version)
+    file.chmod(0o644)
+    file.write_bytes(forged(view, b"d/b", field))
+    forget_private_copies()
+    problems = verify(repository, "ds").problems
+    assert any(f"version {view.version} differs from the metadata" in each for each in problems)
+    assert recover(repository, "ds").problems == []
+    assert verify(repository, "ds").problems == []
+
+
+class Absence(RuleBasedStateMachine):
+    """Puts and deletions beside lost chunks, lost or older metadata, rebuilds and purges.
+
+    The oracle is a dict of what was acknowledged. A path of it may be unreadable, where its chunk
+    has been taken away; it never is "no such file", nor an older version, until the loss is
+    accepted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp(prefix="absence-"))
+        self.url = (self.home / "store").as_uri()
+        self.expected: dict[bytes, bytes] = {}
+        self.history: dict[bytes, set[bytes]] = {}
+        self.taken: dict[Path, bytes] = {}
+        self.older: bytes | None = None
+        self.count = 0
+        with Repository.open(self.url, create=True) as repository:
+            repository.begin("ds").finish()
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.home)
+
+    def put_some(self, files: dict[bytes, bytes]) -> None:
+        self.count += 1
+        source = self.home / f"source{self.count}"
+        write(source, {os.fsdecode(path): content for path, content in files.items()})
+        opened = Repository.open(self.url, create=True)
+        with opened as repository, suppress(LostChunks, MetadataBehind):
+            put_tree(repository, "ds", source, options=ONE)
+            self.expected.update(files)
+            for path, content in files.items():
+                self.history.setdefault(path, set()).add(content)
+
+    @rule(name=st.sampled_from("abcdef"), content=st.binary(min_size=1, max_size=9))
+    def put(self, name: str, content: bytes) -> None:
+        self.put_some({name.encode(): content})
+
+    @rule()
+    def put_all_again(self) -> None:
+        self.put_some(dict(self.expected))
+
+    @rule(name=st.sampled_from("abcdef"))
+    def delete(self, name: str) -> None:
+        opened = Repository.open(self.url, create=True)
+        with opened as repository, suppress(LostChunks, MetadataBehind):
+            session = repository.begin("ds")
+            session.delete([name.encode()])
+            session.finish()
+            self.expected.pop(name.encode(), None)
+
+    @precondition(lambda self: not self.taken)
+    @rule(which=st.integers(0, 9))
+    def take_a_chunk_away(self, which: int) -> None:
+        chunks = sorted((self.home / "store").glob("datasets/*/chunks/*/*"))
+        if chunks:
+            victim = chunks[which % len(chunks)]
+            self.taken[victim] = victim.read_bytes()
+            victim.unlink()
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def bring_it_back(self) -> None:
+        for path, content in self.taken.items():
+            path.write_bytes(content)
+        self.taken = {}
+
+    @rule()
+    def lose_the_database(self) -> None:
+        for file in (self.home / "store").glob("meta.sqlite*"):
+            file.unlink()
+
+    @rule()
+    def remember_the_database(self) -> None:
+        file = self.home / "store/meta.sqlite"
+        if file.exists():
+            with sqlite3.connect(file) as db:
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            db.close()
+            self.older = file.read_bytes()
+
+    @precondition(lambda self: self.older)
+    @rule()
+    def put_the_older_database_back(self) -> None:
+        assert self.older is not None
+        self.lose_the_database()
+        (self.home / "store/meta.sqlite").write_bytes(self.older)
+
+    @rule()
+    def recover(self) -> None:
+        with Repository.open(self.url, create=True) as repository:
+            recover(repository, "ds")
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def accept_the_loss(self) -> None:
+        with Repository.open(self.url, create=True) as repository:
+            assert recover(repository, "ds", forget_lost=True).problems == []
+            view = repository.view("ds")
+            left = {view.path(i) for i in view.files().tolist()}
+            found = {path: read(repository, path) for path in left}
+        self.taken = {}  # it stays away
+        assert all(found[path] in self.history[path] for path in left)
+        self.expected = found
+        self.older = None
+
+    @rule()
+    def purge(self) -> None:
+        opened = Repository.open(self.url, create=True)
+        with opened as repository, suppress(LostChunks, MetadataBehind, BusyError):
+            purge(repository, "ds", NOW)
+
+    @invariant()
+    def nothing_that_was_acknowledged_is_absent(self) -> None:
+        with Repository.open(self.url) as repository:
+            view = repository.view("ds")
+            reader = ContentReader(view, repository.objects, 1 << 20)
+            for path, content in self.expected.items():
+                index = view.lookup(path)
+                assert index >= 0, path
+                try:
+                    found = bytes(reader.read(index))
+                except ObjectMissing:
+                    assert self.taken
+                else:
+                    assert found == content
+
+
+Absence.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestAbsence = Absence.TestCase
