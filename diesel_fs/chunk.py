@@ -49,6 +49,9 @@ EXTENT_ALIGNMENT = 65536
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
+OBJECT_BYTES_MAX = 1 << 32
+"""Of a whole chunk object: offsets have 32 bits, and no reader takes more memory for one."""
+
 ENTRIES_MAX = 65_536
 """Entries per chunk: bounds the time and memory to decode a header, and a commit's transaction."""
 
@@ -77,6 +80,9 @@ _KEYS = frozenset(
 )
 _ENTRY_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1  # in a decoded header
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
+
+
+_Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class Part(NamedTuple):
@@ -316,6 +322,7 @@ def parse_preamble(
         zero
         or codec not in (Codec.RAW, Codec.LZ4)
         or total != PREAMBLE_BYTES + stored + body_bytes
+        or total > OBJECT_BYTES_MAX
         or (codec == Codec.RAW and raw != stored)
         or raw > _header_raw_max(stored)
         or entries > ENTRIES_MAX
@@ -580,11 +587,7 @@ def _check_bodies(
     size = np.where(kind == Kind.FILE, records["size"], 0)
     for place, part in parts.items():
         size[place] = part.size
-    if ((size == 0) != (stored == 0)).any():
-        _corrupt("an entry's stored length contradicts its size")
-    raw = codec == Codec.RAW
-    if (size[raw] != stored[raw]).any() or (size > _BODY_RATIO_MAX * stored.astype(np.uint64) +
-                                            np.uint64(_BODY_SLACK_BYTES))[~raw].any():  # fmt: skip
+    if _contradict(codec, records["stored"], size).any():
         _corrupt("an entry's stored length contradicts its size")
     held = np.flatnonzero(stored)
     ends = preamble.body_start + np.cumsum(stored[held])
@@ -592,6 +595,31 @@ def _check_bodies(
         int(ends[-1]) if len(held) else preamble.body_start
     ) != preamble.object_bytes:
         _corrupt("the bodies overlap, leave gaps or end elsewhere")
+
+
+def _contradict(
+    codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Which stored lengths are not those of a body that decodes to `size` bytes."""
+    raw, held = codec == Codec.RAW, stored.astype(np.uint64)
+    too_much = size > np.uint64(_BODY_RATIO_MAX) * held + np.uint64(_BODY_SLACK_BYTES)
+    wrong: npt.NDArray[np.bool_] = ((size == 0) != (held == 0)) | np.where(
+        raw, size != held, too_much
+    )
+    return wrong
+
+
+def no_places(
+    codec: _Codecs,
+    stored: npt.NDArray[np.uint32],
+    size: npt.NDArray[np.uint64],
+    offset: npt.NDArray[np.uint32],
+    object_bytes: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """Which of these bodies (what they decode to: `size`) no chunk of `object_bytes` can hold."""
+    start, held = offset.astype(np.uint64), stored.astype(np.uint64)
+    outside = ((start < PREAMBLE_BYTES) & (held > 0)) | (start + held > object_bytes)
+    return _contradict(codec, stored, size) | outside
 
 
 def _path_faults(

@@ -30,6 +30,7 @@ from .cache.content_file import ContentFile
 from .cache.store import ContentReader
 from .entries import MODE_MASK, Kind, Stat, name_fault
 from .errors import (
+    CorruptError,
     FormatError,
     NoSpaceError,
     NoSuchPath,
@@ -422,29 +423,39 @@ def contents(
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     for batch in np.split(np.arange(len(files)), cuts):
         small = batch[~many[batch]]
-        whole = _whole(reader, files[small])
+        whole = _whole(view, reader, files[small])
         for position in batch.tolist():
             index = int(files[position])
             yield (index, _extents(view, reader, index)) if many[position] else next(whole)
 
 
 def _whole(
-    reader: ContentReader, files: Indices
+    view: Snapshot, reader: ContentReader, files: Indices
 ) -> Iterator[tuple[int, tuple[memoryview] | Exception]]:
     done = 0
     while done < len(files):
         try:
             for content in reader.read_many(files[done:]):
-                done += 1
-                yield int(files[done - 1]), (content,)
+                index, done = int(files[done]), done + 1
+                has_all = len(content) == view.size(index)
+                yield index, (content,) if has_all else _short(view, index, len(content))
         except _LOST as error:
             yield int(files[done]), error
             done += 1
 
 
 def _extents(view: Snapshot, reader: ContentReader, index: int) -> Iterator[memoryview]:
+    done = 0
     for extent in view.extents(index):
-        yield reader.read(index, extent.start, extent.size)
+        content = reader.read(index, extent.start, extent.size)
+        done += len(content)
+        yield content
+    if done != view.size(index):
+        raise _short(view, index, done)
+
+
+def _short(view: Snapshot, index: int, found: int) -> CorruptError:
+    return CorruptError(f"its content has {found} bytes, and its metadata say {view.size(index)}")
 
 
 # Into a tar

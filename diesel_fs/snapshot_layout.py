@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from .chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, no_places
 from .entries import DATASET_NAME, MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Kind
 from .errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
 
@@ -163,6 +164,11 @@ def header_of(columns: Columns, identity: UUID, dataset: str, version: int, dige
 def kinds(flags: U4) -> U4:
     """The kinds in a column of flags."""
     return flags >> np.uint32(KIND_SHIFT) & np.uint32(3)
+
+
+def codecs(flags: U4) -> U4:
+    """The codecs in a column of flags."""
+    return flags >> np.uint32(CODEC_SHIFT) & np.uint32(1)
 
 
 def write(header: Header, columns: Columns) -> list[memoryview]:
@@ -472,7 +478,8 @@ def _check_shadowed(columns: Columns) -> None:
 
 def _check_data(columns: Columns) -> None:
     """Places of files and targets of links, shown and shadowed."""
-    c, extents = len(columns.chunk_bytes), columns.extents
+    object_bytes, extents = columns.chunk_bytes, columns.extents
+    c = len(object_bytes)
     flags, size, chunk, offset, stored, checksum = (
         np.concatenate([getattr(columns, name), columns.shadowed[name]])
         for name in ("flags", "size", "chunk", "offset", "stored", "checksum")
@@ -481,8 +488,14 @@ def _check_data(columns: Columns) -> None:
     one, link = (kind == Kind.FILE) & ~many, kind == Kind.LINK
     if (size >= _SIZE_LIMIT).any():
         _corrupt("a file of 8 EiB or more")
+    if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
+        _corrupt("a chunk of a length that none has")
     if (chunk[one] >= c).any() or (many & (kind != Kind.FILE)).any():
         _corrupt("a file in a chunk that it does not name")
+    if no_places(
+        codecs(flags[one]), stored[one], size[one], offset[one], object_bytes[chunk[one]]
+    ).any():
+        _corrupt("a file where its chunk cannot hold it")
     if (flags[kind == Kind.LINK] & ~np.uint32(MODE_MASK | 3 << KIND_SHIFT)).any() or (
         (flags & IMPLICIT)[kind != Kind.FOLDER].any()
     ):
@@ -494,6 +507,8 @@ def _check_data(columns: Columns) -> None:
         or columns.target_start[0]
         or int(columns.target_start[-1]) != len(columns.targets)
         or (offset | stored)[link].any()
+        or (target_bytes == 0).any()
+        or (columns.targets == 0).any()
     ):
         _corrupt("links and their targets contradict each other")
     counts = offset[many].astype(np.int64)
@@ -506,15 +521,19 @@ def _check_data(columns: Columns) -> None:
         or (flags[many] >> CODEC_SHIFT & 1).any()
     ):
         _corrupt("files and their extents contradict each other")
-    check_extents(extents, ends, counts, size[many], c)
+    check_extents(extents, ends, counts, size[many], object_bytes)
+    parts = np.bincount(extents["chunk"], extents["stored"], c)
+    if (parts + np.bincount(chunk[one], stored[one], c) > object_bytes - PREAMBLE_BYTES).any():
+        _corrupt("a chunk with more bytes of files than it has")
     number = columns.chunk_id.view(">u8").reshape(c, 2).astype(np.uint64)
     high, low = number[:, 0], number[:, 1]
     if ((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] <= low[:-1]))).any():
         _corrupt("its chunks are not sorted")
 
 
-def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, c: int) -> None:
-    """Raises CorruptError unless each run (its end, its length) makes up a file of that size."""
+def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
+    """Raises CorruptError unless each run (its end, its length) makes up a file of that size, out
+    of places that there are in chunks of these lengths."""
     if not len(extents):
         return
     start, size = extents["start"], extents["size"]
@@ -522,12 +541,16 @@ def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, c: int) -> 
     expected[1:] = start[:-1] + size[:-1]
     expected[ends - counts] = 0
     if (
-        (extents["chunk"] >= c).any()
+        (extents["chunk"] >= len(object_bytes)).any()
         or (extents["codec"] > 1).any()
         or (size == 0).any()
         or (size >= _SIZE_LIMIT).any()
         or (start >= _SIZE_LIMIT).any()
+        or (start % EXTENT_ALIGNMENT).any()
         or (start != expected).any()
         or ((start + size)[ends - 1] != sizes).any()
     ):
         _corrupt("the extents of a file do not make it up")
+    places = (extents["codec"], extents["stored"], size, extents["offset"])
+    if no_places(*places, object_bytes[extents["chunk"]]).any():
+        _corrupt("a part of a file where its chunk cannot hold it")

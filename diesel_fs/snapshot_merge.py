@@ -17,6 +17,7 @@ from uuid import UUID
 import numpy as np
 
 from . import snapshot_layout as layout
+from .chunk import no_places
 from .entries import (
     EXTENT,
     MODE_MASK,
@@ -120,6 +121,7 @@ class _Assembly:
         self.plan, self.order, self.table = plan, order, table
         self.old, self.old_count = plan.old.columns, plan.old.entry_count
         self.numbers = {chunk.id: number for number, chunk in enumerate(table)}
+        self.object_bytes = np.array([chunk.object_bytes for chunk in table], np.uint64)
         self.kept = np.flatnonzero(~plan.removed)
         self.kept_index = order.old_index[self.kept]
         self.count = len(self.kept) + len(order.new_item)
@@ -165,7 +167,7 @@ class _Assembly:
             targets=targets,
             extents=extents,
             chunk_id=np.frombuffer(b"".join(chunk.id for chunk in self.table), np.uint8),
-            chunk_bytes=np.array([chunk.object_bytes for chunk in self.table], np.uint64),
+            chunk_bytes=self.object_bytes,
             shadowed=shadowed,
         )
 
@@ -330,7 +332,7 @@ class _Assembly:
         if len(lost):
             file = np.searchsorted(starts, lost[0], side="right") - 1
             self._lost_chunk(data_source, np.flatnonzero(many)[file])
-        layout.check_extents(extents, starts + counts, counts, data.size[many], len(self.table))
+        layout.check_extents(extents, starts + counts, counts, data.size[many], self.object_bytes)
         return extents
 
     def _number_chunks(self, data: _Data, data_source: Indices) -> None:
@@ -343,15 +345,29 @@ class _Assembly:
         lost = np.flatnonzero(one & (data.chunk == _NO_CHUNK))
         if len(lost):
             self._lost_chunk(data_source, lost[0])
+        self._check_places(data, data_source, one)
+
+    def _check_places(self, data: _Data, data_source: Indices, one: layout.Mask) -> None:
+        """The rows of the result lie where their chunks can hold them, as all readers demand."""
+        new = np.flatnonzero(one & (data_source >= self.plan.first_row))
+        object_bytes = self.object_bytes[data.chunk[new]]
+        places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
+        wrong = no_places(*places, data.offset[new], object_bytes)
+        if wrong.any():
+            path = self._path(int(data_source[new[wrong.argmax()]]))
+            raise CorruptError(f"{shown(path)} lies where its chunk cannot hold it")
+
+    def _path(self, data: int) -> bytes:
+        """The path of data, numbered as in `Plan`."""
+        plan = self.plan
+        if data >= plan.first_row:
+            return plan.rows.path(data - plan.first_row)
+        if data < self.old_count:
+            return plan.old.path(data)
+        return plan.old.path(int(plan.old.shadowed()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        plan, data = self.plan, int(data_source[at])
-        if data >= plan.first_row:
-            path = plan.rows.path(data - plan.first_row)
-        elif data < self.old_count:
-            path = plan.old.path(data)
-        else:
-            path = plan.old.path(int(plan.old.shadowed()[data - self.old_count]))
+        path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"
         )

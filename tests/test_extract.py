@@ -1,8 +1,10 @@
 """Writing entries back: what no snapshot and no destination can make it do."""
 
 import errno
+import io
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,29 @@ def test_M1_names_are_checked_again_by_the_writer(
     assert (tmp_path / "out/in/sub/good").read_bytes() == b"good"
     assert sorted(os.listdir(tmp_path / "out")) == ["in"]
     assert facts(tmp_path / "src") == before
+
+
+def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """A snapshot that nobody has verified says more than its chunks have: no byte is made up."""
+    source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
+    put_tree(repository, "pets", source, options=PutOptions(compress="none"))
+    view = repository.view("pets")
+    sizes = view.columns.size.copy()
+    sizes[view.lookup(b"liar")] = 1_100_000_000
+    forged = view.columns._replace(size=sizes)
+    header = layout.header_of(forged, view.identity, view.dataset, view.version, view.digest)
+    bad = Snapshot(b"".join(layout.write(header, forged)), verify=False)
+    report = got(repository, bad, tmp_path / "out")
+    assert [path for path, _ in report.failed] == [b"liar"]
+    assert "3000 bytes" in report.failed[0][1]
+    assert (report.files, report.content_bytes) == (1, 4)
+    assert os.listdir(tmp_path / "out") == ["good"]
+    with closing(ContentReader(bad, repository.objects, MEMORY_BYTES)) as reader:
+        report = get_tar(bad, reader, b"", io.BytesIO())
+        assert [path for path, _ in report.failed] == [b"liar"]
+        assert (report.files, report.content_bytes) == (1, 4)
 
 
 def test_M4_a_device_is_replaced_and_never_opened(

@@ -22,7 +22,7 @@ from .. import snapshot_layout as layout
 from ..chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import Codec, Kind, shown
-from ..errors import CorruptError, DieselError, ForeignError, UsageError
+from ..errors import CorruptError, DieselError, ForeignError, NoSpaceError, UsageError
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore, Part
@@ -565,8 +565,12 @@ def _let_go(cache: "weakref.ref[ChunkCache]", number: int) -> None:
 
 
 def _room(size: int) -> memoryview:
-    """Memory to read into. A bytearray would be filled with zeros first, while all threads wait."""
-    return np.empty(size, np.uint8).data
+    """Memory to read into. A bytearray would be filled with zeros first, while all threads wait.
+    Raises NoSpaceError."""
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError:
+        raise NoSpaceError(f"there is no memory for {size:,} bytes of a chunk") from None
 
 
 _COUNTS = (

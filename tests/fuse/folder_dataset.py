@@ -63,7 +63,8 @@ def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> byte
             places.append(len(folders) - 1)
             names.append(name)
             mode = stat.S_IMODE(found.st_mode) & 0o777
-            fixed = (found.st_mtime_ns, 0, 0, 0, mode, kind, 0, len(names), 1, 0)
+            stored = size if kind == Kind.FILE else 0
+            fixed = (found.st_mtime_ns, 0, 96, stored, mode, kind, 0, len(names), 1, 0)
             records.append((size, *fixed))
     return _merged(folders, places, names, records, tails, dataset, version)
 
@@ -86,7 +87,7 @@ def _merged(
         chunks=[CHUNK],
         tails=tails,
     )
-    chunks = [ChunkInfo(CHUNK, 1 << 20)]
+    chunks = [ChunkInfo(CHUNK, 1 << 32)]
     parts = merge(None, rows, chunks, identity=IDENTITY, dataset=dataset, version=version, digest=0)
     return b"".join(parts)
 

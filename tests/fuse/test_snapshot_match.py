@@ -114,7 +114,7 @@ def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
             pairs += [names[key], name]
         names[key] = name
     assert len(pairs) >= 8
-    content = [Part(3, 0, 1, 0, number, 1) for number in range(len(pairs))]
+    content = [Part(3, 100, 1, 0, number, 1) for number in range(len(pairs))]
     before = {
         name: Own(Kind.FILE, parts=(content[at],))
         for at, name in enumerate(pairs)
@@ -129,7 +129,7 @@ def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
 def test_many_entries_take_no_long_time() -> None:
     before = {
         b"%03d/%06d" % (number % 500, number): Own(
-            Kind.FILE, parts=(Part(3, number, 9, 0, number, 9),)
+            Kind.FILE, parts=(Part(3, 100 + number, 1, 0, number, 1),)
         )
         for number in range(ENTRIES)
     }

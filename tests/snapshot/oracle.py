@@ -157,7 +157,7 @@ def build(
     seed: int = 0,
 ) -> bytes:
     """The file of the next snapshot."""
-    table = [ChunkInfo(chunk_id(number), 1000 + number) for number in chunks]
+    table = [ChunkInfo(chunk_id(number), 1_000_000 + number) for number in chunks]
     parts = merge(
         previous,
         rows_of(changes, seed),
@@ -191,10 +191,10 @@ def shown_by(snapshot: Snapshot) -> dict[bytes, Shown]:
 SMALL: State = {
     b"a": Own(Kind.FILE, 0o600, -5, (Part(3, 96, 7, 1, 2**64 - 1, 9),)),
     b"b": Own(Kind.FOLDER, 0o700, 77),
-    b"c/\xff\n": Own(Kind.FILE, parts=(Part(3, 0, 5, 0, 6, 5), Part(9, 1, 2, 1, 3, 4))),
+    b"c/\xff\n": Own(Kind.FILE, parts=(Part(3, 103, 5, 1, 6, 65536), Part(9, 101, 2, 1, 3, 4))),
     b"c/link": Own(Kind.LINK, 0o777, 2**33, target=b"../a"),
     b"c/x": Own(Kind.FILE),
-    b"c/x/shadows": Own(Kind.FILE, parts=(Part(9, 1, 2, 0, 3, 2**40),)),
+    b"c/x/shadows": Own(Kind.FILE, parts=(Part(9, 103, 7, 0, 3, 7),)),
     b"c/l": Own(Kind.LINK, target=b"hidden"),
     b"c/l/shadows": Own(Kind.FOLDER),
     b"n" * 255: Own(Kind.FILE),

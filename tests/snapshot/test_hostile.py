@@ -159,6 +159,19 @@ FORGERIES: dict[str, Forge] = {
     "targets that overlap": put("target_start", 1, 99),
     "targets that do not start at 0": put("target_start", 0, 1),
     "chunks out of order": put("chunk_id", 0, 255),
+    "a chunk of 64 GiB": put("chunk_bytes", 0, 2**36),
+    "a chunk shorter than its preamble": put("chunk_bytes", 0, 95),
+    "a raw file that is larger than what is stored": put("shadowed", 1, 5, "size"),
+    "a raw file of which less is stored": put("stored", UNDER, 6),
+    "a compressed file of more than it can be": put("size", A, 2**36),
+    "a file with a size of which nothing is stored": put("stored", A, 0),
+    "a file of which more is stored than its chunk has": put("stored", A, 2**32 - 1),
+    "a file in the preamble of its chunk": put("offset", A, 95),
+    "a file behind the end of its chunk": put("offset", A, 1_000_000),
+    "an extent behind the end of its chunk": put("extents", 0, 2**32 - 1, "offset"),
+    "an extent of more than it can be": put("extents", 1, 2**36, "size"),
+    "an extent that starts inside a page": put("extents", 1, 65535, "start"),
+    "a target with a NUL": put("targets", 0, 0),
     "a shadowed entry outside": put("shadowed", 1, 99, "entry"),
     "a shadowed entry that nothing shadows": put("shadowed", 0, A, "entry"),
     "shadowed entries out of order": put("shadowed", 0, X, "entry"),
@@ -167,12 +180,64 @@ FORGERIES: dict[str, Forge] = {
 }
 
 
+def forged_from(columns: Columns) -> bytes:
+    """A snapshot of these columns in which all checksums and counts are right."""
+    header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0)
+    return b"".join(layout.write(header, columns))
+
+
 @pytest.mark.parametrize("case", FORGERIES)
 def test_E2_columns_that_contradict_each_other(case: str) -> None:
     good = Snapshot(SMALL)
     forged = FORGERIES[case](good.columns)
     with pytest.raises(CorruptError):
         Snapshot(b"".join(layout.write(good.header, forged)))
+    with pytest.raises(CorruptError):
+        Snapshot(forged_from(forged))
+
+
+EXTREMES = (
+    *(0, 1, 2, 95, 96, 97, 255, 1009, 65535, 65536, 10**6, 2**20, 2**22, 2**31, 2**32 - 1),
+    *(2**32, 2**36, 2**40, 2**63 - 1, 2**63, 2**64 - 1),
+)
+
+
+@settings(max_examples=1000)
+@given(st.data())
+def test_E2_what_passes_keeps_to_the_limits_of_the_format(data: st.DataObject) -> None:
+    """Any value in any column: refused, or all that is said of places is possible in a chunk."""
+    columns = Snapshot(SMALL).columns
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(Columns._fields))
+        array = getattr(columns, name).copy()
+        field = array[data.draw(st.sampled_from(array.dtype.names))] if array.dtype.names else array
+        at = data.draw(st.integers(0, len(array) - 1))
+        bits, was = 8 * field.dtype.itemsize, int(field[at])
+        value = data.draw(st.sampled_from([*EXTREMES, was - 1, was + 1, was ^ 1 << 16]))
+        field[at] = np.array(value % 2**bits, f"u{bits // 8}").astype(field.dtype)
+        columns = columns._replace(**{name: array})
+    try:
+        snapshot = Snapshot(forged_from(columns))
+    except (FormatError, struct.error):  # more bytes of files than 64 bits count
+        return
+    used = dict.fromkeys(range(snapshot.chunk_count), 96)
+    for i in range(len(snapshot)):
+        stat, end = snapshot.stat(i), 0
+        for chunk, offset, stored, codec, _, start, size in snapshot.extents(i):
+            assert 96 <= offset < offset + stored <= snapshot.chunk_sizes[chunk] <= 2**32
+            assert size == stored if not codec else 0 < size <= 16 * stored + 2**22
+            assert start == end
+            assert start % 65536 == 0
+            end += size
+            used[chunk] += stored
+        if stat.kind == Kind.LINK:
+            assert snapshot.link(i)
+            assert b"\0" not in snapshot.link(i)
+            assert len(snapshot.link(i)) == stat.size
+        else:
+            assert stat.size == end
+        assert stat.mode <= 0o777
+    assert all(used[chunk] <= size for chunk, size in enumerate(snapshot.chunk_sizes.tolist()))
 
 
 @pytest.mark.parametrize("name", Columns._fields)

@@ -14,14 +14,14 @@ from diesel_fs.snapshot_merge import merge
 
 from .oracle import IDENTITY, SMALL, Own, Part, build, chunk_id, rows_of, tail_of
 
-FILE = Own(Kind.FILE, parts=(Part(3, 1, 2, 0, 3, 4),))
-BIG = Own(Kind.FILE, parts=(Part(3, 1, 2, 0, 3, 4), Part(9, 1, 2, 0, 3, 4)))
+FILE = Own(Kind.FILE, parts=(Part(3, 100, 4, 0, 3, 4),))
+BIG = Own(Kind.FILE, parts=(Part(3, 100, 2, 1, 3, 65536), Part(9, 100, 4, 0, 3, 4)))
 
 
 def merged(
     rows: Rows, previous: Snapshot | None = None, chunks: tuple[int, ...] = (3, 9)
 ) -> Snapshot:
-    table = [ChunkInfo(chunk_id(number), 1) for number in chunks]
+    table = [ChunkInfo(chunk_id(number), 1000) for number in chunks]
     parts = merge(previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0)
     return Snapshot(b"".join(parts))
 
