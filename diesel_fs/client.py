@@ -91,6 +91,8 @@ def connect(
     first process of a node that joins settles all this for its node; who wants something else is
     warned.
 
+    A bucket (`url="s3://..."`) is spoken to by a helper process, so that this one may fork.
+
     With `create`, the repository and the dataset are made where they are missing. Raises
     NoSuchDataset, NotFoundError where a version is not kept, ObjectStoreError, MetadataError,
     UsageError.

@@ -84,6 +84,7 @@ def start(
     *,
     what: str,
     deadline_s: float,
+    pass_fds: Sequence[int] = (),
 ) -> Mapping[str, object]:
     """Starts a daemon and returns what it says when it is ready.
 
@@ -91,6 +92,7 @@ def start(
     the error that it reports, DieselError where it ends without a word, DeadlineError where it is
     not ready in time: it is killed then. Where this call is interrupted, the daemon is told to end.
     After an error or an interruption it has ended.
+    It inherits the descriptors `pass_fds`, under their numbers.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
@@ -106,6 +108,7 @@ def start(
                     cwd="/",
                     env=environment(),
                     start_new_session=True,
+                    pass_fds=pass_fds,
                 )
             finally:
                 os.close(sender)

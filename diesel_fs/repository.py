@@ -118,7 +118,7 @@ class Repository:
 
         Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
         """
-        self.close()
+        self._close_metadata()
         self._meta = None  # a problem that is known stays until it is over: other threads look
         if anew:
             set_metadata_aside(self.url)
@@ -128,13 +128,17 @@ class Repository:
         except ConfigError:
             raise
         except DieselError as error:
-            self.close()
+            self._close_metadata()
             self._meta, self._meta_problem = None, error
         else:
             self._meta_problem = None
 
     def close(self) -> None:
-        """Let go of the metadata store."""
+        """Let go of the metadata store, and of what the object store does not need now."""
+        self._close_metadata()
+        self.objects.rest()
+
+    def _close_metadata(self) -> None:
         if self._meta is not None:
             self._meta.close()
 

@@ -1,8 +1,9 @@
 """Which store an address opens: the one place that knows all kinds of stores.
 
 Owned here: the choice. Not owned: what an address means (`urls.py`), the stores (`storage/`). The
-stores of a cloud are opened by functions that our own programs bring along (`can_open`): the
-library that speaks to them hangs in a forked child, and users' training processes fork.
+library that speaks to buckets hangs in a forked child, and users' training processes fork: so they
+leave buckets to a helper (`storage/cloud_proxy.py`). Programs of ours that do not fork bring along
+functions that open them directly (`can_open`).
 """
 
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from .errors import ConfigError, MetadataError, UsageError
 from .storage.accounts import FILE, AccountFile, AccountTable
+from .storage.cloud_proxy import CloudProxy
 from .storage.folder import FolderStore
 from .storage.metadata import MetadataStore
 from .storage.objects import ObjectStore
@@ -42,11 +44,8 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
     opener = _OPENERS.get(url.scheme)
     if opener is not None:
         return opener(url, create)
-    if url.scheme in CLOUD_SCHEMES:
-        raise ConfigError(
-            f"{url.scheme}:// is not opened in this process, which may fork",
-            advice="mount the dataset with dlcmd, and read it there",
-        )
+    if url.scheme in CLOUD_SCHEMES:  # this process may fork
+        return CloudProxy.open(url.place, create=create)
     raise ConfigError(
         f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
     )

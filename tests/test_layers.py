@@ -58,6 +58,7 @@ L1  task.registration: messages task.membership
 L2  storage/
 L2  storage.cloud_requests: storage/
 L2  storage.cloud: storage/ storage.cloud_requests
+L2  storage.cloud_helper: storage/ storage.cloud
 L2  keys
 L2  rpc_connection: storage/ keys
 L2  rpc: storage/ keys rpc_connection
@@ -154,7 +155,7 @@ IMPURE_CALLS = frozenset(
 # programs reach it through: whoever imports them is one.
 OBSTORE_UNITS = frozenset(
     {
-        *("storage.cloud", "storage.cloud_requests", "clouds"),
+        *("storage.cloud", "storage.cloud_requests", "storage.cloud_helper", "clouds"),
         *("dlcmd/", "diesel_server/", "fuse/", "task.daemon"),
     }
 )

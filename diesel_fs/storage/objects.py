@@ -191,6 +191,9 @@ class ObjectStore(ABC):
         """`read_into` for who got damaged bytes from it: from no copy, where it may read one."""
         self.read_into(name, start, buffer)
 
+    def rest(self) -> None:  # noqa: B027  # most hold nothing
+        """Let go of what no call is using; the next call takes it again. Repeatable."""
+
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         """`read_into` where nothing has to be waited for, not even a disk; else False, at once.
 
@@ -266,6 +269,9 @@ class StoreWrapper(ObjectStore):
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
+
+    def rest(self) -> None:
+        self.inner.rest()
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         return self.inner.read_now(name, start, buffer)

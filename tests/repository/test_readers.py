@@ -3,8 +3,6 @@
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -140,18 +138,6 @@ def test_O16_O17_stores_that_are_none(filled: Repository, tmp_path: Path) -> Non
     for bad in ("diesel://h:1", meta, "file:///x?meta=redis", "x", "file://x/y"):
         with pytest.raises(ConfigError):
             Repository.open(bad)
-
-
-def test_a_users_process_opens_no_bucket() -> None:
-    """It may fork, and the library that speaks to buckets hangs in the child."""
-    program = "import diesel_fs; diesel_fs.connect('pets', url='s3://bucket/pets?meta=redis://h')"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ended.returncode == 1
-    assert "ConfigError" in ended.stderr
-    assert "which may fork" in ended.stderr
-    assert "obstore" not in ended.stderr
 
 
 def test_M9_dataset_names(repository: Repository) -> None:

@@ -23,6 +23,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.layout import MARKER, OBJECT_NAME
 from diesel_fs.storage.cloud import open_cloud
+from diesel_fs.storage.cloud_proxy import CloudProxy
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import (
     ObjectStore,
@@ -44,13 +45,19 @@ def chunk(text: str) -> str:
     return f"{DATASET}/chunks/{text[:4]}/{text}"
 
 
-@pytest.fixture(params=["folder", "wrapped", "cloud"])
+@pytest.fixture(params=["folder", "wrapped", "cloud", "proxy"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     """An empty store of each sort."""
     made: ObjectStore
     if request.param == "cloud":
         server: Server = request.getfixturevalue("s3")
         made = open_cloud(server.place(), create=True, environ=server.environ)
+    elif request.param == "proxy":
+        server = request.getfixturevalue("s3")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, text in server.environ.items():
+                patch.setenv(name, text)
+            made = CloudProxy.open(server.place(), create=True)
     else:
         made = FolderStore.create(tmp_path / "store")
         if request.param == "wrapped":

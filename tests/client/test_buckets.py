@@ -1,0 +1,222 @@
+"""libDIESEL over a bucket: also in processes that fork, where the library for buckets hangs."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client import Dataset, connect
+from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
+from diesel_fs.storage.cloud_proxy import CloudProxy
+from tests.client.test_client import in_child
+from tests.storage.conftest import s3 as s3
+from tests.storage.redis_servers import RedisServer, until
+from tests.storage.s3_server import Server
+
+CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(40)}
+TRAIN = Path(__file__).with_name("train.py")
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new repository in a bucket, with its metadata in a Redis, and a dataset that was put from
+    Python: each flush makes a chunk."""
+    for name, text in s3.environ.items():
+        monkeypatch.setenv(name, text)
+    with redis_server.client() as client:
+        client.flushall()
+    found = f"{s3.place()}?meta={redis_server.url}"
+    with connect("pets", found, create=True) as dataset:
+        for number, (path, content) in enumerate(CONTENTS.items()):
+            dataset.put(content, path)
+            if number % 10 == 0:
+                dataset.flush()
+    gone(found)
+    return found
+
+
+def helpers(url: str) -> list[int]:
+    """The processes that speak to a bucket for others."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = each.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"diesel_fs.storage.cloud_helper" in words and url.split("?")[0].encode() in words:
+            found.append(int(each.parent.name))
+    return found
+
+
+def gone(url: str) -> None:
+    """Wait until nobody speaks to a bucket for others."""
+    until(lambda: not helpers(url), "the end of the helper", DEADLINE_S)
+
+
+def test_a_dataset_in_a_bucket_is_one_like_any(url: str) -> None:
+    with connect("pets", url) as dataset:
+        assert [dataset.get(path) for path in CONTENTS] == [*CONTENTS.values()]
+        assert [*map(bytes, dataset.read_many([*CONTENTS]))] == [*CONTENTS.values()]
+        dataset.put(b"new", "new")
+        dataset.delete("d0/f00")
+        assert dataset.get("new") == b"new"
+        with pytest.raises(NoSuchPath):
+            dataset.get("d0/f00")
+        before = dataset.version
+        dataset.put(os.urandom(9 << 20), "large")
+        dataset.flush()
+        with connect(f"pets@{before}", url) as older:
+            assert "large" not in older.ls()
+        dataset.purge(grace_s=0, max_unused=0.0)
+        assert len(dataset.get("large")) == 9 << 20
+    gone(url)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> None:
+    """As a training script does, which knows nothing of it, in two epochs."""
+    ended = subprocess.run(
+        [sys.executable, TRAIN, url, start, "2"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    epochs = [json.loads(line) for line in ended.stdout.splitlines()]
+    expected = {path: hashlib.sha256(content).hexdigest() for path, content in CONTENTS.items()}
+    assert [dict(epoch) for epoch in epochs] == [expected, expected]
+    assert [len(epoch) for epoch in epochs] == [40, 40]
+    assert [path for path, _ in epochs[0]] != [path for path, _ in epochs[1]]
+    gone(url)
+
+
+def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
+    """While other threads of the parent read."""
+    with connect("pets", url, memory_bytes=1) as dataset:
+        ends = threading.Event()
+
+        def read(dataset: Dataset = dataset) -> None:
+            for path, content in CONTENTS.items():
+                assert dataset.get(path) == content
+
+        def read_on() -> None:
+            while not ends.is_set():
+                read()
+
+        readers = [threading.Thread(target=read_on) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        assert [in_child(read) for _ in range(4)] == [0] * 4
+        assert len(helpers(url)) == 1
+        ends.set()
+        for reader in readers:
+            reader.join()
+        read()
+    gone(url)
+
+
+def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
+    """The helper ends with the last of them."""
+    told, tells = os.pipe()
+    waits, go_on = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            dataset = connect("pets", url, memory_bytes=1)
+            dataset.get("d0/f00")
+            if os.fork() == 0:
+                os.read(waits, 1)
+                right = all(dataset.get(path) == content for path, content in CONTENTS.items())
+                os.write(tells, b"1" if right else b"0")
+        finally:
+            os._exit(0)
+    os.waitpid(parent, 0)
+    os.close(tells)
+    assert len(helpers(url)) == 1
+    os.write(go_on, b"+")
+    with open(told, "rb") as answer:
+        assert answer.read() == b"1"
+    os.close(waits)
+    os.close(go_on)
+    gone(url)
+
+
+def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In a forked child, too; and its log says so."""
+    with connect("pets", url, memory_bytes=1) as dataset:
+        assert dataset.get("d0/f00") == CONTENTS["d0/f00"]
+        (before,) = helpers(url)
+        os.kill(before, signal.SIGKILL)
+        assert dataset.get("d1/f13") == CONTENTS["d1/f13"]
+        (after,) = helpers(url)
+        assert after != before
+        assert "another starts" in caplog.text
+        os.kill(after, signal.SIGKILL)
+
+        def read(dataset: Dataset = dataset) -> None:
+            assert dataset.get("d2/f32") == CONTENTS["d2/f32"]
+
+        assert in_child(read) == 0
+        read()
+    gone(url)
+
+
+def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
+    lost = pytest.raises(ObjectStoreError, match=r"has ended; its log is .*buckets.log")
+    with lost, connect("pets", url) as dataset:
+        dataset.put(b"1", "one")
+        os.kill(helpers(url)[0], signal.SIGKILL)
+    with connect("pets", url) as dataset:
+        assert len(dataset.ls()) == 3
+    gone(url)
+
+
+def test_what_is_interrupted_leaves_no_half_answer(url: str) -> None:
+    """A Ctrl-C in a notebook, say, while an answer is awaited: the next call gets its own."""
+    store = CloudProxy.open(url.split("?")[0])
+    (helper,) = helpers(url)
+    names = [*store.names("")]
+    sizes = {name: store.stat(name).bytes for name in names}
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    os.kill(helper, signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            store.get(names[0])
+    finally:
+        os.kill(helper, signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+    for name, size in sizes.items():
+        assert len(store.get(name)) == size
+    assert helpers(url) == [helper]
+    store.rest()
+    gone(url)
+
+
+def test_what_cannot_be_opened_is_told_as_the_store_tells_it(url: str) -> None:
+    place, _, meta = url.partition("?")
+    with pytest.raises(ObjectMissing, match="no DIESEL-FS store is here"):
+        connect("pets", f"{place}-nowhere?{meta}")
+    with pytest.raises(ObjectStoreError, match="no-such-bucket"):
+        connect("pets", f"s3://no-such-bucket-of-ours/x?{meta}")
+    with pytest.raises(NoSuchDataset):
+        connect("dogs", url)
+    gone(url)
