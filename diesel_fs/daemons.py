@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,14 @@ def report(what: Mapping[str, object]) -> None:
     """What a daemon says to whoever started it, who may be gone."""
     with suppress(OSError):
         os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def tell_systemd() -> None:
+    """That we are ready, where we are a service of `Type=notify`; see sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"READY=1", address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
 def is_unheard() -> bool:

@@ -186,6 +186,8 @@ class _Supervisor:
                 if line == READY:
                     self._look_for_the_starter()
                     self._report({"ready": True})
+                    if self._foreground:
+                        daemons.tell_systemd()
                     self._end_report()
                 elif line:
                     self._device = line.decode()

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import yaml
 
 from diesel_fs.errors import ConfigError
 from diesel_server.main import program as server
+from tests.test_house import FILES, TREE
 
-TREE = Path(__file__).resolve().parents[2]
 DEPLOY = TREE / "deploy"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
 EXPOSURE_MAX = "25"  # tenths, of systemd's scale from 0 (best) to 10
@@ -78,6 +79,13 @@ def test_the_containers_fit_together(tmp_path: Path) -> None:
             assert where.startswith("127.0.0.1"), f"{name} is open to the world without TLS"
 
 
+def test_images_of_others_are_pinned_to_a_release(tmp_path: Path) -> None:
+    images = {str(each["image"]) for each in _composed(tmp_path)["services"].values()}
+    assert images >= {"diesel-fs"}
+    for image in images - {"diesel-fs"}:
+        assert re.search(r":(RELEASE\.\d{4}-\d\d-\d\dT|\d+\.\d+\.\d+)", image), image
+
+
 def test_the_server_knows_every_variable_that_is_set_for_it() -> None:
     known = {f"DIESEL_SERVER_{each.name.upper()}" for each in server.params if each.name}
     for file in (*UNITS, DEPLOY / "compose.yaml", DEPLOY / "README.md"):
@@ -100,6 +108,28 @@ def test_the_units_options_fit_together(tmp_path: Path) -> None:
     assert "no store is named" in done.stderr
 
 
+def test_the_archive_of_the_sources_has_all_that_the_makefile_needs(tmp_path: Path) -> None:
+    """And the licence, which its metadata name."""
+    for path in FILES:
+        copy = tmp_path / "tree" / path.relative_to(TREE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    build = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=tmp_path / "tree", check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    name = done.stdout.split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        held = {each.name.partition("/")[2] for each in archive if each.isfile()}
+        metadata = archive.extractfile(f"{name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert metadata is not None
+        said = metadata.read().decode().splitlines()
+    assert {str(path.relative_to(TREE)) for path in FILES} - held == {".gitignore"}
+    assert "License-Expression: Apache-2.0" in said
+    assert "License-File: LICENSE" in said
+
+
 def test_the_image_has_all_packages_and_both_programs() -> None:
     lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
     copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
@@ -109,7 +139,7 @@ def test_the_image_has_all_packages_and_both_programs() -> None:
         for name in ("diesel_fs", "diesel_server", "dlcmd")
     }
     assert roots == {TREE, TREE / "server", TREE / "cli"}
-    assert {"diesel_fs", "server", "cli", "pyproject.toml", "README.md"} <= copied
+    assert {"diesel_fs", "server", "cli", "pyproject.toml", "README.md", "LICENSE"} <= copied
     assert all((TREE / name).exists() for name in copied - {"--from=build", "/wheels"})
     started = next(line for line in lines if line.startswith("ENTRYPOINT"))
     assert json.loads(started.removeprefix("ENTRYPOINT"))[0] in project["project"]["scripts"]
