@@ -26,7 +26,6 @@ from .chunk_id import chunk_id_text, same_writer, stamp, stamp_fields
 from .entries import (
     EXTENT,
     MODE_MASK,
-    NAME_BYTES_MAX,
     RECORD,
     ROOT,
     ChunkId,
@@ -631,13 +630,7 @@ def _path_faults(
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}
-    apart = b"\0%b\0" % names.joined
-    if (
-        len(names)
-        and b"/" not in apart
-        and not any(bad in apart for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
-        and int(np.diff(names.starts).max()) <= NAME_BYTES_MAX + 1
-    ):
+    if names.are_allowed():
         return faults  # nearly always: no name needs a look of its own
     for place, name in enumerate(names):
         fault = name_fault(name)

@@ -154,6 +154,16 @@ class Names(Sequence[bytes]):
             return starts, self.joined.replace(b"\0", b"")
         return starts, b"".join(self)
 
+    def are_allowed(self) -> bool:
+        """Whether each is a name by the rules for paths (`name_fault`)."""
+        apart = b"\0%b\0" % self.joined
+        return (
+            b"/" not in apart
+            and apart.count(b"\0") == self._count + 1
+            and not any(bad in apart for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
+            and int(np.diff(self.starts).max(initial=0)) <= NAME_BYTES_MAX + 1
+        )
+
     def take(self, indices: npt.NDArray[np.int64]) -> list[bytes]:
         """The names at these indices."""
         bounds = zip(self.starts[indices].tolist(), self.starts[indices + 1].tolist(), strict=True)

@@ -137,7 +137,7 @@ class Fold:
         for segment in segments(self._batch, folders):
             is_empty = segment.folder in self._folders.empty
             if insert(self._db, self._chunk, self._batch, segment, into_empty=is_empty):
-                single[segment.start : segment.end] = False
+                single[segment.rows] = False
                 self._folders.empty.discard(segment.folder)
         sizes = rows.records["size"][~single]
         self.files += len(sizes)

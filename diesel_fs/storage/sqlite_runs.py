@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from diesel_fs.chunk_id import stamp
 from diesel_fs.entries import RECORD, ChunkId, Kind, Names
@@ -46,30 +47,50 @@ class Run(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Entries of a batch that may become a run: `start` to `end` of its rows, in one folder."""
+    """Entries of a batch that may become a run: rows of one folder, and their names, ascending."""
 
     folder: int
-    start: int
-    end: int
+    rows: npt.NDArray[np.int64]
+    names: list[bytes]
 
 
 def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The parts of a batch that runs can hold; `folders` are the numbers of its folders."""
+    """The parts of a batch that runs can hold; `folders` are the numbers of its folders.
+
+    They may stand in any order in the batch: a tar has names as its file system gave them.
+    """
     rows = batch.rows
     if batch.moved or len(rows) < ENTRIES_MIN:
         return
-    records = rows.records
+    all_names, records = Names.of(rows.names), rows.records
     fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1)
     fit[list(batch.stamps)] = False
-    # A segment ends where the folder changes and beside each entry that does not fit
-    change = np.flatnonzero((rows.folder[1:] != rows.folder[:-1]) | ~fit[1:] | ~fit[:-1])
-    bounds = [0, *(change + 1).tolist(), len(rows)]
-    for start, end in pairwise(bounds):
-        if not fit[start] or end - start < ENTRIES_MIN:
+    order = np.argsort(rows.folder, kind="stable")
+    changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
+    for here in np.split(order, changes) if len(order) >= ENTRIES_MIN else ():
+        plain = here[fit[here]]
+        if len(plain) < ENTRIES_MIN:
             continue
-        names = [*rows.names[start:end]]
-        if all(map(operator.lt, names, names[1:])):
-            yield Segment(folders[rows.folder[start]], start, end)
+        names = _names_at(all_names, plain)
+        if not all(map(operator.lt, names, names[1:])):
+            by_name = sorted(range(len(names)), key=names.__getitem__)
+            plain, names = plain[by_name], [names[i] for i in by_name]
+            if any(map(operator.eq, names, names[1:])):
+                continue  # a run has a name once
+        others = _names_at(all_names, here[~fit[here]]) if len(plain) < len(here) else []
+        # A run ends beside each name that does not fit
+        cuts = sorted({0, len(names), *(bisect_left(names, other) for other in others)})
+        for start, end in pairwise(cuts):
+            if end - start >= ENTRIES_MIN:
+                yield Segment(folders[rows.folder[here[0]]], plain[start:end], names[start:end])
+
+
+def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
+    """The names of rows, which mostly stand one behind the other."""
+    first, behind = int(rows[0]), int(rows[-1]) + 1
+    if behind - first == len(rows) and (np.diff(rows) == 1).all():
+        return [*names[first:behind]]
+    return names.take(rows)
 
 
 def insert(
@@ -79,24 +100,16 @@ def insert(
 
     `into_empty`: nothing is, nor anything else in the folder.
     """
-    names, (folder, first, last) = Names.of(batch.rows.names), segment
-    if into_empty:
-        cuts = [first, last]
-    else:
-        cuts = [first + cut for cut in _cuts(db, folder, [*names[first:last]])]
+    folder, rows, names = segment
+    cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
         if start < end:
+            piece = names[start:end]
+            records = batch.rows.records[rows[start:end]].tobytes()
             db.execute(
                 "INSERT INTO run (folder, first, last, chunk, names, records)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    folder,
-                    names[start],
-                    names[end - 1],
-                    chunk,
-                    names[start:end].joined,
-                    batch.rows.records[start:end].tobytes(),
-                ),
+                (folder, piece[0], piece[-1], chunk, b"\0".join(piece), records),
             )
     return bool(cuts)
 

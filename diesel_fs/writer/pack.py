@@ -72,6 +72,11 @@ class Packer:
         self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
         self._broken: DieselError | None = None
 
+    @property
+    def extent_bytes(self) -> int:
+        """Longer files have several extents."""
+        return self._extent_bytes
+
     def __len__(self) -> int:
         """Entries that have not been shipped yet."""
         return len(self._builder)
@@ -207,6 +212,35 @@ class Packer:
                 room[filled : filled + len(data)] = data
                 filled += len(data)
             first = self._add(path, mode, mtime_ns, size, part, first)
+
+    def add_contents(
+        self,
+        path: bytes,
+        names: Sequence[bytes],
+        modes: Sequence[int],
+        mtimes_ns: Sequence[int],
+        contents: Sequence[memoryview],
+    ) -> None:
+        """Add files of the folder `path` whose contents are in memory, each in one extent."""
+        at = 0
+        while at < len(names):
+            self._check()
+            builder, first = self._builder, at
+            behind = min(len(names), at + ENTRIES_MAX - len(builder))
+            room = builder.room(max(builder.room_bytes, len(contents[at])))
+            left, end = builder.left_bytes, 0
+            while (
+                at < behind and end + len(contents[at]) <= len(room) and (left > 0 or at == first)
+            ):
+                size = len(contents[at])
+                room[end : end + size] = contents[at]
+                end += size
+                left -= size + len(names[at]) + 1
+                at += 1
+            some = slice(first, at)
+            sizes = [*map(len, contents[some])]
+            builder.add_files(path, names[some], modes[some], mtimes_ns[some], sizes)
+            self._ship_if_full()
 
     def finish(self) -> None:
         """Ship what is left and wait until all is stored. The packer can be used again."""

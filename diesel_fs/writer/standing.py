@@ -9,7 +9,7 @@ import logging
 from uuid import uuid4
 
 from ..cache.store import ContentReader
-from ..entries import Kind, Stat, shown, split
+from ..entries import Kind, Stat, join, shown, split
 from ..errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
 from ..repository import Repository, WriteSession
 from ..snapshot import ROOT_INDEX, Snapshot
@@ -169,6 +169,15 @@ class Standing:
         if index >= 0:
             self._seen[index] = 1
         return index
+
+    def takes_all(self, folder: bytes) -> bool:
+        """Whether nothing stands in a folder, so that any file can be put there; the source has
+        something in it."""
+        self._any_found = True
+        at = self.view.lookup(folder)
+        if at >= 0 and len(self.view.children(at)):
+            return False
+        return not self.obstacle(join(folder, b"."), -1, Kind.FILE)
 
     def obstacle(self, target: bytes, index: int, kind: Kind) -> str:
         """Why an entry cannot be put at a path where `index` stands, or the empty string."""

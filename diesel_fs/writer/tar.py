@@ -1,7 +1,8 @@
 """Putting a tar, read once from a stream: packed in this process, as it comes.
 
-Owned here: what of a tar becomes which entry, and how a tar that is damaged or cut off ends.
-Reading its format is Python's `tarfile`. One thread, and the packer's own.
+Owned here: what of a tar becomes which entry, and how a tar that is damaged or cut off ends. The
+headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`. One thread,
+and the packer's own.
 
 Files, links and folders are put with their mode and mtime; sparse files are put dense. Of several
 entries of one name the last counts. Devices, pipes and unknown kinds are left out and named, and so
@@ -25,7 +26,17 @@ from typing import IO, BinaryIO, Self, cast
 
 from ..cache.content_file import ContentFile
 from ..cache.store import ContentReader
-from ..entries import MODE_MASK, Kind, Stat, join, path_fault, shown, split
+from ..entries import (
+    MODE_MASK,
+    NAME_BYTES_MAX,
+    Kind,
+    Names,
+    Stat,
+    join,
+    path_fault,
+    shown,
+    split,
+)
 from ..errors import UsageError
 from ..repository import Repository, WriteSession
 from ..snapshot import Snapshot, same_content
@@ -35,12 +46,15 @@ from .pack import Packer, Unsettled
 from .plan import RESERVED
 from .single import new_packer
 from .standing import Readable, Standing, begun, leave_out_shadowed
+from .tar_headers import WITHOUT_MEANING, PlainFiles, plain_files
 
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
 
 _READ_BYTES = 1 << 20
-_TAR_BUFFER_BYTES = 16 << 10  # tarfile copies what is left of it for each header
+_WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
+_REFILL_BYTES = 1 << 20  # with less of it left, more is read
+_UNPACKED_BYTES = 16 << 10  # of a compressed tar at once: what comes with an error is lost
 _TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of what was compressed
 _SPOOL_BYTES = 64 << 20  # longer contents that are to be compared wait on disk
 _LINK_MEMORY_BYTES = 256 << 20  # chunks kept while hard links are copied
@@ -51,6 +65,7 @@ _DIGITS_MAX = 1 << 10  # tarfile's time grows with the square of their number
 _SECOND_NS = 1_000_000_000
 _TIME_NS_END = 1 << 63
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, Unsettled)
+_Content = Callable[[], BinaryIO]
 _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -104,7 +119,15 @@ class _Tar(tarfile.TarFile):
 
     members: list[tarfile.TarInfo]
     ending: tarfile.HeaderError | None = None
-    plain: IO[bytes]
+    window: "_Window"
+
+    @property
+    def is_at_header(self) -> bool:
+        """Whether the next header may be looked at in the window: what is left of the entry before
+        is passed over."""
+        if not self.window.skip_to(self.offset):
+            return False
+        return self.pax_headers.keys() <= WITHOUT_MEANING  # they would be of all files to come
 
 
 class _Member(tarfile.TarInfo):
@@ -191,10 +214,9 @@ def _open(stream: BinaryIO) -> _Tar:
     try:
         # Not tarfile's own: that looks at no checksum, and stops at a second gzip member.
         plain = cast("IO[bytes]", opener(buffered) if opener else buffered)
-        tar = _Tar.open(
-            fileobj=plain,
-            mode="r|",
-            bufsize=_TAR_BUFFER_BYTES,
+        window = _Window(plain, _UNPACKED_BYTES if opener else _READ_BYTES)
+        tar = _Tar(
+            fileobj=cast("IO[bytes]", window),
             tarinfo=_Member,
             encoding="utf-8",
             errors="surrogateescape",
@@ -203,7 +225,7 @@ def _open(stream: BinaryIO) -> _Tar:
         raise UsageError(
             f"the input is no tar: {error}", advice="plain, gzip, bzip2 and xz are known"
         ) from error
-    tar.plain = plain
+    tar.window = window
     return tar
 
 
@@ -214,6 +236,73 @@ class _Unclosed(io.BufferedReader):
         super().__init__(cast("io.RawIOBase", stream), _READ_BYTES)
 
     def close(self) -> None: ...
+
+
+class _Window:
+    """The stream of a tar, of which the next part is in memory; for `tarfile` a file."""
+
+    def __init__(self, stream: IO[bytes], read_bytes: int) -> None:
+        self.data = bytearray(_WINDOW_BYTES)
+        self.at = 0
+        self.end = 0
+        self._start = 0  # of the data, in the stream
+        self._stream = stream
+        self._read_bytes = read_bytes
+        self._error: Exception | None = None  # to be raised behind what came before it
+
+    def tell(self) -> int:
+        return self._start + self.at
+
+    def seek(self, position: int) -> None:
+        """Read up to a position that is not behind us. Raises what the stream does."""
+        if position < self.tell():
+            raise tarfile.StreamError("a tar is read in one direction")
+        while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
+            pass
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or what there is up to the end. Raises what the stream does."""
+        taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
+        self.at += len(taken)
+        if len(taken) == size:
+            return taken
+        parts = [taken]
+        missing = size - len(taken)
+        while missing:
+            if self._error is not None:
+                raise self._error
+            parts.append(self._stream.read(min(missing, _READ_BYTES)))
+            missing -= len(parts[-1])
+            self._start += len(parts[-1])
+            if not parts[-1]:
+                break
+        return b"".join(parts)
+
+    def skip_to(self, position: int) -> bool:
+        """Go to a position that is in memory; False where it is not."""
+        if not 0 <= position - self.tell() <= self.end - self.at:
+            return False
+        self.at = position - self._start
+        return True
+
+    def fill(self) -> bool:
+        """Bring more into memory; False where there is enough, or no more. A header is next."""
+        left = self.end - self.at
+        if left >= _REFILL_BYTES:
+            return False
+        room = memoryview(self.data)
+        room[:left] = room[self.at : self.end]
+        self._start, self.at, self.end = self.tell(), 0, left
+        stream = cast("io.BufferedIOBase", self._stream)
+        try:
+            while self._error is None and self.end < len(room):
+                count = stream.readinto(room[self.end : self.end + self._read_bytes])
+                if not count:
+                    break
+                self.end += count
+        except _BROKEN as error:
+            self._error = error
+        return self.end > left
 
 
 class _TarPut:
@@ -245,8 +334,10 @@ class _TarPut:
         try:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # tarfile keeps them all: a kilobyte each
-                name = _name(member.name)
-                self._take(tar, member, name)
+                name = _name(_encoded(member.name))
+                content = partial(tar.extractfile, member)
+                self._take(name, member, _mtime_ns(member), cast("_Content", content))
+                name = self._take_plain(tar) or name
                 entries += 1
                 if entries % _PROGRESS_ENTRIES == 0:
                     self._progress(self.report)
@@ -254,7 +345,7 @@ class _TarPut:
                 raise tarfile.ReadError(f"no header where one should be ({tar.ending})")
             name = b""
             for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
-                if not tar.plain.read(_READ_BYTES):
+                if not tar.window.read(_READ_BYTES):
                     break
         except _BROKEN as error:
             last = f", after {shown(name)}" if name else ""
@@ -304,8 +395,73 @@ class _TarPut:
 
     # One entry
 
-    def _take(self, tar: _Tar, member: tarfile.TarInfo, path: bytes) -> None:
-        mtime_ns = _mtime_ns(member)
+    def _take_plain(self, tar: _Tar) -> bytes:
+        """Take the plain files that come next; the name of the last, if any. Raises what the
+        stream does."""
+        last = b""
+        while tar.is_at_header:
+            window = tar.window
+            files = plain_files(window.data, window.at, window.end)
+            window.at = files.end
+            tar.offset = window.tell()
+            if files.names:
+                self._take_files(files, memoryview(window.data))
+                self._progress(self.report)
+                last = _name(files.names[-1])
+            if not window.fill():
+                break
+        return last
+
+    def _take_files(self, files: PlainFiles, data: memoryview) -> None:
+        """Take plain files: those of one folder together, where nothing needs a closer look."""
+        names, start = files.names, 0
+        sees_all = self._chosen.empty and not self.hard_links
+        extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
+        while start < len(names):
+            cut = names[start].rfind(b"/") + 1
+            above, end = names[start][:cut], start + 1
+            while end < len(names) and (
+                names[end].startswith(above) and names[end].rfind(b"/") + 1 == cut
+            ):
+                end += 1
+            here = slice(start, end)
+            contents = [
+                data[at : at + size]
+                for at, size in zip(files.starts[here], files.sizes[here], strict=True)
+            ]
+            own = [name[cut:] for name in names[here]]
+            folder = self._free_folder(above, own) if sees_all else None
+            if folder is not None and max(files.sizes[here]) <= extent_bytes:
+                self.report.seen += end - start
+                if self._packer is not None:
+                    self._packer.add_contents(
+                        folder, own, files.modes[here], files.mtimes_ns[here], contents
+                    )
+            else:
+                for i, content in zip(range(start, end), contents, strict=True):
+                    member = tarfile.TarInfo()
+                    member.mode, member.size = files.modes[i], files.sizes[i]
+                    content_of = partial(io.BytesIO, content)
+                    self._take(_name(names[i]), member, files.mtimes_ns[i], content_of)
+            start = end
+
+    def _free_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
+        """The folder that files go to (`above` is its name in the tar, with the slash), if it has
+        nothing yet and they can go there by their names."""
+        while above.startswith(b"./"):
+            above = above[2:]
+        folder = join(self._prefix, above[:-1]) if above else self._prefix
+        if above.startswith(b"/") or not Names.of(names).are_allowed():
+            return None
+        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
+            return None
+        if folder.split(b"/", 1)[0] == RESERVED or (not folder and RESERVED in names):
+            return None
+        return folder if self.standing.takes_all(folder) else None
+
+    def _take(
+        self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content: "_Content"
+    ) -> None:
         target = join(self._prefix, path) if path else self._prefix
         if reason := _refusal(member, path, target):
             self.report.fail(path, reason)
@@ -335,15 +491,20 @@ class _TarPut:
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
         else:
-            self._put(tar, member, target, index, entry)
+            self._put(member, target, index, entry, content)
 
     def _put(
-        self, tar: _Tar, member: tarfile.TarInfo, target: bytes, index: int, entry: Stat
+        self,
+        member: tarfile.TarInfo,
+        target: bytes,
+        index: int,
+        entry: Stat,
+        content_of: "_Content",
     ) -> None:
         link = _encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
-            content = cast("BinaryIO", tar.extractfile(member))
+            content = content_of()
         same = self.standing.unchanged(index, entry, link)
         if same and self._options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
@@ -378,7 +539,7 @@ class _TarPut:
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
-        origin = _name(member.linkname)
+        origin = _name(_encoded(member.linkname))
         if not origin or path_fault(origin):
             self.report.fail(path, f"refused: a hard link to {shown(origin)}")
             return
@@ -410,9 +571,8 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _name(text: str) -> bytes:
+def _name(name: bytes) -> bytes:
     """The path that a name in a tar means: without leading `./`; the root is empty."""
-    name = _encoded(text)
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name

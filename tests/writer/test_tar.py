@@ -396,3 +396,35 @@ def test_delete_spares_a_folder_that_is_left_out(repository: Repository) -> None
     assert b"a" not in contents(repository)
     report = put(repository, tar_of(("cache", b"3")), delete=True, exclude=("x",))
     assert "cache is a folder of the dataset" in reasons(report)[b"cache"]
+
+
+def test_files_larger_than_what_is_read_at_once_stand_between_small_ones(
+    repository: Repository,
+) -> None:
+    sizes = [100, 5 << 20, 0, 1, 3 << 20, 512, 4 << 20, (4 << 20) - 512, 700_000, 9 << 20, 3]
+    expected = {b"d/%d" % i: bytes([i + 1]) * size for i, size in enumerate(sizes)}
+    data = tar_of(*((path.decode(), content) for path, content in expected.items()))
+    for chunk_bytes in (64 << 10, 1 << 20, 4 << 20):
+        assert put(repository, data, b"%d" % chunk_bytes, chunk_bytes=chunk_bytes).failed == []
+    found = contents(repository)
+    for chunk_bytes in (64 << 10, 1 << 20, 4 << 20):
+        prefix = b"%d/" % chunk_bytes
+        assert all(found[prefix + path] == content for path, content in expected.items())
+
+
+def test_names_in_any_order_and_again_in_another(repository: Repository) -> None:
+    """Metadata stores keep files of one folder together, by name: whatever comes between them."""
+    names = [f"d{i % 3}/f{(i * 7919) % 1000:03}" for i in range(900)]
+    links = {f"d{i}/f{k}5x": of_type(tarfile.SYMTYPE, "f") for i in range(3) for k in range(40, 60)}
+    entries: list[Entry] = [(name, name.encode()) for name in names]
+    for place, link in enumerate(links.items()):
+        entries.insert(place * 13, link)
+    assert put(repository, tar_of(*entries)).failed == []
+    expected: dict[bytes, bytes | str] = {name.encode(): name.encode() for name in names}
+    expected |= {name.encode(): "f" for name in links}
+    some = [(name, b"new" + name.encode()) for name in names[::-3]]
+    assert put(repository, tar_of(*some)).failed == []
+    expected |= {name.encode(): content for name, content in some}
+    found = contents(repository)
+    assert {path: what for path, what in found.items() if b"/" in path} == expected
+    assert verify(repository, "pets").sound

@@ -1,0 +1,223 @@
+"""Reading the headers of ordinary files in a tar, many at once, as columns.
+
+A tar of a million small files is a million headers, and `tarfile` takes 50 us for each. Owned here:
+which headers are so ordinary that they need no `tarfile`, and what they say. These are regular
+files of the forms v7, ustar and GNU, also behind one GNU header with a long name or one pax header
+with common keys. Whatever else stands there, and whatever is damaged, is left to `tarfile`: what is
+read here is what `tarfile` reads of the same bytes. Pure; bytes in, values out.
+"""
+
+import re
+import tarfile
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_BYTES = tarfile.BLOCKSIZE
+_EXTENDED_BYTES_MAX = 1024  # of the body of a header that stands before another
+_SECOND_NS = 1_000_000_000
+_MTIME_S_END = (1 << 63) // _SECOND_NS
+_REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
+_RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
+_PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
+WITHOUT_MEANING = frozenset("atime ctime uid gid uname gname comment".split())
+"""Keys that a put does not look at, and that move nothing else."""
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class PlainFiles:
+    """Regular files that stand one behind the other in a tar; where each one's content is."""
+
+    names: list[bytes] = field(default_factory=list)
+    """As they stand in the tar."""
+    modes: list[int] = field(default_factory=list)
+    mtimes_ns: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    end: int = 0
+    """Where the next header stands, which is another kind's or not whole."""
+
+
+class _Extended(NamedTuple):
+    """What a header says that stands before a file's own."""
+
+    header: int  # where the file's own stands
+    body_bytes: int
+    name: bytes | None
+    mtime_ns: int | None
+
+
+def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
+    """The files whose headers and contents are all in `data[start:end]`, as far as they are plain.
+
+    A header stands at `start`; `start` is a multiple of BLOCK_BYTES.
+    """
+    begins: list[int] = []
+    headers: list[int] = []
+    sizes: list[int] = []
+    extended: dict[int, _Extended] = {}
+    at = start
+    while at + BLOCK_BYTES <= end:
+        header, kind = at, data[at + 156]
+        if kind in (_PAX, _LONG_NAME):
+            found = _extended(data, at, end)
+            if found is None:
+                break
+            header, kind = found.header, data[found.header + 156]
+            extended[len(headers)] = found
+        size_text = data[header + 124 : header + 135]
+        if kind not in (_REGULAR, _OLD_REGULAR) or not size_text.isdigit():
+            break
+        try:
+            size = int(size_text, 8)
+        except ValueError:
+            break
+        behind = header + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        if behind > end:
+            break
+        begins.append(at)
+        headers.append(header)
+        sizes.append(size)
+        at = behind
+    begins.append(at)
+    return _columns(data, begins, headers, sizes, extended)
+
+
+def _columns(
+    data: bytearray,
+    begins: list[int],
+    headers: list[int],
+    sizes: list[int],
+    extended: dict[int, _Extended],
+) -> PlainFiles:
+    """The columns of the first headers, as long as all is as it should be."""
+    files = PlainFiles(end=begins[0])
+    if not headers:
+        return files
+    before = list(extended)  # by position those with another header before theirs
+    blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK_BYTES * BLOCK_BYTES)
+    at = np.array([*headers, *(begins[i] for i in before)]) // BLOCK_BYTES
+    head = blocks.reshape(-1, BLOCK_BYTES)[at]
+    del blocks
+    good = np.ones(len(head), np.bool_)
+    mode, size, mtime, checksum = (
+        _octal(head[:, first:last], good)
+        for first, last in ((100, 108), (124, 136), (136, 148), (148, 156))
+    )
+    for first, last in ((108, 116), (116, 124), (329, 337), (337, 345)):
+        _octal(head[:, first:last], good)
+    good &= checksum == _sums(head)
+    good &= size == [*sizes, *(extended[i].body_bytes for i in before)]
+    good &= mtime < _MTIME_S_END
+    good[before] &= good[len(headers) :]
+    good, head = good[: len(headers)], head[: len(headers)]
+    names, prefixes = _texts(head[:, :100], good), _texts(head[:, 345:500], good)
+    old = np.flatnonzero(head[:, 156] == _OLD_REGULAR).tolist()
+    good[[i for i in old if names[i].endswith(b"/")]] = False  # these are folders
+    count = len(good) if good.all() else int(good.argmin())
+    for i in np.flatnonzero(head[:count, 345]).tolist():
+        names[i] = b"%b/%b" % (prefixes[i], names[i])
+    mtimes_ns = (mtime[:count] * _SECOND_NS).tolist()
+    for i in before:
+        if i < count:
+            _, _, name, mtime_ns = extended[i]
+            names[i] = names[i] if name is None else name
+            mtimes_ns[i] = mtimes_ns[i] if mtime_ns is None else mtime_ns
+    files.names = names[:count]
+    files.modes = mode[:count].tolist()
+    files.mtimes_ns = mtimes_ns
+    files.starts = [header + BLOCK_BYTES for header in headers[:count]]
+    files.sizes = sizes[:count]
+    files.end = begins[count]
+    return files
+
+
+def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
+    """The sum of each header's bytes, with blanks for those of the checksum: four at a time."""
+    words = head.view(np.uint64)
+    every_other = np.uint64(0x00FF00FF00FF00FF)
+    lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
+    total = sum(lanes >> np.uint64(16 * lane) & np.uint64(0xFFFF) for lane in range(4))
+    own = head[:, 148:156].sum(axis=1, dtype=np.uint64)
+    sums: npt.NDArray[np.uint64] = total - own + np.uint64(8 * ord(" "))
+    return sums
+
+
+def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """The numbers of a field: digits, then blanks or NULs. Takes the others out of `good`."""
+    if len(column) > 1 and (column == column[0]).all():  # as owners and modes mostly are
+        is_good = np.ones(1, np.bool_)
+        value = np.repeat(_octal(column[:1], is_good), len(column))
+        good &= is_good
+        return value
+    value = np.zeros(len(column), np.int64)
+    over = np.zeros(len(column), np.bool_)
+    for each in np.ascontiguousarray(column.T):
+        is_digit = (each >= ord("0")) & (each <= ord("7"))
+        good &= (is_digit & ~over) | (each == 0) | (each == ord(" "))
+        over |= ~is_digit
+        value = np.where(is_digit, value * 8 + each - ord("0"), value)
+    return value
+
+
+def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
+    """The texts of a field: what is before its NULs. Takes those with others behind out of
+    `good`."""
+    if not column.any():
+        return [b""] * len(column)
+    texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    good &= np.count_nonzero(column, axis=1) == lengths
+    return texts
+
+
+def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
+    """What the header at `at` says of the file behind it; None where that is nothing plain.
+
+    Its own fields are checked with those of all others.
+    """
+    size_text = data[at + 124 : at + 135]
+    ended = data[at + 135] in (0, ord(" "))
+    try:
+        size = int(size_text, 8) if size_text.isdigit() and ended else _EXTENDED_BYTES_MAX + 1
+    except ValueError:
+        return None
+    body = at + BLOCK_BYTES
+    header = body + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    if not 0 < size <= _EXTENDED_BYTES_MAX or header + BLOCK_BYTES > end:
+        return None
+    if data[at + 156] == _LONG_NAME:
+        name = bytes(data[body:header]).partition(b"\0")[0]
+        return _Extended(header, size, name, None) if name else None
+    if any(data[body + size : header]):
+        return None
+    return _pax(bytes(data[body : body + size]), header)
+
+
+def _pax(body: bytes, header: int) -> _Extended | None:
+    """What the records of a pax header say; None where they say more than is plain."""
+    name = mtime_ns = None
+    at = 0
+    while at < len(body):
+        record = _RECORD.match(body, at)
+        if record is None:
+            return None
+        behind = at + int(record[1])
+        if not record.end() < behind <= len(body) or body[behind - 1] != ord("\n"):
+            return None
+        key, value = record[2], body[record.end() : behind - 1]
+        if key == b"path":
+            name = value.rstrip(b"/")
+        elif key == b"mtime":
+            time = _PLAIN_TIME.fullmatch(value)
+            if time is None or int(time[1]) >= _MTIME_S_END:
+                return None
+            mtime_ns = int(time[1]) * _SECOND_NS + int((time[2] or b"").ljust(9, b"0"))
+        elif key.decode("latin-1") not in WITHOUT_MEANING:
+            return None
+        at = behind
+    return _Extended(header, len(body), name, mtime_ns)
