@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
 from .errors import DETAIL, DeadlineError, DieselError, PermissionDenied, UsageError, revived
+from .whole_files import check_file, check_links
 
 LOG_LINES_SHOWN = 15
 
@@ -228,11 +229,24 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log, open at its end; readable by its owner alone. Raises PermissionDenied."""
+    """A log, open at its end; readable by its owner alone. Raises PermissionDenied, also for what
+    may have been planted (see `whole_files.py`).
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        check_links(path)
+        place = os.path.realpath(path)
+        if place.startswith("/proc/"):  # what is open in this process: it has no name of its own
+            descriptor = os.open(path, flags)
+        else:
+            descriptor = os.open(place, flags | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise PermissionDenied(f"cannot write the log {path}: {error.strerror}") from error
+    try:
+        check_file(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
     with open(descriptor, "a+b") as log:
         yield log
 

@@ -40,6 +40,7 @@ from .errors import (
 )
 from .repository import found
 from .snapshot import Indices, Snapshot, same_content
+from .whole_files import check_links
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -109,6 +110,7 @@ def get(
         return writing.report
     target = dest / os.fsdecode(view.name(top)) if dest.is_dir() else dest
     try:
+        check_links(dest)
         root = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _no_destination(target.parent, error) from error
@@ -125,6 +127,7 @@ def get(
 def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
     """A descriptor of the folder `dest`, and whether it is to have the dataset's attributes."""
     try:
+        check_links(dest)
         dest.parent.mkdir(parents=True, exist_ok=True)
         try:
             dest.mkdir()

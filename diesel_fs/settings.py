@@ -4,17 +4,21 @@ Flags win over the environment, the environment over `~/.config/diesel/config.to
 defaults; unknown keys are errors. Values are immutable once loaded.
 """
 
+import logging
 import os
 import re
 import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 
 from .credentials import Credentials, no_user_named, parse_key
 from .errors import ConfigError, PermissionDenied, UsageError
 from .urls import SERVER_SCHEMES, parse_url
+
+log = logging.getLogger("diesel.settings")
 
 KEY_FILE_BYTES_MAX = 4096
 
@@ -88,24 +92,50 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def private_text(path: Path, what: str, bytes_max: int) -> str:
-    """The text of a file that is its user's alone; of bytes that are not ASCII it has U+FFFD.
+def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
+    """The content of a file with a secret, which is to be its user's alone.
 
-    `what` is the file's content, in the words of errors. Raises ConfigError, also where it is
-    longer than `bytes_max`, and PermissionDenied where others may read it.
+    One that others may read is refused where this user can mend that, with PermissionDenied. Where
+    it cannot, it is warned of, once: container engines mount secrets read-only, or as another user,
+    with modes that they choose. `what` is the content, in the words of messages. Raises
+    ConfigError, also where it is longer than `bytes_max`.
     """
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise PermissionDenied(
-                    f"others may read {what} in {path}", advice=f"chmod 600 {path}"
-                )
+            found = os.fstat(file.fileno())
+            if found.st_mode & 0o077:
+                if _can_mend(file.fileno(), found.st_uid):
+                    raise PermissionDenied(
+                        f"others may read {what} in {path}", advice=f"chmod 600 {path}"
+                    )
+                _warn_of(path, what)
             content = file.read(bytes_max + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {what} in {path}: {error.strerror}") from error
     if len(content) > bytes_max:
         raise ConfigError(f"{path} is too long for {what} (at most {bytes_max} bytes)")
-    return content.decode("ascii", errors="replace")
+    return content
+
+
+def _can_mend(file: int, owner: int) -> bool:
+    """Whether this user can change the mode of an open file."""
+    is_ours = os.geteuid() in (0, owner)
+    return is_ours and not os.fstatvfs(file).f_flag & os.ST_RDONLY
+
+
+@cache
+def _warn_of(path: Path, what: str) -> None:
+    log.warning(
+        "others may read %s in %s, and this user cannot change that; whoever mounts or owns the "
+        "file can give it the mode 0400",
+        what,
+        path,
+    )
+
+
+def private_text(path: Path, what: str, bytes_max: int) -> str:
+    """The same as text: of bytes that are not ASCII it has U+FFFD. Raises as `private_bytes`."""
+    return private_bytes(path, what, bytes_max).decode("ascii", errors="replace")
 
 
 def _key_in(path: Path) -> bytes:

@@ -4,7 +4,10 @@ Owned here: the temporary file and its rename, and what is not replaced but writ
 what is in the files, and who may be told of one.
 
 What is neither missing nor a regular file (a device, a fifo, the pipe behind /dev/stdout) is
-written to as it is: to rename a file over /dev/null would break the machine. A link is followed.
+written to as it is: to rename a file over /dev/null would break the machine. A link is followed,
+but none that may have been planted, nor is anything written to that may have been: what somebody
+else made where others may write, as in /tmp. Whoever may plant a link there would choose which
+file of ours is overwritten.
 
 Concurrency: any thread; of several writers of one name the last rename wins.
 """
@@ -46,6 +49,9 @@ def _naming(shown: str) -> Iterator[None]:
         raise
 
 
+_LINKS_MAX = 40  # as the kernel's own limit
+
+
 def named_file(descriptor: int, shown: str) -> BinaryIO:
     """A file to write, which is closed with the descriptor; its errors name it."""
     return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
@@ -61,11 +67,14 @@ def unwritable(file: Path | str, error: OSError) -> DieselError:
 def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
 
-    A new file has `mode`, less the umask. Raises OSError with `path` as its file name, and
-    UsageError for a folder.
+    A new file has `mode`, less the umask. Raises OSError with `path` as its file name, UsageError
+    for a folder, and PermissionDenied for what may have been planted.
     """
+    with _naming(str(path)):
+        check_links(path)
     place = _replaceable(path)
     if place is None:
+        check_file(path, os.stat(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
         with named_file(descriptor, str(path)) as file:
             yield file
@@ -88,6 +97,45 @@ def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[
         raise
     if sync:
         _sync_folder(place.parent)
+
+
+def check_links(path: Path) -> None:
+    """Raises PermissionDenied where a link on the way to `path`, or `path` itself, may have been
+    planted, and OSError where links lead in a circle.
+    """
+    here, left, links = "/", _parts(os.path.join(os.getcwd(), path)), 0
+    while left:
+        part = left.pop()
+        if part == "..":
+            here = os.path.dirname(here)
+            continue
+        at = os.path.join(here, part)
+        try:
+            target = os.readlink(at)
+        except OSError:  # no link, or nothing: whoever opens it will see
+            here = at
+            continue
+        if here.startswith("/proc/"):  # the kernel's own, which leads to what is open
+            return
+        links += 1
+        if links > _LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if _may_be_planted(os.lstat(at), here, is_last=not left):
+            raise _planted(f"{at} is a link", at)
+        here = "/" if target.startswith("/") else here
+        left += _parts(target)
+
+
+def check_file(path: Path, found: os.stat_result) -> None:
+    """For a file that is written to as it is: raises PermissionDenied where that may have been
+    planted, be it as another name of a file of ours.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    if folder.startswith("/proc/"):  # what is open in this process
+        return
+    is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
+    if _may_be_planted(found, folder, is_last=True) or (is_linked and _others_write(folder)):
+        raise _planted(f"{path} is a file", str(path))
 
 
 def is_stdout(path: Path) -> bool:
@@ -113,6 +161,34 @@ def _replaceable(path: Path) -> Path | None:
         if os.path.samestat(found, place.stat()):
             return place
     return None  # a file that is open, and has no name any more (/dev/fd/3)
+
+
+def _parts(path: str) -> list[str]:
+    """The names in a path, the last first."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+
+
+def _may_be_planted(found: os.stat_result, folder: str, *, is_last: bool) -> bool:
+    """Whether somebody else may have put something there to lead us astray. On the way to the last
+    name that is so only where anybody may write: people who share folders link them, too.
+    """
+    if found.st_uid in (0, os.geteuid()):
+        return False
+    above = os.stat(folder)
+    return bool(above.st_mode & stat.S_IWOTH) or (is_last and _others_write(folder))
+
+
+def _others_write(folder: str) -> bool:
+    above = os.stat(folder)
+    shared = stat.S_IWOTH | stat.S_IWGRP
+    return bool(above.st_mode & shared) or above.st_uid not in (0, os.geteuid())
+
+
+def _planted(what: str, at: str) -> PermissionDenied:
+    return PermissionDenied(
+        f"{what} that somebody else may have planted: others may write to {os.path.dirname(at)}",
+        advice="write to a folder of your own",
+    )
 
 
 def _sync_folder(path: Path) -> None:

@@ -22,8 +22,8 @@ L0  settings: errors credentials urls
 L0  metrics: errors
 L0  available_memory
 L0  mountinfo
-L0  daemons: errors
 L0  whole_files: errors
+L0  daemons: errors whole_files
 
 L1  cache
 L1  cache.policy

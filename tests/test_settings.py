@@ -1,6 +1,8 @@
 """N9: a configuration file is data: unknown keys and wrong types are errors, no expansion."""
 
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,13 @@ import pytest
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, PermissionDenied
 from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
+from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.task.request import key_in
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
+from .ordinary_user import needs_root
+from .small_disks import remount, small_disk
 
 
 @pytest.fixture
@@ -148,3 +154,54 @@ def test_a_key_file_is_refused_rather_than_half_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as refused:
             _ = settings.credentials
         assert "hush" not in str(refused.value)
+
+
+def _account_key(path: Path) -> str:
+    flags = {"url": "diesel://h", "user": "me", "key_file": str(path)}
+    found = load_settings(flags, {}).credentials
+    assert found is not None
+    return found.key_text
+
+
+def _redis_password(path: Path) -> str:
+    return parse_redis_url("redis://h", {"DIESEL_REDIS_PASSWORD_FILE": str(path)}).password
+
+
+SECRET = key_text(bytes(range(32)))
+SECRET_FILES = {"key": _account_key, "task's key": key_in, "Redis password": _redis_password}
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+@pytest.mark.parametrize("kind", SECRET_FILES)
+def test_a_file_with_a_secret_that_others_may_read_is_refused(
+    tmp_path: Path, kind: str, mode: int
+) -> None:
+    """One rule for keys and passwords: its user can mend it, and is told how."""
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(mode)
+    read: Callable[[Path], str] = SECRET_FILES[kind]
+    with pytest.raises(PermissionDenied, match="others may read") as refused:
+        read(file)
+    assert refused.value.advice == f"chmod 600 {file}"
+    file.chmod(0o600)
+    assert read(file) == SECRET
+
+
+@needs_root
+@pytest.mark.parametrize("kind", SECRET_FILES)
+def test_a_secret_that_a_container_engine_mounts_is_warned_of_once(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read-only, with a mode that nobody in the container can change."""
+    with small_disk(tmp_path / "secrets", "size=1M") as folder:
+        file = folder / "secret"
+        file.write_text(f"{SECRET}\n")
+        file.chmod(0o444)
+        remount(folder, "ro")
+        with caplog.at_level(logging.WARNING):
+            assert [SECRET_FILES[kind](file) for _ in range(2)] == [SECRET] * 2
+        [said] = caplog.messages
+        assert "others may read" in said
+        assert str(file) in said
+        assert SECRET not in said

@@ -67,6 +67,7 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
     """Helps the server at the other end of `link`, until it ends. The exit code."""
     server = ServerEnd(link)
     try:
+        server.send({"pid": os.getpid()})  # who asks a mount that has just come up is told
         descriptors = server.descriptors(3)
         if not descriptors:
             return 0  # no session that could be helped

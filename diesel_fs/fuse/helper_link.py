@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import msgpack
@@ -89,6 +90,15 @@ class HelperLink:
         self.state: Message = {}
         """What the helper last said of itself."""
         self.alive = True
+
+    async def meet(self, deadline_s: float) -> None:
+        """Hears who the helper is, which it says before it begins; before `begin`. It may be dead,
+        or not come in time: then nothing is known of it until it says more.
+        """
+        end = trio.socket.from_stdlib_socket(self._socket)
+        with trio.move_on_after(deadline_s), suppress(OSError):
+            for message in Frames().add(await end.recv(1 << 16)):
+                self.state = message
 
     def begin(self, message: Message, descriptors: Sequence[int]) -> None:
         """The first message, with the descriptors that go along; before `run`."""

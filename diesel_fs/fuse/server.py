@@ -50,6 +50,9 @@ GRACE_S = 1.5
 LEASE_DEADLINE_S = 2.0
 """So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""
 
+HELPER_DEADLINE_S = 2.0
+"""So long a mount waits to hear of its helper before it is ready; it says so as soon as it runs."""
+
 BEAT_S = 1.0
 """How often the watchdog is told that requests are answered."""
 
@@ -166,30 +169,35 @@ class _Server:
     async def _run(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, LEAVE, ORPHANED) as signals:  # none before
             self._control = self._control_socket()
-            with self._telling():
-                self._session = self._mounted()
-            found = mounted_at(self._request.mountpoint)
-            self._device = found.device if found else ""
-            self._abort_file = kernel.open_abort(self._device)
-            os.write(self._beat, f"{self._device}\n".encode())
             try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._obey, signals, nursery.cancel_scope)
-                    nursery.start_soon(self._announce)
-                    nursery.start_soon(self._pulse)
-                    nursery.start_soon(self._hold)
-                    if self._request.joins:
-                        nursery.start_soon(self._hear_task)
-                    if self._control is not None:
-                        nursery.start_soon(self._control.run)
-                    await self._session.serve(self._started.set)
-                    nursery.cancel_scope.cancel()
+                await self._mount_and_serve(signals)
             finally:
-                with suppress(DieselError):
-                    self._unmount(lazy=True)  # nothing is left, unless the session has failed
                 if self._control is not None:
                     self._control.close()
-                self._close()
+
+    async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
+        with self._telling():
+            self._session = self._mounted()
+        found = mounted_at(self._request.mountpoint)
+        self._device = found.device if found else ""
+        self._abort_file = kernel.open_abort(self._device)
+        os.write(self._beat, f"{self._device}\n".encode())
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._obey, signals, nursery.cancel_scope)
+                nursery.start_soon(self._announce)
+                nursery.start_soon(self._pulse)
+                nursery.start_soon(self._hold)
+                if self._request.joins:
+                    nursery.start_soon(self._hear_task)
+                if self._control is not None:
+                    nursery.start_soon(self._control.run)
+                await self._session.serve(self._started.set)
+                nursery.cancel_scope.cancel()
+        finally:
+            with suppress(DieselError):
+                self._unmount(lazy=True)  # nothing is left, unless the session has failed
+            self._close()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -328,6 +336,8 @@ class _Server:
             self._session.runs_with,
             self._device,
         )
+        if isinstance(self._session, KernelSession):
+            await self._link.meet(HELPER_DEADLINE_S)
         os.write(self._beat, READY + b"\n")  # the supervisor reports it: `umount` can find it then
         if not self._foreground:
             os.dup2(2, 1)  # whoever started us sees the end of the report

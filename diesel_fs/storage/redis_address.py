@@ -6,9 +6,10 @@
     redis+cluster://host:port,host:port                      (rediss+cluster://)
 
 `?ca=FILE` names the certificates to trust, `?cert=FILE&key=FILE` our own. User and password are
-`DIESEL_REDIS_USER` and `DIESEL_REDIS_PASSWORD` or the content of `DIESEL_REDIS_PASSWORD_FILE`
-(those of sentinels, which seldom have any, `DIESEL_REDIS_SENTINEL_PASSWORD`); what stands in a URL
-wins, but everybody on the machine can read a command line. Neither is ever printed.
+`DIESEL_REDIS_USER` and `DIESEL_REDIS_PASSWORD` or the content of `DIESEL_REDIS_PASSWORD_FILE`,
+which is to be private as key files are (`settings.py`); those of sentinels, which seldom have any,
+`DIESEL_REDIS_SENTINEL_PASSWORD`. What stands in a URL wins, but everybody on the machine can read a
+command line. Neither is ever printed.
 """
 
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from diesel_fs.errors import ConfigError
+from diesel_fs.settings import KEY_FILE_BYTES_MAX, private_bytes
 
 PORT = 6379
 SENTINEL_PORT = 26379
@@ -56,7 +58,9 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """The address that a URL means. Raises ConfigError, which does not repeat the URL."""
+    """The address that a URL means. Raises ConfigError, which does not repeat the URL, and
+    PermissionDenied for a file with the password that others may read.
+    """
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)
@@ -134,11 +138,11 @@ def _password(env: Mapping[str, str]) -> str:
     name = env.get("DIESEL_REDIS_PASSWORD_FILE")
     if not name:
         return ""
+    content = private_bytes(Path(name), "the password", KEY_FILE_BYTES_MAX)
     try:
-        return Path(name).read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        fault = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"cannot read the password in {name}: {fault}") from None
+        return content.decode().rstrip("\r\n")
+    except ValueError:
+        raise ConfigError(f"cannot read the password in {name}: it is no text") from None
 
 
 def _is_loopback(host: str) -> bool:

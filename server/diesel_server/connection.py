@@ -13,7 +13,7 @@ others are under way.
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,6 +81,9 @@ class Service:
     budget: ByteBudget = field(default_factory=ByteBudget)
     logins: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_LOGINS))
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where the store lies, in all ways to write it, the longest first, and what clients are told
+    in place of each."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     going: bool = False
@@ -461,10 +464,20 @@ class Connection:
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
-        message: Message = {**described(error), "id": number}
+        message: Message = {**self._told(error), "id": number}
         if retry_after_s is not None:
             message["retry_after_s"] = retry_after_s
         await self._send([wire.frame(message, wire.ANSWER)])
+
+    def _told(self, error: DieselError) -> Message:
+        """An error as a client hears it: where this server's store lies is its operator's alone."""
+        found = described(error)
+        for name in ("message", "advice"):
+            for place, words in self._service.places.items():
+                found[name] = str(found[name]).replace(place, words)
+        if found != described(error):
+            log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
+        return found
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
         """Send a frame, whole or to the connection's end. Raises Gone."""
@@ -499,7 +512,7 @@ class Connection:
     async def _last_words(self, error: DieselError) -> None:
         """An error that is no request's, at the connection's end."""
         try:
-            await self._send([wire.frame(described(error), wire.ANSWER)])
+            await self._send([wire.frame(self._told(error), wire.ANSWER)])
             await self._open_channel.linger()
         except Gone:
             pass

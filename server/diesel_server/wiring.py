@@ -5,8 +5,9 @@ Owned here: which parts there are, and what of them is counted. Not owned: what 
 
 import inspect
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from uuid import UUID
@@ -24,8 +25,9 @@ from diesel_fs.repository import Repository
 from diesel_fs.settings import cache_folder
 from diesel_fs.snapshot_pieces import SnapshotPieces
 from diesel_fs.storage.objects import ObjectStore
+from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.stores import open_accounts, open_objects
-from diesel_fs.urls import RepositoryUrl, parse_url
+from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
 
 from .account_requests import account_handlers
 from .connection import Login as Logins
@@ -53,6 +55,7 @@ class Wiring:
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
     background: Sequence[Callable[[], Awaitable[None]]] = ()
     close: Callable[[], None] = lambda: None
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 WireUp = Callable[[Task, Cells], Wiring]
@@ -99,7 +102,26 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
         repository.close()
 
     watching = [partial(watch, repository, runs)] if task.slot == 0 else []
-    return Wiring(objects.store_id, login, table, takes_payload, watching, close)
+    places = _places(url, task.cache)
+    return Wiring(objects.store_id, login, table, takes_payload, watching, close, places)
+
+
+def _places(url: RepositoryUrl, cache: str) -> dict[str, str]:
+    """What errors may call the places of a server, the longest first, and what a client, who is not
+    to know them, is told in place of each.
+    """
+    found = {url.whole: "the server's store", url.place: "the server's store"}
+    if url.scheme == "file":
+        found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), "the server's store")
+    elif url.prefix:
+        found[f"{url.host}/{url.prefix}"] = "the server's store"
+    if url.meta:
+        found |= dict.fromkeys(
+            (url.meta, shown_url(url.meta), str(parse_redis_url(url.meta))), "its metadata store"
+        )
+    if cache:
+        found |= dict.fromkeys((cache, os.path.realpath(cache)), "the server's cache")
+    return {place: found[place] for place in sorted(found, key=len, reverse=True) if place > "/"}
 
 
 _ACCOUNTS_S = 3.0

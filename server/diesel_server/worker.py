@@ -116,6 +116,7 @@ def _service(wiring: Wiring, cells: Cells) -> Service:
         refusals=Refusals(cells),
         count=ConnectionCount(most_connections()),
         takes_payload=wiring.takes_payload,
+        places=wiring.places,
     )
 
 

@@ -210,6 +210,7 @@ def test_C14_a_wrong_password_is_said_at_once(
             assert "wrong-one" not in said.err
         secret = tmp_path / "password"
         secret.write_text("right-one\n")
+        secret.chmod(0o600)
         monkeypatch.setenv("DIESEL_REDIS_PASSWORD_FILE", str(secret))
         dlcmd.program("put", source, "pets")
     finally:

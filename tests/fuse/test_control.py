@@ -28,6 +28,7 @@ from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse import control_socket as module
 from diesel_fs.fuse.control_socket import CONNECTIONS_MAX, ControlSocket
 from diesel_fs.fuse.helper_link import HelperLink
+from diesel_fs.fuse.holders import children_of
 from diesel_fs.fuse.mountpoint import mounted_at
 from diesel_fs.settings import runtime_folder
 from diesel_fs.snapshot import Snapshot
@@ -300,6 +301,63 @@ def test_a_mount_without_a_place_for_the_socket_goes_without(
         assert "others can write" in (tmp_path / "log").read_text()
     finally:
         umount(folder)
+
+
+def test_a_mount_that_fails_leaves_no_control_socket(
+    tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the socket was made: here the place to mount goes away meanwhile."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
+    folder.mkdir()
+    connect("ds", url, create=True).close()
+    request = MountRequest(url, "ds", str(folder), session=session)
+    program = (sys.executable, "-c", REMOVES_ITS_PLACE, str(folder))
+    with pytest.raises(DieselError):
+        mount(request, program=program)
+    assert not [*(tmp_path / "diesel").glob("*control-*")]
+
+
+REMOVES_ITS_PLACE = """if True:
+    import os, sys
+    from diesel_fs.fuse import control_socket, daemon
+    listen = control_socket.ControlSocket.listen
+    def listened(self):
+        listen(self)
+        os.rmdir(sys.argv[1])
+    control_socket.ControlSocket.listen = listened
+    sys.exit(daemon.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.only_session("kernel")
+def test_the_helper_is_known_when_the_mount_returns(tmp_path: Path, session: str) -> None:
+    """Who asks at once learns its process number, however long it takes the helper to begin."""
+    url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
+    folder.mkdir()
+    connect("ds", url, create=True).close()
+    request = MountRequest(url, "ds", str(folder), session=session)
+    mount(request, program=(sys.executable, "-c", BEGINS_LATE))
+    try:
+        told = stats(folder)
+        supervisor, residency = told["pid"], told["residency"]
+        assert isinstance(supervisor, int)
+        assert isinstance(residency, dict)
+        assert residency["pid"] in children_of(supervisor)
+    finally:
+        umount(folder, force=True)
+
+
+BEGINS_LATE = """if True:
+    import sys, time
+    from diesel_fs.fuse import daemon, helper
+    show = helper.Helper.show
+    def shown(*given):
+        time.sleep(3)
+        show(*given)
+    helper.Helper.show = shown
+    sys.exit(daemon.main(sys.argv[1:]))
+"""
 
 
 def test_a_runtime_folder_that_is_a_link_is_refused(

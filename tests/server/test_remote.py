@@ -440,6 +440,37 @@ def test_roles_hold_over_the_wire(tmp_path: Path) -> None:
                 writer.delete_dataset("ds")
 
 
+def test_S11_errors_tell_clients_nothing_of_where_the_store_lies(tmp_path: Path) -> None:
+    """A chunk is lost, then the metadata store is away: the operator's log has the places."""
+    reader = Account("reader", b"", grants={"ds": Role.READ})
+    source = tree(tmp_path / "source", count=20)
+    with behind(tmp_path / "behind", "root", reader, workers=1) as servers:
+        with servers.direct() as direct:
+            put_tree(direct, "ds", source, options=SMALL)
+        for chunk in (servers.store / "datasets").rglob("chunks/*/*"):
+            chunk.unlink()
+        [server] = servers.servers
+        with servers.open("reader") as repository:
+            view = repository.view("ds")
+            files = [at for at in range(view.entry_count) if view.stat(at).kind == Kind.FILE]
+            said = [error_of(lambda: ContentReader(view, repository.objects, 1).read(files[0]))]
+            assert "the server's store" in said[0]
+            assert str(servers.store) in server.log
+            servers.redis.kill()
+        with servers.open() as repository:
+            said.append(error_of(lambda: repository.begin("new")))
+        assert "metadata store" in said[1]
+        for place in (tmp_path, servers.redis.socket):
+            assert str(place) not in "".join(said)
+
+
+def error_of(what: Callable[[], object]) -> str:
+    """All that an error says."""
+    with pytest.raises(DieselError) as raised:
+        what()
+    return f"{raised.value} {raised.value.advice}"
+
+
 def test_S11_over_a_bucket_clients_know_nothing_of_it(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -437,6 +437,7 @@ def test_C14_S8_wrong_passwords_and_missing_rights(
         poor.close()
         file = tmp_path / "password"
         file.write_text(SECRET + "\n")
+        file.chmod(0o600)
         monkeypatch.setenv("DIESEL_REDIS_USER", "fit")
         monkeypatch.setenv("DIESEL_REDIS_PASSWORD_FILE", str(file))
         with closing(filled(f"redis://{place}")) as meta:

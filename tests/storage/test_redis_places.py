@@ -87,6 +87,7 @@ def test_S8_bad_addresses_are_refused_without_repeating_them(url: str) -> None:
 def test_S8_who_we_are_comes_from_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
     env = {"DIESEL_REDIS_USER": "me", "DIESEL_REDIS_PASSWORD_FILE": str(file)}
     address = parse_redis_url("redis://h", env)
     assert (address.user, address.password) == ("me", SECRET)
