@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -58,6 +58,8 @@ FILES_NAMED_MAX = 1000
 _ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
 _PAUSES_S = (0.1, 0.5, 2.0)  # before a store that failed is asked again, beyond its own retries
 _NO_CHUNKS: frozenset[ChunkId] = frozenset()
+
+T = TypeVar("T")
 
 
 class ChunkReader(Protocol):
@@ -174,8 +176,7 @@ class Loss:
     files: Sequence[bytes] = ()
 
     def __str__(self) -> str:
-        count = f"{len(self.files)} file{'' if len(self.files) == 1 else 's'}"
-        return f"{self.why}; {count} of the dataset in it"
+        return f"{self.why}; files in it: {len(self.files)}"
 
 
 class LostChunks(CorruptError):
@@ -241,8 +242,8 @@ def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> Lost
         texts = ", ".join(chunk_id_text(loss.chunk) for loss in losses[:3])
         more = ", ..." if len(losses) > 3 else ""
         text = (
-            f"chunks that {name!r} needs cannot be had: {texts}{more}"
-            f" ({len(losses)} chunks with {len(files)} files{f': {some}' if some else ''})"
+            f"chunks of {name!r} are lost or damaged: {texts}{more}; files in them:"
+            f" {len(files)}{f' ({some})' if some else ''}"
         )
     return LostChunks(
         f"{text}; nothing was changed",
@@ -343,7 +344,7 @@ class Folding:
         self._expected = self._ask()
         self._check_snapshots()
         self._known = self._expected.live | self._expected.empty
-        listed = set(self._reader.chunk_names(self._identity))
+        listed = patiently(lambda: set(self._reader.chunk_names(self._identity)))
         absent = absent_chunks(self._reader, self._identity, self._expected, listed, self._ask)
         for chunk in sorted(absent.unlisted):
             self._report.notes.append(
@@ -598,23 +599,21 @@ def headers_ahead(
         threads.shutdown(cancel_futures=True)
 
 
-def patiently(read: Callable[[], Header]) -> Header:
-    """What `read` gives. Damaged bytes are read once more, and a store that fails is asked again
+def patiently(look: Callable[[], T]) -> T:
+    """What `look` gives. Damaged bytes are read once more, and a store that fails is asked again
     for some seconds: a state must not be decided by one bad moment. Raises FormatError,
     ObjectStoreError."""
     is_damaged = False
-    for pause_s in (*_PAUSES_S, None):
+    for pause_s in _PAUSES_S:
         try:
-            return read()
+            return look()
         except (NewerVersionError, ObjectMissing):
             raise
         except FormatError:
-            if is_damaged or pause_s is None:
+            if is_damaged:
                 raise
             is_damaged = True
         except ObjectStoreError as error:
-            if pause_s is None:
-                raise
             log.info("asked again after %s s: %s", pause_s, error.message)
             time.sleep(pause_s)
-    raise AssertionError("the last try has returned or raised")
+    return look()

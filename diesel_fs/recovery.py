@@ -180,9 +180,9 @@ def verify(
             folded = scratch.changes(info.identity, 0)
         finally:
             scratch.close()
-    _name_lost(repository, info, check, findings)
+    lost = _name_lost(repository, info, check, findings)
     if check.live is not None and check.is_whole:
-        _compare(check.live, folded, findings)
+        _compare(check.live, folded, lost, findings)
     if check.live is not None and published is not None:
         _check_published(repository, published, check.live, findings)
     if published is not None and not headers_only:
@@ -311,8 +311,9 @@ def _outcomes(
 
 def _name_lost(
     repository: Repository, info: DatasetInfo, check: _Check, findings: Findings
-) -> None:
-    """Name what the metadata or the newest snapshot say there is, and the store has not."""
+) -> Collection[ChunkId]:
+    """Name what the metadata or the newest snapshot say there is, and the store has not, or not
+    sound; the chunks."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
 
@@ -334,6 +335,7 @@ def _name_lost(
         findings.notes.append(
             f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
         )
+    return why.keys()
 
 
 def _check_bodies(
@@ -387,12 +389,15 @@ def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
         findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
 
 
-def _compare(live: Changes, folded: Changes, findings: Findings) -> None:
-    """Name the paths for which the metadata store and the fold over its chunks differ."""
+def _compare(live: Changes, folded: Changes, lost: Collection[ChunkId], findings: Findings) -> None:
+    """Name the paths for which the metadata store and the fold over its chunks differ. What is in
+    lost chunks has been named."""
     if _mark_of(live) == _mark_of(folded):
         return  # nearly always, and without an object for each entry
     have, wanted = _by_path(live), _by_path(folded)
     for path in sorted(wanted.keys() | have.keys()):
+        if path in have and have[path][1] in lost:
+            continue
         if path not in have:
             findings.problems.append(f"metadata lacks {shown(path)}")
         elif path not in wanted:
@@ -536,8 +541,9 @@ def _check_kept(
         if lost and version in shelf.versions(identity):
             files = sum(len(loss.files) for loss in losses_in(dict.fromkeys(lost, ""), [view]))
             findings.notes.append(
-                f"the kept version {version} cannot be read whole: {files} files of it lie in"
-                f" {len(lost)} chunks that the store does not have"
+                f"the kept version {version} cannot be read whole: the store does not have"
+                f" {', '.join(map(chunk_id_text, sorted(lost)[:3]))}"
+                f"{', ...' if len(lost) > 3 else ''}; files in them: {files}"
             )
 
 

@@ -147,7 +147,7 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
             repository, name, since, lambda done, total: show(Progress(done, total)),
             forget_lost=forget_lost,
         )  # fmt: skip
-    _tell(findings, name, "folded in")
+    _tell(findings, name, "folded in" if findings.sound else "read")
 
 
 def _tell(findings: Findings, name: str, done: str) -> None:

@@ -22,7 +22,14 @@ from .. import snapshot_layout as layout
 from ..chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import Codec, Kind, shown
-from ..errors import CorruptError, DieselError, ForeignError, NoSpaceError, UsageError
+from ..errors import (
+    CorruptError,
+    DieselError,
+    ForeignError,
+    NoSpaceError,
+    ObjectMissing,
+    UsageError,
+)
 from ..layout import chunk_object
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore, Part
@@ -513,7 +520,10 @@ class ContentReader:
         """One extent's stored bytes from the store."""
         buffer = _room(extent.stored)
         read = self._objects.read_again if again else self._objects.read_into
-        read(self._object(extent.chunk), extent.offset, buffer)
+        try:
+            read(self._object(extent.chunk), extent.offset, buffer)
+        except ObjectMissing as error:
+            raise self._lost(extent.chunk, error) from error
         self._counts["range_fetches"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return buffer.toreadonly()
@@ -528,7 +538,10 @@ class ContentReader:
             view = lent[:size]
         else:
             view = _room(size)
-            self._objects.read_into(self._object(number), 0, view)
+            try:
+                self._objects.read_into(self._object(number), 0, view)
+            except ObjectMissing as error:
+                raise self._lost(number, error) from error
             self._counts["chunk_fetches"] += 1
             self._counts["fetched_bytes"] += size
         try:
@@ -537,6 +550,15 @@ class ContentReader:
             self._objects.read_again(self._object(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
         return LoadedChunk(view, lent is not None)
+
+    def _lost(self, number: int, error: ObjectMissing) -> ObjectMissing:
+        """What is said of a chunk that the store does not have."""
+        dataset = self.snapshot.dataset
+        return ObjectMissing(
+            f"chunk {chunk_id_text(self.snapshot.chunk_ids[number])} of {dataset!r} is lost:"
+            f" {error.message}",
+            advice=f"`dlcmd verify {dataset}` names the files in it; put them again to heal them",
+        )
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
         """Raises ForeignError for what is another chunk, or none."""

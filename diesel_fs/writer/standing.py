@@ -56,7 +56,10 @@ class Readable:
         if options.checksum:
             self._reader = ContentReader(view, repository.objects, _MEMORY_BYTES)
         if self._lost:
-            log.warning("%d entries of %s cannot be read", len(self._lost), dataset)
+            log.warning(
+                "the store lacks chunks of %d entries of %s; what is put again is stored again",
+                *(len(self._lost), dataset),
+            )
 
     def __call__(self, index: int) -> bool:
         if index in self._lost:

@@ -13,7 +13,7 @@ import pytest
 from tests.storage.conftest import s3 as s3
 from tests.storage.redis_servers import RedisServer
 from tests.storage.s3_server import Server, credentials
-from tests.storage.scripted_s3 import ScriptedS3
+from tests.storage.scripted_s3 import Rule, ScriptedS3
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -215,6 +215,39 @@ def test_C14_a_wrong_password_is_said_at_once(
         dlcmd.program("put", source, "pets")
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("method", "status", "times"), [
+    ("HEAD", 403, 1), ("GET", 503, 4),
+])  # fmt: skip
+def test_O1_O3_one_bad_moment_of_a_bucket_does_not_make_a_recovery_forget(
+    dlcmd: Dlcmd,
+    redis_server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    status: int,
+    times: int,
+) -> None:
+    """Of two chunks the one that replaced the other's file cannot be read for a while."""
+    rule = Rule(method, "/chunks/", status=status, times=0)
+    with ScriptedS3(rule) as server:
+        for name, text in credentials(server.endpoint).items():
+            monkeypatch.setenv(name, text)
+        with redis_server.client() as client:
+            client.flushall()
+        monkeypatch.setenv("DIESEL_URL", f"s3://bucket/prefix?meta={redis_server.url}")
+        for content in (b"old", b"newer"):
+            dlcmd.program("put", write(tmp_path / "source", {"a": content}), "pets")
+        rule.seen = rule.hits = 0
+        rule.times = times
+        dlcmd.program("recover", "pets")
+        assert rule.hits == times
+        if status == 403:  # the other is asked for as long as the README says
+            rule.times = 1000
+            dlcmd.program("recover", "pets", code=13)
+            rule.times = rule.hits
+        assert dlcmd.program("cat", "pets/a").out == b"newer"
 
 
 def test_O1_a_bucket_that_is_none(

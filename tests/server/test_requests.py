@@ -32,11 +32,13 @@ from diesel_fs.errors import (
 from diesel_fs.layout import chunk_object, dataset_object, lease_object
 from diesel_fs.leases import ReadLease, leased_versions
 from diesel_fs.messages import Message
-from diesel_fs.recovery import verify
+from diesel_fs.recovery import recover, verify
 from diesel_fs.repository import Repository
+from diesel_fs.writer import put_file
 from diesel_server.directory import Directory
 from diesel_server.markers import Markers
 
+from ..housekeeping.purged import read_all
 from .served import KEY, Sealer, Served, link_of, read
 from .served import filled as filled
 from .served import server as server
@@ -507,6 +509,36 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
     assert filled.admin.stat("ds", b"last").size == 2
     assert verify(filled.admin, "ds").problems == []
     assert store.exists()
+
+
+def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
+    filled: Served, tmp_path: Path
+) -> None:
+    (chunk,) = filled.chunks()
+    identity = filled.store.dataset("ds").identity
+    view = filled.store.view("ds")
+    files = [view.path(i) for i in view.files().tolist()]
+    contents = read_all(view, filled.store)
+    (tmp_path / "store" / chunk_object(identity, chunk)).unlink()
+    problems = "\n".join(recover(filled.admin, "ds").problems)
+    assert all(f": {os.fsdecode(path)}\n" in problems + "\n" for path in files)
+    source = tmp_path / "source"
+    for path, content in zip(files, contents, strict=True):
+        target = source / os.fsdecode(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        index = view.lookup(path)
+        os.utime(target, ns=(0, view.stat(index).mtime_ns))
+        target.chmod(view.stat(index).mode)
+        report = put_file(filled.admin, "ds", target, path)
+        assert (report.files, report.unchanged) == (1, 0)
+    assert read_all(filled.store.view("ds"), filled.store) == contents
+    assert verify(filled.admin, "ds").sound
+    for each in filled.chunks():
+        (tmp_path / "store" / chunk_object(identity, each)).unlink()
+    assert not recover(filled.admin, "ds").sound
+    assert recover(filled.admin, "ds", forget_lost=True).sound
+    assert len(filled.store.view("ds").files()) == 0
 
 
 def _front(filled: Served, sealer: Sealer, chunk: ChunkId) -> tuple[bytes, bytes]:
