@@ -291,6 +291,8 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
                 "entries": report.seen if dry_run else report.entries,
                 "unchanged": report.unchanged,
                 "deleted": report.deleted,
+                "stripped": report.stripped,
+                "hard_links": report.hard_links,
                 "version": report.version,
                 "failed": json_failed(report.failed),
             }
@@ -308,6 +310,19 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
+        if kept_otherwise := _kept_otherwise(report):
+            say(f"note: {kept_otherwise}")
+
+
+def _kept_otherwise(report: PutReport) -> str:
+    """What of the source the dataset does not keep as it is, in one line; empty for nothing."""
+    parts = []
+    if report.stripped:
+        entries = count_text(report.stripped, "entry")
+        parts.append(f"set-user-ID, set-group-ID and sticky bits of {entries} are not kept")
+    if report.hard_links:
+        parts.append(f"{count_text(report.hard_links, 'hard link')} became files of their own")
+    return "; ".join(parts)
 
 
 def _gone_lines(gone: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:

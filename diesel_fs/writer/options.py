@@ -52,7 +52,8 @@ class PutReport:
     """What a put has done so far; `failed` names each file that was left out, with the reason.
 
     Files and bytes count what was committed; `seen` what the walk has found to do. `gone` is what
-    a dry run would delete, deepest first.
+    a dry run would delete, deepest first. `stripped` counts entries whose set-user-ID, set-group-ID
+    or sticky bits were left out, `hard_links` files that are stored once for each of their names.
     """
 
     files: int = 0
@@ -62,6 +63,8 @@ class PutReport:
     unchanged: int = 0
     deleted: int = 0
     gone: Sequence[bytes] = ()
+    stripped: int = 0
+    hard_links: int = 0
     seen: int = 0
     walked: bool = False
     version: int = 0

@@ -35,6 +35,7 @@ READ_TRIES = 3
 _UPLOAD_TRIES = 8
 _BUILDERS = 4  # one is filled, one is stored, two wait for the store
 _BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
+_LEFT_OUT = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
 _SETTLE_S = 0.02  # between two tries to read a file that is being written
 
 Path = tuple[bytes, bytes]
@@ -49,6 +50,9 @@ class Packer:
 
     Once a chunk could not be stored every method but `close` raises its error: what was added
     before is lost, so nothing may look as if it went well. Start again with a new packer.
+
+    `stripped` counts the entries whose set-user-ID, set-group-ID or sticky bits are left out,
+    `hard_links` the files that have other names as well: each name is a file of its own.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Packer:
         self._thread = ThreadPoolExecutor(1, "store")
         self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
         self._broken: DieselError | None = None
+        self.stripped = self.hard_links = 0
 
     @property
     def extent_bytes(self) -> int:
@@ -139,6 +144,7 @@ class Packer:
         modes: list[int] = []
         mtimes_ns: list[int] = []
         sizes: list[int] = []
+        linked = 0
         open_one, fstat, readv, close = os.open, os.fstat, os.readv, os.close
         with suppress(OSError):
             for name in names:
@@ -163,12 +169,15 @@ class Packer:
                 modes.append(mode)
                 mtimes_ns.append(mtime_ns)
                 sizes.append(size)
+                linked += before.st_nlink > 1
                 end += size
                 left -= size + len(name) + 1
                 if left <= 0:
                     break
         if sizes:
             builder.add_files(path, names[: len(sizes)], modes, mtimes_ns, sizes)
+            self.stripped += sum(1 for mode in modes if mode & _LEFT_OUT)
+            self.hard_links += linked
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: Path) -> None:
@@ -182,6 +191,7 @@ class Packer:
     def add_folder(self, path: Path, mode: int, mtime_ns: int) -> None:
         """Add a folder."""
         self._check()
+        self.stripped += mode & _LEFT_OUT != 0
         self._builder.add_folder(path, mode, mtime_ns)
         self._ship_if_full()
 
@@ -200,6 +210,7 @@ class Packer:
     def add_stream(self, file: BinaryIO, size: int, path: Path, mode: int, mtime_ns: int) -> None:
         """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
         self._check()
+        self.stripped += mode & _LEFT_OUT != 0
         first: Stamp | None = None
         for part in _parts(size, self._extent_bytes):
             length = size if part is None else part.size
@@ -240,6 +251,7 @@ class Packer:
             some = slice(first, at)
             sizes = [*map(len, contents[some])]
             builder.add_files(path, names[some], modes[some], mtimes_ns[some], sizes)
+            self.stripped += sum(1 for mode in modes[some] if mode & _LEFT_OUT)
             self._ship_if_full()
 
     def finish(self) -> None:
@@ -271,6 +283,7 @@ class Packer:
         if count != size or not _same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
+        self._count(before)
         if builder.full:
             self._ship()
         return True
@@ -290,7 +303,12 @@ class Packer:
             if part.number == part.total - 1 and not _same(before, os.fstat(file)):
                 return False
             first = self._add(path, before.st_mode, before.st_mtime_ns, before.st_size, part, first)
+        self._count(before)
         return True
+
+    def _count(self, file: os.stat_result) -> None:
+        self.stripped += file.st_mode & _LEFT_OUT != 0
+        self.hard_links += file.st_nlink > 1
 
     def _add(
         self,

@@ -23,7 +23,8 @@ RESERVED = b".diesel"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What of one folder is to be packed; `entry` is its own (mode, mtime_ns) if that changed."""
+    """What of one folder is to be packed; `entry` is its own (mode, mtime_ns) if that changed, with
+    all bits of the mode."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -104,7 +105,7 @@ class Plan:
             and (stat_there.mode, stat_there.mtime_ns) == own
             and self._readable(at)
         )
-        entry = None if same_folder or listing.unread else own
+        entry = None if same_folder or listing.unread else (listing.mode, listing.mtime_ns)
         if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
             self._mark(at, whole=listing.unread)
             return Changes(listing.path, entry, listing.files, listing.links, int(same_folder))

@@ -12,7 +12,7 @@ is its task.
     from the process    ["id", first chunk or nil]
                         ["stored", preamble, stored header, entries]    the chunk is durable
                         ["packed", [[path, reason], ...]]       one "pack" is done; what failed
-                        ["finished"]                            all is stored
+                        ["finished", stripped, hard links]      all is stored; see `Packer`
                         ["error", class, message, advice]       the put cannot go on
 
 Three threads: one receives, one packs, one stores (in the `Packer`). A process ends with its
@@ -92,7 +92,7 @@ class _PackProcess:
                 batch = self._batches.popleft()
             if batch is None:
                 self._packer.finish()
-                self.send("finished")
+                self.send("finished", self._packer.stripped, self._packer.hard_links)
                 return
             self.send("packed", self._pack(*batch))
 

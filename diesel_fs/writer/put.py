@@ -208,6 +208,8 @@ class _Put:
                 self._report.failed += [(path, reason) for path, reason in values[0]]
             case "finished":
                 worker.finished = True
+                self._report.stripped += values[0]
+                self._report.hard_links += values[1]
             case "error":
                 raise revived(*values)
 

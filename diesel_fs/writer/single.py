@@ -59,6 +59,7 @@ def put_file(
         try:
             packer.add_file(folder, name, split(target))
             packer.finish()
+            report.stripped, report.hard_links = packer.stripped, packer.hard_links
         except Unsettled as reason:
             report.fail(name, str(reason))
         except OSError as error:

@@ -359,6 +359,7 @@ class _TarPut:
         """Make all that was taken durable."""
         assert self._packer is not None
         self._packer.finish()
+        self.report.stripped = self._packer.stripped
 
     def copy_hard_links(self, reader: ContentReader) -> None:
         """Put the hard links as files, with the bytes that their targets have in a snapshot."""
@@ -386,6 +387,7 @@ class _TarPut:
                 continue
             content = io.BufferedReader(ContentFile(reader, source), _READ_BYTES)
             self._packer.add_stream(content, size, split(path), mode, mtime_ns)
+            self.report.hard_links += 1
         self._packer.finish()
 
     def close(self) -> None:
@@ -514,12 +516,13 @@ class _TarPut:
                 same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
                 spool.seek(0)
                 if not same:
-                    self._pack(target, index, entry, cast("BinaryIO", spool), link)
+                    whole = entry._replace(mode=member.mode)
+                    self._pack(target, index, whole, cast("BinaryIO", spool), link)
                     return
         if same:
             self.report.unchanged += 1
         else:
-            self._pack(target, index, entry, content, link)
+            self._pack(target, index, entry._replace(mode=member.mode), content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
         self.report.seen += 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from dlcmd.output import count_text
 from dlcmd.progress import Progress, _Lines
 from tests.trees import facts, odd_tree, write
 
@@ -147,6 +148,36 @@ def test_a_dry_run_names_what_would_go(dlcmd: Dlcmd, tmp_path: Path, kind: str) 
     assert dlcmd("-q", *words).out == b""
     assert b"would delete" not in dlcmd("put", "-n", *words[3:]).out
     assert len(dlcmd("ls", "-R", "pets").out.splitlines()) == 14
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "file"])
+def test_put_says_what_of_modes_and_links_it_does_not_keep(
+    dlcmd: Dlcmd, tmp_path: Path, kind: str
+) -> None:
+    """In one line, of what it has put; and again, where nothing is put, nothing."""
+    source = write(tmp_path / "src", {"su/passwd": b"1", "su/large": bytes(200_000), "plain": b"2"})
+    (source / "su/passwd").chmod(0o4755)
+    (source / "su/large").chmod(0o2711)
+    (source / "su").chmod(0o1777)
+    os.link(source / "plain", source / "linked")
+    os.link(source / "su/passwd", source / "su/other")
+    words: list[str | Path]
+    if kind == "file":
+        words, stripped, links = ["put", source / "su/passwd", "pets/passwd"], 1, 1
+    elif kind == "folder":
+        words, stripped, links = ["put", "--chunk-size", "64K", source, "pets"], 4, 4
+    else:
+        subprocess.run(["tar", "cf", tmp_path / "a.tar", "-C", source, "."], check=True)
+        words, stripped, links = ["put", "--tar", tmp_path / "a.tar", "pets"], 3, 2
+    note = (
+        f"note: set-user-ID, set-group-ID and sticky bits of {count_text(stripped, 'entry')} are"
+        f" not kept; {count_text(links, 'hard link')} became files of their own"
+    )
+    assert dlcmd(*words).out.decode().splitlines()[1:] == [note]
+    assert dlcmd(*words).out.count(b"\n") == 1
+    dlcmd("delete-dataset", "pets", "--yes")
+    done = dlcmd("--json", *words).objects[-1]
+    assert (done["stripped"], done["hard_links"]) == (stripped, links)
 
 
 def test_a_source_that_is_not_there_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
