@@ -10,7 +10,7 @@ May be used from several threads and in forked children, as any `Repository`.
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Self
@@ -41,8 +41,16 @@ from .repository import Repository, Tell, WriteSession
 from .rpc import Answer, Calls, Link
 from .snapshot import Snapshot, Stats
 from .snapshot_pieces import Gathered
-from .snapshots import KeptVersion, SnapshotShelf, keep_private, newest_private, open_private
+from .snapshots import (
+    NO_TALLIES,
+    KeptVersion,
+    SnapshotShelf,
+    keep_private,
+    newest_private,
+    open_private,
+)
 from .storage.metadata import Marker, MetadataStore
+from .tally import Tally
 from .urls import RepositoryUrl
 from .wire_values import (
     PATHS_MAX,
@@ -317,7 +325,14 @@ class RemoteShelf(SnapshotShelf):
     def at(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> Snapshot:
         return self.current(marker.identity)
 
-    def publish(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> int:
+    def publish(
+        self,
+        meta: MetadataStore,
+        marker: Marker,
+        *,
+        full: bool = False,
+        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
+    ) -> int:
         raise UsageError("the server publishes its snapshots itself")
 
     def _fetched(self, identity: UUID, version: int, have: int) -> Snapshot:

@@ -65,11 +65,13 @@ from .snapshots import KeptVersion, SnapshotShelf
 from .storage.metadata import Batch, Marker, MetadataStore, Restarted, chunks_digest
 from .storage.objects import ObjectStore
 from .stores import open_metadata, open_objects, set_metadata_aside
+from .tally import Tally, tally
 from .urls import RepositoryUrl, parse_url
 
 log = logging.getLogger("diesel.repository")
 
 _TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
+_TALLIES_MAX = 1 << 16  # of a dataset, some 200 bytes each: of more chunks the last are compared
 _RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
@@ -100,6 +102,7 @@ class Repository:
         self.snapshots = SnapshotShelf(objects)
         self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
         self.clock = StoreClock(self._store_now_s)
+        self._tallies: dict[UUID, dict[ChunkId, Tally]] = {}  # of chunks that are not published yet
 
     @classmethod
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
@@ -450,7 +453,13 @@ class Repository:
 
     def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
         """Commit chunks together: all of them or none. Idempotent; the version comes back."""
-        return self.commit_batches(identity, *(chunk.batch for chunk in chunks))
+        batches = [chunk.batch for chunk in chunks]
+        version = self.commit_batches(identity, *batches)
+        tallies = self._tallies.setdefault(identity, {})
+        tallies.update((batch.chunk.id, tally(batch.rows)) for batch in batches)
+        while len(tallies) > _TALLIES_MAX:
+            tallies.pop(next(iter(tallies)), None)
+        return version
 
     def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
         """Commit a chunk that is durable, from its preamble and stored header. Idempotent.
@@ -465,13 +474,19 @@ class Repository:
         """Leave the snapshot of the current version beside the chunks; the version comes back.
 
         Everything committed so far is durable on return. `full` starts from nothing rather than
-        from the previous snapshot.
+        from the previous snapshot. What is said of the chunks that this process has committed is
+        compared with their headers; raises CorruptError, and publishes nothing, where it differs.
         """
         info = self.dataset(name)
         if info.marker is None:
             raise self._behind(name)
         self.meta.durable()
-        return self.snapshots.publish(self.meta, info.marker, full=full)
+        tallies = dict(self._tallies.get(info.identity, {}))
+        version = self.snapshots.publish(self.meta, info.marker, full=full, tallies=tallies)
+        left = self._tallies.get(info.identity, {})
+        for chunk in tallies:
+            left.pop(chunk, None)
+        return version
 
     def elsewhere(self, job: str, name: str, fields: Message, tell: Tell) -> Message | None:
         """What a job on a dataset came to that a server behind this repository does (`WIRE.md`);

@@ -9,8 +9,9 @@ A **source** is an array that says for each item of a result which item of (prev
 ones) it is; each column is one take by a source.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 from uuid import UUID
 
@@ -32,6 +33,7 @@ from .entries import (
 from .errors import CorruptError, UsageError
 from .snapshot import Indices, Snapshot
 from .snapshot_plan import Folders, Order, Plan, order_of
+from .tally import Tally, check_tallies
 
 _NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries of which more than a few columns are made at one time
@@ -46,12 +48,14 @@ def merge(
     dataset: str,
     version: int,
     digest: int,
+    tallies: Mapping[ChunkId, Tally] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
     """The next snapshot, as parts to be written one behind the other.
 
     `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` is the whole chunk
-    table, in any order. A row of the root's own path, `b""`, gives its mode and time. Raises
-    UsageError for rows that are no entries, CorruptError for a file whose chunk is not in `chunks`.
+    table, in any order. A row of the root's own path, `b""`, gives its mode and time. What the
+    result says of chunks is compared with their `tallies`. Raises UsageError for rows that are no
+    entries, CorruptError for a file whose chunk is not in `chunks`, or says otherwise.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -62,6 +66,7 @@ def merge(
         raise UsageError("a chunk stands twice in the chunk table")
     plan = Plan(old, rows, Folders(old, rows))
     columns = _Assembly(plan, order_of(plan), table).columns()
+    check_tallies(columns, tallies)
     return layout.write(layout.header_of(columns, identity, dataset, version, digest), columns)
 
 

@@ -21,7 +21,7 @@ from uuid import UUID
 
 import numpy as np
 
-from .entries import RECORD, Rows
+from .entries import RECORD, ChunkId, Rows
 from .errors import (
     ConfigError,
     CorruptError,
@@ -41,6 +41,7 @@ from .snapshot_layout import FRONT_BYTES, MAGIC_BYTES, Header, check_magic, pars
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
+from .tally import Tally
 from .whole_files import unwritable, whole_file
 
 log = logging.getLogger("diesel.repository")
@@ -61,6 +62,7 @@ the last of so many parts of it: a dataset may be put to every second."""
 Part = bytes | bytearray | memoryview
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
+NO_TALLIES: Mapping[ChunkId, Tally] = MappingProxyType({})
 
 NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
 
@@ -195,9 +197,20 @@ class SnapshotShelf:
             memoryview(b"".join(parts)), verify=False
         )
 
-    def publish(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> int:
-        """Put the snapshot of the current version into the store; its version comes back."""
-        version, parts = self._export(meta, marker, full=full)
+    def publish(
+        self,
+        meta: MetadataStore,
+        marker: Marker,
+        *,
+        full: bool = False,
+        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
+    ) -> int:
+        """Put the snapshot of the current version into the store; its version comes back.
+
+        `tallies` are of chunks that were committed. Raises CorruptError, and publishes nothing,
+        where the metadata store says other things of a chunk.
+        """
+        version, parts = self._export(meta, marker, full=full, tallies=tallies)
         name = snapshot_object(marker.identity, version)
         try:
             self._objects.put(name, parts)
@@ -268,7 +281,12 @@ class SnapshotShelf:
         return found
 
     def _export(
-        self, meta: MetadataStore, marker: Marker, *, full: bool
+        self,
+        meta: MetadataStore,
+        marker: Marker,
+        *,
+        full: bool,
+        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
     ) -> tuple[int, Sequence[Part]]:
         """The current version's snapshot: the previous one, and what changed since."""
         previous = None if full else self._previous(marker)
@@ -278,15 +296,22 @@ class SnapshotShelf:
             previous = None
             changes = meta.changes(marker.identity, 0)
         now = changes.marker
-        parts = merge(
-            previous,
-            changes.rows,
-            changes.chunks,
-            identity=now.identity,
-            dataset=now.name,
-            version=now.version,
-            digest=now.digest,
-        )
+        try:
+            parts = merge(
+                previous,
+                changes.rows,
+                changes.chunks,
+                identity=now.identity,
+                dataset=now.name,
+                version=now.version,
+                digest=now.digest,
+                tallies=tallies,
+            )
+        except CorruptError as error:
+            if previous is None:
+                raise
+            log.warning("the snapshot is made from the metadata store alone: %s", error.message)
+            return self._export(meta, marker, full=True, tallies=tallies)
         return now.version, parts
 
     def _previous(self, marker: Marker) -> Snapshot | None:

@@ -37,7 +37,8 @@ L1  layout: entries chunk_id
 L1  snapshot_layout: entries chunk_id chunk
 L1  snapshot: entries chunk_id snapshot_layout
 L1  snapshot_plan: entries chunk_id snapshot snapshot_layout
-L1  snapshot_merge: entries chunk_id chunk snapshot snapshot_layout snapshot_plan
+L1  tally: entries chunk_id snapshot_layout
+L1  snapshot_merge: entries chunk_id chunk snapshot snapshot_layout snapshot_plan tally
 L1  snapshot_match: entries snapshot snapshot_layout
 L1  plans: entries snapshot
 L1  shuffle: entries snapshot

@@ -1,0 +1,146 @@
+"""FAULTS E13: what a writer is about to publish is not what the headers of its chunks say."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from diesel_fs import snapshot_merge
+from diesel_fs.entries import EXTENT, Kind, Rows
+from diesel_fs.errors import CorruptError
+from diesel_fs.recovery import verify
+from diesel_fs.repository import Repository
+from diesel_fs.storage.metadata import Changes
+from diesel_fs.storage.sqlite import SqliteMetadata
+from diesel_fs.writer import PutOptions, put_tree
+from tests.trees import write
+
+SMALL = PutOptions(jobs=1, chunk_bytes=1 << 16, compress="none")
+LARGE = 3 << 16
+PLAIN = ("mtime_ns", "checksum", "offset", "stored", "mode", "size", "codec")
+OF_EXTENT = ("checksum", "offset", "stored", "size", "start", "codec")
+Damage = Callable[[Rows], Rows]
+
+
+def plain(column: str) -> Damage:
+    """One bit of one file's record."""
+
+    def damage(rows: Rows) -> Rows:
+        records = rows.records.copy()
+        whole = (records["kind"] == Kind.FILE) & (records["extents"] == 1)
+        records[column][np.flatnonzero(whole)[0]] ^= 1
+        return replace(rows, records=records)
+
+    return damage
+
+
+def of_extent(column: str) -> Damage:
+    """One bit of one extent."""
+
+    def damage(rows: Rows) -> Rows:
+        row = int(np.flatnonzero(rows.records["extents"] > 1)[0])
+        extents = np.frombuffer(rows.tails[row], EXTENT).copy()
+        extents[column][1] ^= 1
+        return replace(rows, tails={**rows.tails, row: extents.tobytes()})
+
+    return damage
+
+
+def swapped(rows: Rows) -> Rows:
+    """The times of two files."""
+    records = rows.records.copy()
+    files = np.flatnonzero((records["kind"] == Kind.FILE) & (records["extents"] == 1))[:2]
+    records["mtime_ns"][files] = records["mtime_ns"][files[::-1]]
+    return replace(rows, records=records)
+
+
+def other_chunk(rows: Rows) -> Rows:
+    """A file is said to lie in another chunk."""
+    chunk = rows.chunk.copy()
+    one = int(np.flatnonzero(rows.records["kind"] == Kind.FILE)[0])
+    chunk[one] = (chunk[one] + 1) % len(rows.chunks)
+    return replace(rows, chunk=chunk)
+
+
+DAMAGES: dict[str, Damage] = {
+    **{column: plain(column) for column in PLAIN},
+    **{f"extent's {column}": of_extent(column) for column in OF_EXTENT},
+    "two times": swapped,
+    "chunk": other_chunk,
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    files = {f"d{i % 3}/{i}": bytes([i % 251]) * (100 + i) for i in range(1000)}
+    return write(tmp_path / "source", {**files, "large": bytes(LARGE), "empty": b""})
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
+    repository: Repository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The put fails; what is published stays, and once the metadata are right again it goes on."""
+    put_tree(repository, "ds", write(source.parent / "first", {"first": b"1"}), options=SMALL)
+    published = repository.snapshots.versions(repository.dataset("ds").identity)
+    changes = SqliteMetadata.changes
+
+    def damaged(self: SqliteMetadata, identity: UUID, since: int) -> Changes:
+        found = changes(self, identity, since)
+        if len(found.rows) < 500:  # before the put's own
+            return found
+        return replace(found, rows=DAMAGES[case](found.rows))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteMetadata, "changes", damaged)
+        with pytest.raises(CorruptError):
+            put_tree(repository, "ds", source, options=SMALL)
+    assert repository.snapshots.versions(repository.dataset("ds").identity) == published
+    put_tree(repository, "ds", source, options=SMALL)
+    assert verify(repository, "ds").problems == []
+
+
+def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
+    repository: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the memory that holds the previous version's columns is damaged."""
+    put_tree(repository, "ds", write(source.parent / "first", {"first": b"1"}), options=SMALL)
+    merge, hits = snapshot_merge.merge, []
+
+    def damaged(previous: object, rows: Rows, *rest: object, **more: object) -> object:
+        if previous is not None and len(rows) > 500:
+            hits.append(rows)
+            rows = plain("mtime_ns")(rows)
+        return merge(previous, rows, *rest, **more)  # type: ignore[arg-type]  # handed on
+
+    monkeypatch.setattr("diesel_fs.snapshots.merge", damaged)
+    put_tree(repository, "ds", source, options=SMALL)
+    assert hits
+    monkeypatch.undo()
+    view = repository.snapshots.check(*_newest(repository))
+    for path in (b"first", b"d1/1"):
+        assert view.lookup(path) > 0
+    assert view.stat(view.lookup(b"d1/1")).mtime_ns == (source / "d1/1").stat().st_mtime_ns
+    assert verify(repository, "ds").problems == []
+
+
+def _newest(repository: Repository) -> tuple[UUID, int]:
+    identity = repository.dataset("ds").identity
+    return identity, repository.snapshots.newest(identity)
+
+
+def test_files_that_are_replaced_before_they_are_published_are_no_damage(
+    repository: Repository, source: Path
+) -> None:
+    """Their chunk has fewer places by then."""
+    first, second = repository.begin("ds"), repository.begin("ds")
+    put_tree(repository, "ds", source, options=SMALL)
+    second.delete([b"d1/1", b"large"])
+    first.finish()
+    second.finish()
+    write(source, {"d1/1": b"again"})
+    put_tree(repository, "ds", source, options=SMALL)
+    assert verify(repository, "ds").problems == []
