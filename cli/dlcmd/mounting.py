@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,12 @@ from diesel_fs.task.request import TaskOptions, key_in
 
 from .mount_stats import lines
 from .options import flags, size, verb, versioned_dataset
-from .output import emit, say, say_json
+from .output import emit, remark, say, say_json
+from .progress import Progress, draws, shown_progress
+
+LOADING_LOOK_S, LOADING_LOOKS_MAX = 0.5, 10
+"""How often a mount is asked how far it has come with loading, and how often it may tell nothing:
+it does not where nothing is pushed (pyfuse3)."""
 
 
 def octal(text: str) -> int:
@@ -170,7 +176,8 @@ def mount(
 ) -> None:
     """Mount a dataset as a read-only folder; returns when reads work.
 
-    DIR is made where it is missing, and removed again when the mount goes.
+    DIR is made where it is missing, and removed again when the mount goes. With --policy oneshot, a
+    terminal shows how loading goes on; Ctrl-C then ends that, and not the mount.
 
     \b
     Examples:
@@ -230,6 +237,31 @@ def mount(
         say_json({"dataset": name, "mountpoint": request.mountpoint})
     else:
         say(f"{name} is mounted on {request.mountpoint}")
+    if policy == "oneshot" and draws():
+        _show_loading(name, request.mountpoint)
+
+
+def _show_loading(name: str, mountpoint: str) -> None:
+    """Draws how far the mount has come with making all resident, until it has, or has no room."""
+    unknown = 0  # looks at which the mount did not tell
+    try:
+        with shown_progress(f"load {name}", "chunks") as show:
+            while unknown < LOADING_LOOKS_MAX:
+                told = stats_of(mountpoint).get("residency")
+                match told:
+                    case {
+                        "oneshot_chunks": int(count),
+                        "oneshot_done_chunks": int(done),
+                        "has_room": bool(has_room),
+                    }:
+                        show(Progress(done, count))
+                        if done == count or not has_room:
+                            return
+                    case _:
+                        unknown += 1
+                time.sleep(LOADING_LOOK_S)
+    except KeyboardInterrupt:
+        remark(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
 
 
 def _task_key(file: Path | None) -> str:

@@ -32,6 +32,12 @@ class _Bar(Protocol):
     def close(self) -> None: ...
 
 
+def draws() -> bool:
+    """Whether a bar is seen: on a terminal, without -q or --json."""
+    found = flags()
+    return not (found.json or found.quiet) and sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def shown_progress(title: str, unit: str = "entries") -> Iterator[Show]:
     """Where to report progress, as often as one likes. It never fails: work goes on unseen.
@@ -41,7 +47,7 @@ def shown_progress(title: str, unit: str = "entries") -> Iterator[Show]:
     found = flags()
     if found.json and not found.quiet:
         yield _Lines(time.monotonic(), unit).report
-    elif not found.quiet and sys.stderr is not None and sys.stderr.isatty():
+    elif draws():
         from .drawing import Bar  # noqa: PLC0415  # rich takes 0.1 s to import
 
         bar = Bar(title, unit)

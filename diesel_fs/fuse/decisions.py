@@ -89,7 +89,10 @@ class StreamStats(TypedDict):
 
 
 class ResidencyStats(TypedDict):
-    """Counters since the start, and the state now."""
+    """Counters since the start, and the state now. `oneshot_chunks` is how many chunks are to be
+    made resident from the start, and `oneshot_done_chunks` how many have been; without room
+    (`has_room`) no further ones are.
+    """
 
     pushes: int
     pushed_entries: int
@@ -102,4 +105,7 @@ class ResidencyStats(TypedDict):
     resident_bytes: int
     known_bytes: int
     budget_bytes: int
+    has_room: bool
+    oneshot_chunks: int
+    oneshot_done_chunks: int
     streams: list[StreamStats]

@@ -43,7 +43,9 @@ def mount(
     allow_other: bool = False,
     **task: Unpack[TaskWords],
 ) -> Mounted:
-    """Mount a dataset (an open one, or by name and `url`) on an empty folder; reads work on return.
+    """Mount a dataset (an open one, or by name and `url`); reads work on return.
+
+    The folder is empty, or missing: then it is made, and removed when the mount goes.
 
     `"pets@1790000000000000"` is mounted at that version, which is kept, and so is a dataset that
     was opened there. What an open dataset has not flushed does not show. The words about a task are

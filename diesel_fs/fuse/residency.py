@@ -316,6 +316,9 @@ class Residency:
             resident_bytes=self._held.bytes,
             known_bytes=self._known * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
+            has_room=self._unplanned.has_room(self._room()),
+            oneshot_chunks=self._unplanned.in_turn_count,
+            oneshot_done_chunks=self._unplanned.done_count,
             streams=[follow.stats() for follow in follows],
         )
 

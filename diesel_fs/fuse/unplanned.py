@@ -21,6 +21,8 @@ class Unplanned:
         self._count = chunk_count
         self._missed: dict[int, None] = {}
         self._fill = 0 if everything else chunk_count  # the next chunk in turn
+        self.in_turn_count = chunk_count if everything else 0
+        """How many chunks are to be pushed in turn."""
         self._too_large_bytes: int | None = None  # of what last had no room
 
     def missed(self, chunk: int, need_bytes: int, room_bytes: int, now_s: float) -> None:
@@ -46,6 +48,11 @@ class Unplanned:
             if len(entries):
                 return entries
         return None
+
+    @property
+    def done_count(self) -> int:
+        """How many of those have had their turn."""
+        return self._fill - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:
         """Whether the next miss may lead to a push; where the last had no room, none will."""

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from diesel_fs.errors import DieselError
+from diesel_fs.fuse import umount
 from diesel_fs.fuse.mountpoint import mounted_at
 from dlcmd.mount_stats import lines
 from tests.ordinary_user import needs_root
@@ -36,6 +38,39 @@ def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: P
     assert f"{999 << 40:,} bytes of memory are more than the" in said
     assert "--offline goes with --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
     assert not at.exists()
+
+
+@pytest.mark.fuse
+def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """With `--policy oneshot`: until all is loaded, or there is no room for more."""
+    files = {f"{number}": os.urandom(60_000) for number in range(200)}
+    dlcmd("put", "--chunk-size", "256K", write(tmp_path / "src", files), "pets")
+    at = tmp_path / "mnt"
+    for memory, whole in (("256M", True), ("5M", False)):
+        ours, terminal = os.openpty()
+        words = ["mount", "--policy", "oneshot", "--memory", memory, "pets", str(at)]
+        with subprocess.Popen(
+            [sys.executable, "-m", "dlcmd", *words],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE, stderr=terminal,
+        ) as process:  # fmt: skip
+            os.close(terminal)
+            said = b"".join(_read_to_the_end(ours))
+            assert process.wait(60) == 0, said
+        os.close(ours)
+        assert b"load pets" in said
+        assert b"chunks" in said
+        told = dlcmd("--json", "stats", at).objects[0]["residency"]
+        assert isinstance(told, dict)
+        assert (told["oneshot_done_chunks"] == told["oneshot_chunks"]) == whole
+        assert whole or not told["has_room"]
+        dlcmd("umount", at)
+
+
+def _read_to_the_end(terminal: int) -> Iterator[bytes]:
+    with suppress(OSError):  # EIO, when the other end is closed
+        while read := os.read(terminal, 1 << 16):
+            yield read
 
 
 @pytest.mark.fuse
@@ -251,14 +286,18 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
     """Ctrl-C, a terminal that goes away, a kill: no mount comes up later."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     folder = tmp_path / "made" / "mnt"
-    for _ in range(20):  # it may be ready before it is interrupted
-        with dlcmd.start("mount", "pets", folder) as process:
+    for attempt in range(20):  # it may be ready before it is interrupted
+        log = tmp_path / f"log{attempt}"
+        with dlcmd.start("mount", "--log-file", log, "pets", folder) as process:
             wait_until(lambda: MOMENTS[moment](folder) or process.poll() is not None)
             process.send_signal(number)
             _, said = process.communicate(timeout=60)
-        if process.returncode:
+        was_ready = number == signal.SIGKILL and log.exists() and "is mounted on" in log.read_text()
+        if process.returncode and not was_ready:
             break
-        dlcmd("umount", folder)
+        with suppress(DieselError):
+            umount(folder)
+        wait_until(lambda: not _processes_of(folder))
     assert process.returncode == code, said
     if number == signal.SIGKILL:  # it can wait for nothing; who forks may be missed by one look
         wait_until(lambda: not any(_processes_of(folder) for _ in range(2)))
