@@ -37,7 +37,14 @@ from .layout import snapshot_object, snapshot_prefix, version_of_object
 from .leases import EVERY_VERSION, Policy, leased_versions, read_policy
 from .settings import cache_folder, private_folder
 from .snapshot import Snapshot
-from .snapshot_layout import FRONT_BYTES, MAGIC_BYTES, Header, check_magic, parse_front
+from .snapshot_layout import (
+    FRONT_BYTES,
+    MAGIC_BYTES,
+    Header,
+    check_magic,
+    content_mark,
+    parse_front,
+)
 from .snapshot_merge import merge
 from .storage.metadata import Marker, MetadataStore
 from .storage.objects import ObjectStore
@@ -208,16 +215,24 @@ class SnapshotShelf:
         """Put the snapshot of the current version into the store; its version comes back.
 
         `tallies` are of chunks that were committed. Raises CorruptError, and publishes nothing,
-        where the metadata store says other things of a chunk.
+        where the metadata store says other things of a chunk, or that version has been published
+        with another content.
         """
         version, parts = self._export(meta, marker, full=full, tallies=tallies)
         name = snapshot_object(marker.identity, version)
         try:
             self._objects.put(name, parts)
-        except ObjectExists:  # another writer's: a version has one content, unless it is damaged
-            if not self._is_sound(marker.identity, version):
+        except ObjectExists:  # another writer's, which is equal, or a damaged one
+            there = self._content(marker.identity, version)
+            if not there:
                 self._objects.delete(name)
                 self._objects.put(name, parts)
+            elif there != content_mark(parts[0]):
+                raise CorruptError(
+                    f"version {version} of {marker.name!r} is published with another content than"
+                    " the metadata have",
+                    advice=f"run `dlcmd recover {marker.name}`, which makes another version",
+                ) from None
         self._damaged.discard(name)
         self._thin(marker.identity)
         return version
@@ -265,12 +280,12 @@ class SnapshotShelf:
         """`load`, without a private copy being made."""
         return open_private(identity, version) or self.check(identity, version)
 
-    def _is_sound(self, identity: UUID, version: int) -> bool:
+    def _content(self, identity: UUID, version: int) -> bytes:
+        """What tells a published version's content; nothing where it is damaged."""
         try:
-            self.check(identity, version)
+            return content_mark(self.check(identity, version).buffer)
         except FormatError:
-            return False
-        return True
+            return b""
 
     def check(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot object of a version, in memory, checked whole. Raises FormatError."""

@@ -405,7 +405,20 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
     return b"".join(layout.write(header, columns))
 
 
-@pytest.mark.parametrize("field", ["mtime_ns", "flags", "checksum", "offset"])
+def test_a_version_is_not_published_with_another_content(
+    repository: Repository, lost: ChunkId, second: Path
+) -> None:
+    view = repository.view("ds")
+    file = repository.url.path / snapshot_object(view.identity, view.version)
+    file.chmod(0o644)
+    file.write_bytes(forged(view, b"d/b", "mtime_ns"))
+    with pytest.raises(CorruptError, match="another content"):
+        repository.publish("ds", full=True)
+    assert recover(repository, "ds").sound
+    assert repository.publish("ds", full=True) > view.version
+
+
+@pytest.mark.parametrize("field", ["mtime_ns", "flags", "checksum"])
 def test_verify_compares_the_published_snapshot_column_by_column(
     repository: Repository, lost: ChunkId, second: Path, field: str
 ) -> None:
