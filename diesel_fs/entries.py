@@ -30,6 +30,8 @@ NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 262_144
 """1,000 folders of 250-byte names; longer ones are reachable on no system we know."""
 
+_BLOCK_BYTES = 1 << 22  # of names that are looked at together
+
 MODE_MASK = 0o777
 """Set-user-ID, set-group-ID and sticky bits never travel."""
 
@@ -140,19 +142,34 @@ class Names(Sequence[bytes]):
     def starts(self) -> npt.NDArray[np.int64]:
         """Where each name starts in `joined`, and last where one behind them would."""
         if self._starts is None:
-            self._starts = np.zeros(self._count + 1, np.int64)
-            if self._count:
-                nuls = np.flatnonzero(np.frombuffer(self.joined, np.uint8) == 0)
-                np.add(nuls, 1, out=self._starts[1:-1])
-                self._starts[-1] = len(self.joined) + 1
+            self._starts = self._find_starts()
         return self._starts
+
+    def _find_starts(self) -> npt.NDArray[np.int64]:
+        starts = np.zeros(self._count + 1, np.int64)
+        if self._count:
+            data, at = np.frombuffer(self.joined, np.uint8), 1
+            for first in range(0, len(data), _BLOCK_BYTES):
+                nuls = np.flatnonzero(data[first : first + _BLOCK_BYTES] == 0)
+                starts[at : at + len(nuls)] = nuls + (first + 1)
+                at += len(nuls)
+            starts[-1] = len(self.joined) + 1
+        return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
         """The names without anything between them: where each starts, and last their end."""
-        starts = self.starts - np.arange(self._count + 1)
+        starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
+        starts -= np.arange(self._count + 1)
         if self._is_split_by_nuls:
             return starts, self.joined.replace(b"\0", b"")
         return starts, b"".join(self)
+
+    def empty_ones(self) -> npt.NDArray[np.int64]:
+        """The indices of names that are empty."""
+        first, last = self.joined[:1], self.joined[-1:]
+        if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.diff(self.starts) == 1)
 
     def are_allowed(self) -> bool:
         """Whether each is a name by the rules for paths (`name_fault`)."""

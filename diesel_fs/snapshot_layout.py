@@ -74,6 +74,7 @@ SHADOWED = np.dtype(
         ("spare", "<u4"),
     ]
 )
+_BLOCK = 1 << 18  # values that are looked at together
 
 
 class Columns(NamedTuple):
@@ -379,8 +380,12 @@ def longest_path_bytes(parent: U4, name_start: U8, child_end: I8) -> int:
 
 
 def _exact_sum(values: U8) -> int:
-    low = int((values & np.uint64(0xFFFFFFFF)).sum())
-    return low + (int((values >> np.uint64(32)).sum()) << 32)
+    low = high = 0
+    for start in range(0, len(values), _BLOCK):
+        some = values[start : start + _BLOCK]
+        low += int((some & np.uint64(0xFFFFFFFF)).sum())
+        high += int((some >> np.uint64(32)).sum())
+    return low + (high << 32)
 
 
 def check(header: Header, columns: Columns) -> None:

@@ -56,6 +56,7 @@ def merge(
     table, in any order. A row of the root's own path, `b""`, gives its mode and time. What the
     result says of chunks is compared with their `tallies`. Raises UsageError for rows that are no
     entries, CorruptError for a file whose chunk is not in `chunks`, or says otherwise.
+    Of many rows it takes least memory if the caller keeps none of them: they go on the way.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -65,7 +66,11 @@ def merge(
     if len({chunk.id for chunk in table}) != len(table):
         raise UsageError("a chunk stands twice in the chunk table")
     plan = Plan(old, rows, Folders(old, rows))
-    columns = _Assembly(plan, order_of(plan), table).columns()
+    del rows
+    order = order_of(plan)
+    del plan.hash, plan.ascends, plan.coming_rows  # the order has what is needed of them
+    columns = _Assembly(plan, order, table).columns()
+    del plan, order
     check_tallies(columns, tallies)
     return layout.write(layout.header_of(columns, identity, dataset, version, digest), columns)
 
@@ -134,23 +139,24 @@ class _Assembly:
     def columns(self) -> layout.Columns:
         """All sections."""
         n = self.count
-        parent = self._parent()
-        name_start, names = self._names()
-        fingerprint, slot = self._index()
-        held = np.bincount(parent[1:], minlength=n)
-        ends = 1 + np.cumsum(held)
-        if layout.longest_path_bytes(parent, name_start, ends) > PATH_BYTES_MAX:
-            raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
-        held, first_child = held.astype(np.uint32), (ends - held).astype(np.uint32)
-        del ends
         data_source, shadowed_entries = self._data_source()
         data, tails, extents = self._data(data_source)
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
         self._number_chunks(data, data_source)
+        del data_source, self.plan.rows  # all but their names is in `data` now
+        parent = self._parent()
+        held = np.bincount(parent[1:], minlength=n)
+        ends = 1 + np.cumsum(held)
         folders = np.flatnonzero(layout.kinds(data.flags[:n]) == Kind.FOLDER)
         data.offset[folders] = held[folders]
-        data.chunk[folders] = first_child[folders]
+        data.chunk[folders] = (ends - held)[folders]
+        del held
+        name_start, names = self._names()
+        if layout.longest_path_bytes(parent, name_start, ends) > PATH_BYTES_MAX:
+            raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
+        del ends
+        fingerprint, slot = self._index()
         shadowed = np.zeros(len(shadowed_entries), layout.SHADOWED)
         shadowed["entry"] = shadowed_entries
         for name, column in data._asdict().items():
@@ -187,15 +193,17 @@ class _Assembly:
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
-        starts = np.concatenate([made_starts, row_starts[1:].astype(np.uint64) + made_starts[-1]])
+        del plan.names
+        row_starts += len(made)
+        starts = np.concatenate([made_starts, row_starts[1:].view(np.uint64)])
         names = np.frombuffer(packed, np.uint8)
         if len(made):
             names = np.concatenate([made, names])
-        del row_starts
+        del row_starts, packed
         self._check_new(starts, names)
         source: Indices = np.empty(self.count, np.int64)
         source[self.kept_index] = self.kept
-        source[order.new_index] = self.old_count + order.new_item
+        source[order.new_index] = order.new_item.astype(np.int64) + self.old_count
         padding = np.frombuffer(layout.NAME_PADDING, np.uint8)
         return _splice((self.old.name_start, self.old.names), (starts, names), source, padding)
 
@@ -235,7 +243,7 @@ class _Assembly:
         source: Indices = np.empty(self.count + len(hidden), np.int64)
         source[self.kept_index] = plan.data[self.kept]
         made = len(order.made)
-        source[order.new_index] = order.new_item + (plan.first_row - made)
+        source[order.new_index] = order.new_item.astype(np.int64) + (plan.first_row - made)
         of_made = np.flatnonzero(order.new_item < made)
         of_folder = np.array([plan.new_data[number] for number in order.made], np.int64)
         source[order.new_index[of_made]] = of_folder[order.new_item[of_made]]
@@ -341,20 +349,25 @@ class _Assembly:
         return extents
 
     def _number_chunks(self, data: _Data, data_source: Indices) -> None:
-        one = (layout.kinds(data.flags) == Kind.FILE) & ((data.flags & layout.MANY) == 0)
         of_rows = [self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.rows.chunks]
         numbers = np.concatenate([self._number_of_old, np.array(of_rows, np.uint32)])
-        if (data.chunk[one] >= len(numbers)).any():
-            raise UsageError("a row names a chunk that it does not have")
-        data.chunk[one] = numbers[data.chunk[one]]
-        lost = np.flatnonzero(one & (data.chunk == _NO_CHUNK))
-        if len(lost):
-            self._lost_chunk(data_source, lost[0])
-        self._check_places(data, data_source, one)
+        for start in range(0, len(data_source), _BLOCK):
+            here = slice(start, start + _BLOCK)
+            flags = data.flags[here]
+            one = np.flatnonzero((layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0))
+            one += start
+            chunk = data.chunk[one]
+            if (chunk >= len(numbers)).any():
+                raise UsageError("a row names a chunk that it does not have")
+            chunk = data.chunk[one] = numbers[chunk]
+            lost = np.flatnonzero(chunk == _NO_CHUNK)
+            if len(lost):
+                self._lost_chunk(data_source, one[lost[0]])
+            self._check_places(data, data_source, one)
 
-    def _check_places(self, data: _Data, data_source: Indices, one: layout.Mask) -> None:
+    def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
         """The rows of the result lie where their chunks can hold them, as all readers demand."""
-        new = np.flatnonzero(one & (data_source >= self.plan.first_row))
+        new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
         places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
         wrong = no_places(*places, data.offset[new], object_bytes)
@@ -404,8 +417,8 @@ def _splice(
     """
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)
-    lengths = np.concatenate([np.diff(old[0]), np.diff(new[0])])
-    np.cumsum(lengths[source], out=starts[1:])
+    lengths = np.concatenate([np.diff(each[0]).astype(np.uint32) for each in (old, new)])
+    np.cumsum(lengths[source], dtype=np.uint64, out=starts[1:])
     del lengths
     breaks = np.diff(source, prepend=-2) != 1
     breaks |= source == count

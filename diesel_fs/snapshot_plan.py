@@ -50,7 +50,7 @@ class Folders:
                     levels.append(level)
             id_of_row_folder[used] = at
         self._sort(ids, levels)
-        self.of_row: Indices = self._rank[id_of_row_folder][rows.folder]
+        self.of_row: layout.U4 = self._rank[id_of_row_folder].astype(np.uint32)[rows.folder]
         self.number = {
             (int(self._rank[parent]), name): int(self._rank[at])
             for (parent, name), at in ids.items()
@@ -104,6 +104,8 @@ class Plan:
         """By folder, how many entries it holds."""
         self.new_data: dict[int, int] = {}
         """By folder that is new, the data that it shows."""
+        self.coming_rows: Indices
+        """The rows that are new entries, ascending."""
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -151,9 +153,8 @@ class Plan:
         likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
         at = np.searchsorted(wanted, self.hash[likely])
         likely = likely[wanted[np.minimum(at, len(wanted) - 1)] == self.hash[likely]]
-        of_root = np.flatnonzero((np.diff(self.names.starts) == 1) & (folders.of_row == 0))
         own = dict[int, int]()
-        for i in np.union1d(likely, of_root).tolist():
+        for i in np.union1d(likely, self.names.empty_ones()).tolist():
             folder, name = int(folders.of_row[i]), self.names[i]
             number = folders.number.get((folder, name)) if name or folder else 0
             if number is not None:
@@ -167,17 +168,21 @@ class Plan:
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
+        if old.entry_count == 1:  # there is nothing but the root, which is no leaf
+            self.coming_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
+            counted = folders.of_row[self.coming_rows]
+            self.live += np.bincount(counted, minlength=len(folders))
+            return
         leaf_rows = np.flatnonzero(leaf)
-        folder = folders.of_row[leaf_rows]
+        folder = folders.of_row[leaf_rows].astype(np.int64)
         above = np.array(folders.old, np.int64)[folder]
         names = self.names
-        if own_row and old.entry_count > 1:  # otherwise nobody looks at them
+        if own_row:
             names = Names.of(compress(names, leaf.tolist()))
         at = old.find_many(above, self.hash[leaf_rows], names)
         kind = rows.records["kind"][leaf_rows]
         comes, there = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
         self.coming_rows = leaf_rows[comes]
-        """The rows that are new entries, ascending."""
         self._change(at[there], leaf_rows[there], kind[there])
         goes = folder[there][self.removed[at[there]]]
         self.live += np.bincount(folder[comes], minlength=len(folders))
@@ -248,11 +253,11 @@ class Order:
 
     made: list[int]
     """Numbers of `Folders`: those that are made."""
-    new_folder: Indices
+    new_folder: layout.U4
     """A number of `Folders`."""
-    new_item: Indices
+    new_item: layout.U4
     new_hash: layout.U8
-    new_index: Indices
+    new_index: layout.U4
     old_index: Indices
     """Of each old entry its new index; meaningless for removed ones."""
     folder_index: Indices
@@ -263,19 +268,22 @@ def order_of(plan: Plan) -> Order:
     """The order of what the plan keeps and adds. Raises UsageError for a path that stands twice."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
-    above = np.array([folders.parent[number] for number in made], np.int64)
+    above = np.array([folders.parent[number] for number in made], np.uint32)
     folder = np.concatenate([above, folders.of_row[plan.coming_rows]])
-    item = np.concatenate([np.arange(len(made)), len(made) + plan.coming_rows])
+    item = np.empty(len(folder), np.uint32)
+    item[: len(made)] = np.arange(len(made))
+    item[len(made) :] = plan.coming_rows + len(made)
     order = _sorted_by_name(plan, made, folder, item)
     position = np.empty(len(made), np.int64)
     of_made = np.flatnonzero(order < len(made))
     position[order[of_made]] = of_made
     folder, item = folder[order], item[order]
+    del order
     places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
     gone = np.concatenate([[0], np.cumsum(plan.removed)])
     come = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
     old_index = np.arange(n) - gone[:-1] + come
-    new_index = places - gone[places] + np.arange(len(places))
+    new_index = (places - gone[places] + np.arange(len(places))).astype(np.uint32)
     folder_index = old_index[np.array(folders.old, np.int64)]
     folder_index[made] = new_index[position]
     made_hash = np.array([folders.hash[number] for number in made], np.uint64)
@@ -290,29 +298,24 @@ def order_of(plan: Plan) -> Order:
     )
 
 
-def _names_of(plan: Plan, made: list[int], item: Indices) -> list[bytes]:
+def _names_of(plan: Plan, made: list[int], item: layout.U4) -> list[bytes]:
     """The names of items."""
-    names = (
-        plan.names.take(np.maximum(item - len(made), 0)) if len(plan.names) else [b""] * len(item)
-    )
-    for i in np.flatnonzero(item < len(made)).tolist():
-        names[i] = plan.folders.name[made[item[i]]]
-    return names
+    is_row = item >= len(made)
+    of_rows = iter(plan.names.take(item[is_row].astype(np.int64) - len(made)))
+    of_made = (plan.folders.name[made[i]] for i in item[~is_row].tolist())
+    return [next(of_rows if each else of_made) for each in is_row.tolist()]
 
 
-def _sorted_by_name(plan: Plan, made: list[int], folder: Indices, item: Indices) -> Indices:
+def _sorted_by_name(plan: Plan, made: list[int], folder: layout.U4, item: layout.U4) -> Indices:
     """The order of items by folder, then name. Rows of a folder mostly are in order already."""
     order = np.argsort(folder, kind="stable")
-    row = item - len(made)
     fits: layout.Mask = np.zeros(len(item), np.bool_)
     """Of each item, whether the next of its folder comes behind it by its name."""
-    fits[:-1] = (row[:-1] >= 0) & (row[1:] == row[:-1] + 1)
-    fits[fits] = plan.ascends[row[fits]]
+    fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
+    fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
-    broken = np.flatnonzero(
-        (sorted_folder[1:] == sorted_folder[:-1])
-        & ~(fits[order[:-1]] & (order[1:] == order[:-1] + 1))
-    )
+    together = sorted_folder[1:] == sorted_folder[:-1]
+    broken = np.flatnonzero(together & ~(fits[order[:-1]] & (np.diff(order) == 1)))
     for number in np.unique(sorted_folder[broken]).tolist():
         start, end = np.searchsorted(sorted_folder, [number, number + 1]).tolist()
         names = _names_of(plan, made, item[order[start:end]])
@@ -324,14 +327,16 @@ def _sorted_by_name(plan: Plan, made: list[int], folder: Indices, item: Indices)
     return order
 
 
-def _runs(values: Indices) -> tuple[Indices, Indices]:
+def _runs(values: layout.U4) -> tuple[Indices, Indices]:
     """Where each run of equal values starts, and how long it is."""
-    starts = np.flatnonzero(np.diff(values, prepend=-1))
+    change = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=change[1:])
+    starts = np.flatnonzero(change)
     return starts, np.diff(starts, append=len(values))
 
 
 def _places(
-    plan: Plan, made: list[int], folder: Indices, item: Indices, made_position: dict[int, int]
+    plan: Plan, made: list[int], folder: layout.U4, item: layout.U4, made_position: dict[int, int]
 ) -> Indices:
     """Before which old entry each new one comes (the old count: at the end); ascending."""
     old, folders = plan.old, plan.folders

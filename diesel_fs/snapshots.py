@@ -310,12 +310,13 @@ class SnapshotShelf:
             # The metadata store has forgotten chunks since: this is no continuation of `previous`
             previous = None
             changes = meta.changes(marker.identity, 0)
-        now = changes.marker
+        now, chunks, rows = changes.marker, changes.chunks, [changes.rows]
+        del changes  # so that the merge can let go of the rows: of millions they are much
         try:
             parts = merge(
                 previous,
-                changes.rows,
-                changes.chunks,
+                rows.pop(),
+                chunks,
                 identity=now.identity,
                 dataset=now.name,
                 version=now.version,
