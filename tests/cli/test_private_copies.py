@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.program import Server, new_repository
 from tests.trees import Facts, facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -107,3 +108,34 @@ def test_E12_a_flipped_bit_changes_no_answer(user: User, place: str, share: floa
     user.flip(PLACES[place], share)
     user.dlcmd("verify", "pets")
     assert "private copy" not in user.dlcmd("ls", "pets").err
+
+
+DAMAGED = ["name_start", "flags", "size", "checksum", "names"]
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("place", DAMAGED)
+def test_E12_a_mount_shows_right_bytes(user: User, place: str) -> None:
+    user.flip(PLACES[place], 0.5)
+    at = user.top / "mnt"
+    user.dlcmd.program("mount", "pets", at)
+    try:
+        assert facts(at) == facts(user.source)
+    finally:
+        user.dlcmd.program("umount", at)
+
+
+def test_E12_a_servers_client_fetches_the_version_again(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = dlcmd.store.as_uri()
+    who = new_repository(url)["root"]
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "of the server")}
+    with Server(tmp_path / "server", "--store", url, environment=cache) as server:
+        monkeypatch.setenv("DIESEL_USER", who.user)
+        monkeypatch.setenv("DIESEL_KEY", who.key_text)
+        monkeypatch.setenv("DIESEL_URL", server.url)
+        user = User(dlcmd, tmp_path, monkeypatch)
+        for place in DAMAGED:
+            user.flip(PLACES[place], 0.5)
+            assert dlcmd("ls", "-lR", "--json", "pets").out == user.listed
