@@ -229,7 +229,10 @@ class ServerEnd:
 
     def descriptors(self, count: int) -> list[int]:
         """What came along with the first byte; fewer where the server has gone."""
-        return self._kept(socket.recv_fds(self._socket, 1, count)[1])
+        try:
+            return self._kept(socket.recv_fds(self._socket, 1, count)[1])
+        except ConnectionError:  # it has not read all that was sent
+            return []
 
     def handed_over(self, count: int) -> list[int]:
         """What came along with the last message. Raises ValueError where that is another number."""
