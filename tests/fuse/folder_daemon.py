@@ -1,7 +1,8 @@
 """The mount daemon over a `folder_dataset`: the real program with another source.
 
 `request.url` names the source folder, `request.dataset` the dataset. The environment variables
-`WATCHDOG` and `LACKING` set the watchdog's patience, and bits of INIT that this kernel lacks.
+`WATCHDOG`, `GRACE` and `LACKING` set the watchdog's patience, that with reads at the end, and bits
+of INIT that this kernel lacks.
 """
 
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import trio
 
 from diesel_fs.errors import NoSuchDataset
-from diesel_fs.fuse import protocol
+from diesel_fs.fuse import protocol, server
 from diesel_fs.fuse.daemon import WATCHDOG_S, main
 from diesel_fs.fuse.request import MountRequest
 from diesel_fs.fuse.source import Source, SourceOpener
@@ -23,6 +24,7 @@ from diesel_fs.urls import parse_url
 from tests.fuse.folder_dataset import MANY, FolderPieces, FolderReader, many, snapshot_of
 
 WATCHDOG = "TEST_WATCHDOG_S"
+GRACE = "TEST_GRACE_S"
 LACKING = "TEST_LACKING_FLAGS"
 
 
@@ -114,6 +116,8 @@ if __name__ == "__main__":
     if LACKING in os.environ:
         lacking = protocol.Flag(int(os.environ[LACKING]))
         setattr(protocol, "parse_init", offer_lacking(lacking))  # noqa: B010  # mypy forbids =
+    if GRACE in os.environ:
+        setattr(server, "GRACE_S", float(os.environ[GRACE]))  # noqa: B010  # mypy forbids =
     code = main(
         sys.argv[1:], FolderOpener(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
     )
