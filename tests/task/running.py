@@ -46,6 +46,9 @@ _STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # what a client sends, of PEE
 _CHUNK = re.compile(r"/chunks/")
 
 
+HOPE_S = 90.0  # whatever comes about does so far earlier, on a busy machine too
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a reader says of an epoch."""
@@ -256,8 +259,16 @@ class RunningTask:
         return next(runtime.rglob("socket"))
 
     def stats(self, rank: int) -> dict[str, object]:
-        """What a master says of itself, to whoever connects to it."""
-        return stats_at(self.socket(rank))
+        """What a master says of itself, to whoever connects to it, once it has come up."""
+        found: list[dict[str, object]] = []
+
+        def answers() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                found.append(stats_at(self.socket(rank)))
+            return bool(found)
+
+        until(answers, f"a master of node {rank} that answers", HOPE_S)
+        return found[0]
 
     def figure(self, rank: int, *names: str) -> int:
         """One figure of `stats`."""
@@ -279,7 +290,7 @@ class RunningTask:
             until(
                 lambda rank=rank: self.figure(rank, "members") == (count or len(wanted)),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                 f"{count or len(wanted)} members at node {rank}",
-                30,
+                HOPE_S,
             )
 
     def forget(self) -> None:
