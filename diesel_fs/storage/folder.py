@@ -224,47 +224,32 @@ class FolderStore(ObjectStore):
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         check_range(name, start, length)
-        fd, size = self._open_object(name)
-        try:
+        with self._opened(name) as (fd, size):
             if start + (length or 0) > size:
                 raise _too_short(name, start + (length or 0), size)
             content = bytearray(size - start if length is None else length)
             _read_full(fd, name, start, memoryview(content))
-            return content
-        except OSError as error:
-            raise _store_error(error, "read", name) from error
-        finally:
-            os.close(fd)
+        return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         check_range(name, start, None)
-        fd, size = self._open_object(name)
-        try:
+        with self._opened(name) as (fd, size):
             view = memoryview(buffer).cast("B")
             if start + len(view) > size:
                 raise _too_short(name, start + len(view), size)
             _read_full(fd, name, start, view)
-        except OSError as error:
-            raise _store_error(error, "read", name) from error
-        finally:
-            os.close(fd)
 
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
         """Opens the object once."""
-        fd, length = self._open_object(name)
-        try:
+        with self._opened(name) as (fd, length):
             for start, size in ranges:
                 check_range(name, start, size)
                 if start + size > length:
                     raise _too_short(name, start + size, length)
                 _read_full(fd, name, start, room[:size])
                 yield room[:size].toreadonly()
-        except OSError as error:
-            raise _store_error(error, "read", name) from error
-        finally:
-            os.close(fd)
 
     def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
         check_range(name, start, None)
@@ -282,21 +267,22 @@ class FolderStore(ObjectStore):
         self._check_regular(name, found)
         return ObjectInfo(name, found.st_size, found.st_mtime_ns)
 
-    def _open_object(self, name: str) -> tuple[int, int]:
-        """A descriptor and the object's size."""
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        """A descriptor and the object's size; what fails until it is closed is the store's."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
             raise self._missing_or(error, "open", name) from error
         try:
-            found = os.fstat(fd)
-            self._check_regular(name, found)
-            return fd, found.st_size
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise _store_error(error, "open", name) from error
-            raise
+            try:
+                found = os.fstat(fd)
+                self._check_regular(name, found)
+                yield fd, found.st_size
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
         """ObjectMissing only where the store is there to say so."""

@@ -366,6 +366,12 @@ class SqliteFile:
             )
         if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
             return NoSpaceError(what, advice="make room on its disk")
+        if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
+            # SQLite opens for reading what it cannot open for writing, and does not say why
+            return MetadataError(
+                f"{self.path} could not be opened for writing, though that is allowed",
+                advice="look whether its disk fails (`dmesg`), then try again",
+            )
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
             return PermissionDenied(what)
         if code == sqlite3.SQLITE_CORRUPT:
@@ -375,6 +381,10 @@ class SqliteFile:
                 f"{self.path} is not a database", advice=f"move it away, {_RECOVER}"
             )
         return MetadataError(f"{what} ({name})" if name else what)
+
+    def _may_be_written(self) -> bool:
+        """Not by opening it: closing it again would drop this process's locks."""
+        return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks
 
