@@ -40,6 +40,7 @@ from .snapshots import adopt
 from .storage.objects import ObjectStore
 from .task.client import TaskStore, requested
 from .task.request import TaskOptions, TaskWords, whole
+from .whole_files import close_folder
 from .writer.clashes import acknowledge
 from .writer.options import COMPRESSIONS, PutReport
 from .writer.pack import Packer, Unsettled
@@ -386,7 +387,7 @@ class Dataset:
         if loaded.identity != self._view.identity:
             raise ForeignError(
                 f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}),"
-                f" not of {self.name!r}"
+                f" not of {self.name!r} ({self._view.identity})"
             )
         self._show(loaded)
         self._pinned = True
@@ -526,7 +527,7 @@ class Dataset:
         try:
             packer.add_file(folder, os.fsencode(source.name), split(target))
         finally:
-            os.close(folder)
+            close_folder(folder)
 
     def _target(self, path: PathText) -> bytes:
         target = check_path(encoded(path))

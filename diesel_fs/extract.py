@@ -12,7 +12,6 @@ and survives a power cut once the kernel has written it.
 import errno
 import io
 import os
-import secrets
 import stat
 import tarfile
 from collections import OrderedDict
@@ -40,7 +39,7 @@ from .errors import (
 )
 from .repository import found
 from .snapshot import Indices, Snapshot, same_content
-from .whole_files import check_links
+from .whole_files import check_links, close_folder, remove_leftovers, temporary_name
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -102,6 +101,7 @@ def get(
     top = found(view, path)
     if view.stat(top).kind == Kind.FOLDER:
         root, fresh = _open_destination(dest, view.stat(top).mode)
+        remove_leftovers(root)
         writing = _Writing(view, reader, _Folders(view, top, root), force, progress)
         try:
             writing.tree(top, fresh)
@@ -114,6 +114,7 @@ def get(
         root = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _no_destination(target.parent, error) from error
+    remove_leftovers(root)
     # The entry's own folder stands for the destination's: its name there may be another.
     folders = _Folders(view, view.parent(top), root)
     writing = _Writing(view, reader, folders, force, progress, {top: os.fsencode(target.name)})
@@ -178,13 +179,13 @@ class _Folders:
             folder = os.open(_safe_name(self._view, below), _FOLDER_FLAGS, dir_fd=folder)
             self._open[below] = folder
             if len(self._open) > _OPEN_FOLDERS:
-                os.close(self._open.popitem(last=False)[1])
+                close_folder(self._open.popitem(last=False)[1])
         return folder
 
     def close(self) -> None:
         """Close all, the root too."""
         for folder in (*self._open.values(), self._root):
-            os.close(folder)
+            close_folder(folder)
         self._open.clear()
 
 
@@ -263,6 +264,8 @@ class _Writing:
             if stat.S_ISDIR(mode):
                 if self._force and mode & 0o700 != 0o700:
                     _open_up(above, name, mode)
+                with suppress(OSError):  # which whoever writes into it will see again
+                    remove_leftovers(self.folders[index])
                 return self._force
             if not self._force:
                 raise _Refused("a file is there; --force replaces it") from None
@@ -333,7 +336,7 @@ class _Writing:
         with _Naming(self, index):
             above, name = self._place(index)
             wanted = self.view.stat(index)
-            temporary = _temporary_name()
+            temporary = temporary_name()
             file = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=above)
             try:
                 try:
@@ -354,7 +357,7 @@ class _Writing:
     def _link(self, index: int) -> None:
         with _Naming(self, index):
             above, name = self._place(index)
-            temporary, mtime_ns = _temporary_name(), self.view.stat(index).mtime_ns
+            temporary, mtime_ns = temporary_name(), self.view.stat(index).mtime_ns
             os.symlink(self.view.link(index), temporary, dir_fd=above)
             try:
                 os.utime(temporary, ns=(mtime_ns, mtime_ns), dir_fd=above, follow_symlinks=False)
@@ -539,7 +542,7 @@ def _open_up(above: int, name: bytes, mode: int) -> None:
     try:
         os.chmod(f"/proc/self/fd/{folder}", stat.S_IMODE(mode) | 0o700)
     finally:
-        os.close(folder)
+        close_folder(folder)
 
 
 def _write_all(file: int, piece: memoryview) -> None:
@@ -547,10 +550,6 @@ def _write_all(file: int, piece: memoryview) -> None:
         piece = piece[os.write(file, piece) :]
 
 
-def _temporary_name() -> bytes:
-    return b".dlcmd-" + secrets.token_hex(8).encode()
-
-
-def _unlink_quietly(name: bytes, folder: int) -> None:
+def _unlink_quietly(name: str, folder: int) -> None:
     with suppress(OSError):
         os.unlink(name, dir_fd=folder)

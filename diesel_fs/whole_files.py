@@ -1,7 +1,8 @@
 """Files under names that users give: written whole or not at all.
 
-Owned here: the temporary file and its rename, and what is not replaced but written to. Not owned:
-what is in the files, and who may be told of one.
+Owned here: the temporary file and its rename, what is not replaced but written to, and that what a
+killed writer left goes with the next one. Not owned: what is in the files, and who may be told of
+one.
 
 What is neither missing nor a regular file (a device, a fifo, the pipe behind /dev/stdout) is
 written to as it is: to rename a file over /dev/null would break the machine. A link is followed,
@@ -13,12 +14,16 @@ Concurrency: any thread; of several writers of one name the last rename wins.
 """
 
 import errno
+import hashlib
 import io
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -63,6 +68,12 @@ def unwritable(file: Path | str, error: OSError) -> DieselError:
     return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
 
+_TEMPORARY = re.compile(
+    r"\.dlcmd-(?:(?P<where>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
+)
+_STRANGERS_S = 86_400
+
+
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
@@ -79,7 +90,8 @@ def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[
         with named_file(descriptor, str(path)) as file:
             yield file
         return
-    temporary = place.with_name(f".tmp-{secrets.token_hex(8)}")
+    remove_leftovers(place.parent)
+    temporary = place.with_name(temporary_name())
     with _naming(str(path)):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -136,6 +148,63 @@ def check_file(path: Path, found: os.stat_result) -> None:
     is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
     if _may_be_planted(found, folder, is_last=True) or (is_linked and _others_write(folder)):
         raise _planted(f"{path} is a file", str(path))
+
+
+def temporary_name() -> str:
+    """`.dlcmd-<where>-<pid>-<start>-<random>`: says which process makes the file."""
+    pid = os.getpid()
+    return f".dlcmd-{_where()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(folder: Path | int) -> None:
+    """Remove the temporary files in a folder (or its descriptor) whose process has gone.
+
+    Those of another machine, of an earlier start of this one, or of another namespace of processes
+    go when they are a day old: nobody can ask for their process here.
+    """
+    at, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if found := _TEMPORARY.fullmatch(name):
+                with suppress(OSError):
+                    if _is_left(found, path / name, at):
+                        os.unlink(path / name, dir_fd=at)
+
+
+def _is_left(found: re.Match[str], path: Path, folder: int | None) -> bool:
+    if found["where"] == _where():
+        return _start(int(found["pid"])) != found["start"]
+    changed_s = os.stat(path, dir_fd=folder, follow_symlinks=False).st_ctime
+    return time.time() - changed_s > _STRANGERS_S
+
+
+@cache
+def _where() -> str:
+    """Where numbers of processes mean the same: this start of this machine, and this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
+
+
+@cache
+def _own_start(pid: int) -> str:
+    return _start(pid)
+
+
+def _start(pid: int) -> str:
+    """When a process began, in ticks (proc(5)); nothing where there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return status.rpartition(b")")[2].split()[19].decode()
+
+
+def close_folder(descriptor: int) -> None:
+    """Close the descriptor of a folder. That nothing was written through it leaves its errors
+    without a meaning, and whoever closes it has what it was opened for."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def is_stdout(path: Path) -> bool:

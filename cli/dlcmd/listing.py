@@ -32,20 +32,26 @@ _KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: m
 @click.argument("target", required=False, type=listed_address, metavar="[DATASET[@VERSION][/path]]")
 @click.option("-l", "--long", is_flag=True, help="Mode, size and mtime, too.")
 @click.option("-R", "--recursive", is_flag=True, help="All below, by their paths.")
-def ls(target: Address | None, long: bool, recursive: bool) -> None:
+@click.option("-0", "nul", is_flag=True, help="Names end in NUL, and are written as they are.")
+def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
     """List datasets, the entries of a folder, or (DATASET@) the versions that are kept.
 
-    On a terminal names are shown so that they cannot harm it; into a pipe they go as they are.
+    On a terminal, control characters in names and bytes that are no text are shown escaped. Into a
+    pipe or file names go as they are, one a line, as from ls and find: a program that reads them
+    gets the very names. A name may hold a newline; -0 is for programs that must not mind.
 
     \b
     Examples:
       dlcmd ls
       dlcmd ls -l pets/train
       dlcmd ls -R pets | wc -l
+      dlcmd ls -R -0 pets | xargs -0 -n 1 echo
       dlcmd ls pets@
       dlcmd ls pets@1790000000000000/train
     """
     with opened() as repository:
+        if nul and (target is None or target.version == ALL_VERSIONS or long or flags().json):
+            raise UsageError("-0 is for names of entries alone")
         if target is None:
             _list_datasets(repository, long=long)
             return
@@ -63,7 +69,11 @@ def ls(target: Address | None, long: bool, recursive: bool) -> None:
             chosen = view.walk(top)[1:]
         else:
             chosen = np.array(view.children(top), np.int64)
-        emit(_lines(view, chosen, target.path if is_folder else b"", long=long, whole=recursive))
+        top_path = target.path if is_folder else b""
+        if nul:
+            emit(name + b"\0" for name in _names(view, chosen, top_path, whole=recursive))
+        else:
+            emit(_lines(view, chosen, top_path, long=long, whole=recursive))
 
 
 def _list_versions(versions: Sequence[KeptVersion]) -> None:
@@ -132,6 +142,13 @@ def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
         "bytes": marker.bytes if marker else None,
         "chunks": marker.chunks if marker else None,
     }
+
+
+def _names(view: Snapshot, chosen: Indices, top: bytes, *, whole: bool) -> Iterator[bytes]:
+    start = len(top) + 1 if top else 0
+    for first in range(0, len(chosen), _BATCH):
+        for path in view.paths(chosen[first : first + _BATCH]):
+            yield path[start:] if whole else path.rpartition(b"/")[2]
 
 
 def _lines(

@@ -174,11 +174,13 @@ def run(arguments: Sequence[str]) -> int:
         text = error.format_message().removesuffix(".")
         complain(DieselError(text, advice=f"see `{known} --help`"), flags, code=2)
         return 2
-    except (KeyboardInterrupt, click.Abort):
-        complain(DieselError("interrupted; run it again to finish"), flags, code=INTERRUPTED)
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        text = f"interrupted{_notes(interrupt)}; run it again to finish"
+        complain(DieselError(text), flags, code=INTERRUPTED)
         return INTERRUPTED
     except Ended as ended:
-        text = f"ended by {signal.Signals(ended.number).name}; run it again to finish"
+        by = signal.Signals(ended.number).name
+        text = f"ended by {by}{_notes(ended)}; run it again to finish"
         complain(DieselError(text), flags, code=128 + ended.number)
         return 128 + ended.number
     except Exception as error:
@@ -190,6 +192,7 @@ def run(arguments: Sequence[str]) -> int:
         elif flags.verbose:
             with suppress(OSError):
                 traceback.print_exc()
+        known_error.message += _notes(error)
         complain(known_error, flags)
         return known_error.exit_code
     return 0
@@ -208,6 +211,11 @@ def causes(error: BaseException) -> Iterator[str]:
         yield from causes(cause)
 
 
+def _notes(error: BaseException) -> str:
+    """What a verb has said of how far it has come."""
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+
+
 def described(error: Exception) -> DieselError:
     """Any exception as one of ours: with its words, its advice and its exit code."""
     if isinstance(error, DieselError):
@@ -224,6 +232,8 @@ def described(error: Exception) -> DieselError:
             return PermissionDenied(text)
         case errno.ENOENT | errno.ENOTDIR:
             return NotFoundError(text)
+        case errno.EIO | errno.ESTALE | errno.EREMOTEIO | errno.ENXIO | errno.ENODEV:
+            return PermissionDenied(text, advice="look whether the disk fails (`dmesg`)")
     return DieselError(text)
 
 

@@ -77,7 +77,8 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """A name and a line end: as it is in a pipe; on a terminal without what could harm it."""
+    """A name and a line end: as it is in a pipe, for the program that reads it; on a terminal
+    without what could harm it."""
     return (shown(name).encode() if sys.stdout.isatty() else name) + b"\n"
 
 

@@ -137,12 +137,21 @@ def put(
         _repository(dry_run=dry_run) as repository,
         shown_progress(f"put {target}") as show,
     ):
+        so_far = PutReport()
 
         def progress(report: PutReport) -> None:
+            nonlocal so_far
+            so_far = report
             total = max(report.seen, report.entries) if report.walked else 0
             show(Progress(report.entries, total, report.content_bytes))
 
-        report = _put(repository, source, target, options, progress)
+        try:
+            report = _put(repository, source, target, options, progress)
+        except BaseException as error:  # a Ctrl-C, too: its words say what is done
+            if not dry_run and (so_far.files or not isinstance(error, Exception)):
+                moved = bytes_text(so_far.content_bytes)
+                error.add_note(f"{count_text(so_far.files, 'file')} ({moved}) committed so far")
+            raise
     _tell(report, source, target, dry_run=dry_run)
 
 
@@ -252,8 +261,11 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
         raise NotFoundError(f"there is no file {name}") from error
     except OSError as error:
         raise PermissionDenied(f"cannot read {name}: {error.strerror}") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # it was only read, and what failed then has been said
+            file.close()
 
 
 def _listed(names_from: str, nul: bool) -> list[bytes]:

@@ -248,9 +248,10 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     """
     info = _known(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
+        identity = f" ({info.identity})" if info else ""
         raise ForeignError(
             f"{request.snapshot_file} is a snapshot of {snapshot.dataset!r} "
-            f"({snapshot.identity}), not of {request.dataset!r}"
+            f"({snapshot.identity}), not of {request.dataset!r}{identity}"
         )
     if info is None or request.offline:
         return ""

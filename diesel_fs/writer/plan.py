@@ -13,6 +13,7 @@ from functools import partial
 from ..entries import Kind, join, path_fault
 from ..errors import ConflictError, UsageError
 from ..snapshot import Snapshot, same_content
+from ..whole_files import close_folder
 from .options import Filter, PutOptions
 from .source import Failed, FolderListing, open_file, open_folder, why
 from .standing import conflict, conflict_above, gone
@@ -149,7 +150,7 @@ class Plan:
                 else:
                     changed.add(name)
         finally:
-            os.close(folder)
+            close_folder(folder)
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:

@@ -35,6 +35,7 @@ import msgpack
 from ..entries import ChunkId, join, split
 from ..errors import DieselError
 from ..storage.objects import ObjectStore
+from ..whole_files import close_folder
 from .pack import Packer
 from .source import open_folder, why
 
@@ -68,6 +69,8 @@ class _PackProcess:
         self._batches: deque[tuple[list[FolderFiles], list[MadeFolder]] | None] = deque()
         self._arrived = threading.Condition()
         self._sending = threading.Lock()
+        self._storing: threading.Thread | None = None
+        self._is_over = False
         self._packer = Packer(
             task.identity,
             task.chunk_bytes,
@@ -78,11 +81,11 @@ class _PackProcess:
         )
 
     def send(self, *message: object) -> None:
-        with self._sending:
-            try:
+        try:
+            with self._sending:
                 self._pipe.send_bytes(msgpack.packb(message))
-            except OSError:  # the coordinator is gone, and nothing else matters
-                os._exit(0)
+        except OSError:  # the coordinator is gone, and nothing else matters
+            self.end()
 
     def run(self) -> None:
         threading.Thread(target=self._receive, daemon=True).start()
@@ -108,12 +111,25 @@ class _PackProcess:
                         self._batches.append((values[0], values[1]) if values else None)
                     self._arrived.notify_all()
         except (EOFError, OSError):
-            os._exit(0)
+            self.end()
+
+    def end(self) -> NoReturn:
+        """End the process. A chunk that is being stored is finished first: what is half written
+        would stay in the store. (The thread that stores comes here between two chunks.)"""
+        if threading.current_thread() is not self._storing:
+            with self._arrived:
+                self._is_over = True
+                self._arrived.notify_all()
+            self._packer.close()
+        os._exit(0)
 
     def _new_id(self, writer_of: ChunkId | None) -> ChunkId:
+        self._storing = threading.current_thread()
         self.send("id", writer_of)
         with self._arrived:
-            self._arrived.wait_for(lambda: bool(self._ids))
+            self._arrived.wait_for(lambda: self._ids or self._is_over)
+            if self._is_over:
+                self.end()
             return self._ids.popleft()
 
     def _pack(self, folders: list[FolderFiles], made: list[MadeFolder]) -> list[tuple[bytes, str]]:
@@ -131,7 +147,7 @@ class _PackProcess:
             try:
                 failed += self._pack_folder(folder, path, files, links)
             finally:
-                os.close(folder)
+                close_folder(folder)
         return failed
 
     def _pack_folder(
@@ -202,4 +218,4 @@ def _live(pipe: "Connection[bytes, bytes]", task: PackTask) -> NoReturn:
         process.send("error", type(error).__name__, error.message, error.advice)
     except Exception as error:
         process.send("error", "DieselError", f"packing failed: {error!r}", "")
-    os._exit(0)
+    process.end()

@@ -25,6 +25,7 @@ from ..commits import Admitted, StaleChunk
 from ..entries import ChunkId
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, revived
 from ..repository import Repository, WriteSession
+from ..whole_files import close_folder
 from .clashes import acknowledge
 from .options import Filter, Progress, PutOptions, PutReport, quiet
 from .plan import Changes, Plan
@@ -305,7 +306,7 @@ def put_tree(
         acknowledge(repository, session, report, prefix)
         return report
     finally:
-        os.close(root)
+        close_folder(root)
 
 
 def open_source(source: Path) -> int:

@@ -12,6 +12,7 @@ from ..entries import MODE_MASK, Kind, Stat, check_path, split
 from ..errors import ConflictError, NotFoundError, PermissionDenied, UsageError
 from ..repository import Repository, WriteSession
 from ..snapshot import Snapshot, same_content
+from ..whole_files import close_folder
 from .clashes import acknowledge
 from .options import Progress, PutOptions, PutReport, quiet
 from .pack import Packer, Stored, Unsettled, why
@@ -70,7 +71,7 @@ def put_file(
         progress(report)
         return report
     finally:
-        os.close(folder)
+        close_folder(folder)
 
 
 def check_target(target: bytes) -> None:
@@ -114,7 +115,7 @@ def _open_source(source: Path) -> tuple[int, bytes, os.stat_result]:
         raise PermissionDenied(f"cannot open {source}: {error.strerror}") from error
     found = os.stat(real.name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
-        os.close(folder)
+        close_folder(folder)
         raise UsageError(f"{source} is neither a file nor a folder")
     return folder, os.fsencode(real.name), found
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..entries import Kind
+from ..whole_files import close_folder
 from .options import Filter
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,7 +52,7 @@ def open_folder(root: int, path: bytes) -> int:
         try:
             deeper = os.open(component, _FOLDER_FLAGS, dir_fd=current)
         finally:
-            os.close(current)
+            close_folder(current)
         current = deeper
     return current
 
@@ -81,7 +82,7 @@ def walk(root: int, filter: Filter, failed: Failed) -> Iterator[FolderListing]: 
             try:
                 _list(folder, listing, filter, failed)
             finally:
-                os.close(folder)
+                close_folder(folder)
         yield listing
         prefix = path + b"/" if path else b""
         waiting.extend(prefix + name for name in reversed(listing.folders))
@@ -136,7 +137,7 @@ def listed(
                 found = os.stat(name or b".", dir_fd=folder, follow_symlinks=False)
                 own = os.fstat(folder)
             finally:
-                os.close(folder)
+                close_folder(folder)
         except OSError as error:
             failed(path, why(error))
             continue

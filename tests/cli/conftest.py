@@ -26,6 +26,21 @@ class Said:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
+def lives(process: int) -> bool:
+    """Whether a process has not ended; where nobody reaps what init should, it has all the same."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(process: int) -> list[int]:
+    """The processes that one has started."""
+    return [
+        int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
+
+
 class Dlcmd:
     """Runs `dlcmd` on one repository: in this process (`()`), or as a program (`program`)."""
 

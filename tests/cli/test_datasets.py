@@ -63,6 +63,19 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
     assert "\x1b" not in said.err
 
 
+def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    files = {"plain": b"1", "new\nline": b"22", "sub/esc\x1b": b"333"}
+    dlcmd("put", write(tmp_path / "src", files), "odd")
+    assert dlcmd("ls", "-0", "odd").out == b"new\nline\0plain\0sub\0"
+    named = dlcmd("ls", "-R", "-0", "odd").out
+    assert named == b"new\nline\0plain\0sub\0sub/esc\x1b\0"
+    (tmp_path / "names").write_bytes(named)
+    for words in (["odd", "-l"], ["odd", "--json"], ["odd@"], []):
+        assert "-0 is for names" in dlcmd("ls", "-0", *words, code=2).err
+    again = ("--files-from", tmp_path / "names", "-0", tmp_path / "src", "again")
+    assert b"put 3 files" in dlcmd("put", *again).out
+
+
 def test_a_terminal_sees_no_control_characters(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"esc\x1b[2J": b""}), "odd")
     terminal, theirs = os.openpty()

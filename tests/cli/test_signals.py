@@ -5,6 +5,7 @@ got through before proves nothing, and fails.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from diesel_fs.repository import Repository
 from tests.trees import Facts, facts, write
 from tests.writer.test_put import shown
 
-from .conftest import Dlcmd
+from .conftest import Dlcmd, children, lives
 
 DEADLINE_S = 30.0
 CHUNKS_SEEN = 20  # of 64 KiB, of some 70
@@ -56,23 +57,9 @@ class Put:
     def left(self) -> list[int]:
         """The packing processes that are still there when they should have ended."""
         deadline = time.monotonic() + DEADLINE_S / 3
-        while (alive := list(filter(_lives, self.packers))) and time.monotonic() < deadline:
+        while (alive := list(filter(lives, self.packers))) and time.monotonic() < deadline:
             time.sleep(0.01)
         return alive
-
-
-def _lives(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # where nobody reaps what init should, it has ended all the same
-
-
-def _children(process: int) -> list[int]:
-    return [
-        int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ]
 
 
 def _chunks(dlcmd: Dlcmd) -> int:
@@ -107,7 +94,7 @@ def stopped_put(
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             process.send_signal(signal.SIGSTOP)
-            packers = _children(process.pid)
+            packers = children(process.pid)
             assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"
             yield Put(process, packers)
         finally:
@@ -156,9 +143,16 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
         put.send(number, group=group)
         if group and number != signal.SIGINT:  # which is the coordinator's business alone
             assert put.left() == []
-        assert put.end() == (code, f"dlcmd: {words}; run it again to finish\n")
+        ended, said = put.end()
+        assert ended == code
         assert put.left() == []
     shows = whole(dlcmd, facts(source))
+    form = (
+        rf"dlcmd: {words}; (\d+) files \([0-9.]+ [kM]B\) committed so far; run it again to finish\n"
+    )
+    committed = re.fullmatch(form, said)
+    assert committed is not None, said
+    assert int(committed[1]) == shows
     assert 0 < shows < FILES, "A16: nothing or all was committed: proves nothing"
     assert 0 < finishes(dlcmd, source, tmp_path) <= FILES - shows
 

@@ -1,0 +1,172 @@
+"""Errors that disks give at odd moments, and what is left where a process is killed; by strace."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.whole_files import remove_leftovers, temporary_name
+from tests.trees import Facts, facts, write
+
+from .conftest import Dlcmd, children, lives
+
+DEADLINE_S = 60.0
+CLOSE = "close:error=EIO"
+
+
+@contextmanager
+def traced(
+    *words: str | Path, inject: str, path: Path | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """`dlcmd` under strace, which is killed at the end."""
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject={inject}"]
+    command += [] if path is None else ["-P", str(path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = (*command, sys.executable, "-m", "dlcmd", *words)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment) as process:
+        yield process
+        process.kill()
+
+
+def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
+    """The exit code, and what was said on stderr."""
+    with traced(*words, inject=inject, path=path) as process:
+        _, said = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, said.decode()
+
+
+def wait_for(folder: Path, pattern: str) -> Path:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := next(folder.rglob(pattern), None)):
+        assert time.monotonic() < deadline, f"no {pattern}"
+        time.sleep(0.01)
+    return found
+
+
+def below(folder: Path) -> Facts:
+    """What is in a folder."""
+    return {path: found for path, found in facts(folder).items() if path != b"."}
+
+
+@pytest.fixture
+def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
+    """What is in the dataset `pets`."""
+    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
+    dlcmd("put", source, "pets")
+    return source
+
+
+@pytest.mark.parametrize(
+    ("verb", "what"),
+    [
+        ("ls", "datasets/*/DATASET"),
+        ("cat", "datasets/*/chunks/*/*"),
+        ("get", "datasets/*/chunks/*/*"),
+    ],
+)
+def test_an_error_of_close_in_the_store_names_the_object(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path, verb: str, what: str
+) -> None:
+    (path,) = dlcmd.store.glob(what)
+    words = {"ls": ["pets"], "cat": ["pets/a"], "get": ["pets", str(tmp_path / "out")]}[verb]
+    name = path.relative_to(dlcmd.store)
+    said = f"dlcmd: {name}: cannot read: Input/output error (EIO)\n"
+    assert ended(verb, *words, inject=CLOSE, path=path) == (13, said)
+
+
+def test_an_error_of_close_of_a_folder_spoils_nothing(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path
+) -> None:
+    for folder in (source, source / "sub"):
+        assert ended("put", source, "more", inject=CLOSE, path=folder) == (0, "")
+        (tmp_path / "out/sub").mkdir(parents=True, exist_ok=True)
+        into = tmp_path / "out" / folder.relative_to(source)
+        assert ended("get", "--force", "more", tmp_path / "out", inject=CLOSE, path=into) == (0, "")
+        assert below(tmp_path / "out") == below(source)
+
+
+def test_an_error_of_close_of_a_file_that_is_read_names_it(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path
+) -> None:
+    code, said = ended("put", source, "more", inject=CLOSE, path=source / "sub/b")
+    assert (code, said.splitlines()[0]) == (3, "dlcmd: sub/b: Input/output error")
+
+
+def test_a_metadata_store_that_cannot_be_opened_is_not_said_to_be_read_only(
+    dlcmd: Dlcmd, source: Path
+) -> None:
+    file = dlcmd.store / "meta.sqlite"
+    code, said = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
+    assert code == 14
+    assert f"{file} could not be opened for writing, though that is allowed" in said
+    assert dlcmd("ls", "pets").out == b"a\nsub\n"
+
+
+def test_a_packing_process_finishes_what_it_writes_when_its_put_has_gone(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
+    """Whether that was killed, or ended for another packing process's error."""
+    source = write(tmp_path / "src", {str(i): os.urandom(9000) for i in range(40)})
+    dlcmd("put", write(tmp_path / "first", {}), "pets")
+    options = ("--jobs", "1", "--chunk-size", "64K")
+    slowly = "fsync:delay_enter=1000000"
+    with traced("put", *options, source, "pets", inject=slowly) as process:
+        wait_for(dlcmd.store, "chunks/*/.tmp-*")
+        (coordinator,) = children(process.pid)
+        (packer,) = children(coordinator)
+        os.kill(coordinator, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        while lives(packer):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [*dlcmd.store.rglob(".tmp-*")] == []
+    assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the one before
+    dlcmd("put", source, "pets")
+    dlcmd("verify", "pets")
+
+
+@pytest.mark.parametrize("words", [("pets",), ("pets/sub/b",), ("--tar", "pets")])
+def test_what_a_killed_get_has_left_goes_with_the_next(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)
+    last = [out / "x"] if words[0] != "pets" else [out]
+    words = ("get", *words[:-1], *map(str, last), words[-1]) if words[0] == "--tar" else (
+        "get", *words, *map(str, last)
+    )  # fmt: skip
+    dlcmd("ls", "pets")  # which keeps the snapshot: the get renames nothing but what it writes
+    killed = "/^rename(at2?)?$:signal=KILL:when=1"
+    with traced(*words, inject=killed) as process:
+        assert process.wait(DEADLINE_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    (left,) = out.rglob(".dlcmd-*")
+    ours, strangers = (
+        left.with_name(temporary_name()),
+        left.with_name(re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())),
+    )
+    for kept in (ours, strangers):
+        kept.write_bytes(b"somebody is writing this")
+    dlcmd(*words)
+    assert {*out.rglob(".dlcmd-*")} == {ours, strangers}
+
+
+def test_of_an_unknown_process_what_is_left_goes_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strangers = tmp_path / re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
+    nameless = tmp_path / ".dlcmd-0123456789abcdef"
+    for left in (strangers, nameless, tmp_path / ".dlcmd-mine"):
+        left.touch()
+    remove_leftovers(tmp_path)
+    assert len([*tmp_path.iterdir()]) == 3
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 86_500)
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".dlcmd-mine"]
