@@ -297,7 +297,7 @@ class CloudRequests:
         with self._slot():
             body = self._attempt("read", key, begin, _WHOLE_READ_S)
             if body.range[0] != start or (end is not None and body.range[1] > end):
-                raise StoreGone(f"{self._at(key)}: the store answers with another range")
+                raise AttemptFailed(f"{self._at(key)}: the answer is of another range")
             yield body
 
     def head(self, key: str) -> Found:
@@ -480,8 +480,8 @@ def _no_answer(what: str, text: str) -> DieselError:
         )
     if "redirect without LOCATION" in text:
         return StoreGone(f"{what}: the bucket is in another region", advice="set AWS_REGION")
-    if "non-partial response" in text:
-        return StoreGone(f"{what}: the store does not answer requests for ranges")
+    if "non-partial response" in text:  # the whole object, or an error page as a 200
+        return AttemptFailed(f"{what}: the answer is not of the range that was asked for")
     if "invalid list response" in text:
         return AttemptFailed(f"{what}: the answer is no listing")
     if re.search("certificate|UnknownIssuer|InvalidCertificate", text):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -438,12 +439,43 @@ def test_ranges_go_on_behind_the_last_one_given(sleeps: Sleeps) -> None:
             [*store.read_ranges(NAME, [(0, 1), (8, 4)], room)]
 
 
-def test_a_store_that_ignores_ranges_is_an_error(sleeps: Sleeps) -> None:
-    with ScriptedS3(Rule("GET", NAME, ignore="range")) as server:
+def ranged(store: RetryingStore, way: str) -> bytes:
+    """Bytes 2 to 5 of NAME, by one of the ways to read a part of an object."""
+    room = bytearray(3)
+    if way == "get":
+        return bytes(store.get(NAME, 2, 3))
+    if way == "read_into":
+        store.read_into(NAME, 2, room)
+    else:
+        next(iter(store.read_ranges(NAME, [(2, 3)], memoryview(room))))
+    return bytes(room)
+
+
+@pytest.mark.parametrize("way", ["get", "read_into", "read_ranges"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("GET", NAME, ignore="range", times=2),
+        Rule("GET", NAME, status=200, code="Oops", times=2),
+        Rule("GET", NAME, status=206, code="Oops", times=2),
+    ],
+    ids=["the whole object", "an error page", "a part without its range"],
+)
+def test_a_200_in_place_of_a_206_is_asked_for_again(sleeps: Sleeps, rule: Rule, way: str) -> None:
+    with ScriptedS3(replace(rule)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
-        with pytest.raises(ObjectStoreError, match="ranges"):
+        assert ranged(store, way) == b"234"
+
+
+def test_a_store_that_ignores_ranges_for_good_is_an_error(sleeps: Sleeps) -> None:
+    script = Rule("GET", NAME, ignore="range", times=1000)
+    with ScriptedS3(script) as server:
+        store = store_on(server, sleeps)
+        server.put(key(NAME), b"0123456789")
+        with pytest.raises(ObjectStoreError, match=r"not of the range .* attempts in"):
             store.get(NAME, 2, 3)
+        script.times = script.hits  # as often as that may be
 
 
 # O11: conditions
