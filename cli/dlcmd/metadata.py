@@ -12,8 +12,8 @@ from diesel_fs.snapshots import adopt
 from diesel_fs.whole_files import is_stdout
 
 from .addresses import Address, opened
-from .options import dataset, flags, time, verb, versioned_dataset
-from .output import Value, bytes_text, count_text, emit, say, say_json
+from .options import dataset, flags, moment_text, time, verb, versioned_dataset
+from .output import Value, bytes_text, count_text, emit, remark, say, say_json
 from .progress import Progress, shown_progress
 
 
@@ -139,9 +139,12 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
     Examples:
       dlcmd recover pets
       dlcmd recover pets --since 2026-01-31T12:00
+      dlcmd recover pets --since 2026-01-31T12:00+02:00
       dlcmd recover pets --since 2h
       dlcmd recover pets --forget-lost
     """
+    if since is not None:
+        remark(f"recover {name}: from the chunks since {moment_text(since)}")
     with opened(rebuild=True) as repository, shown_progress(f"recover {name}", "chunks") as show:
         findings = recovery.recover(
             repository, name, since, lambda done, total: show(Progress(done, total)),

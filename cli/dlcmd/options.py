@@ -7,7 +7,7 @@ function that reads a value is given to click as its type, and raises UsageError
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import ParamSpec, TypeVar
 
 import click
@@ -96,17 +96,32 @@ def size(text: str) -> int:
 
 
 def time(text: str) -> float:
-    """A time, in seconds since 1970: 2026-01-31, 2026-01-31T12:00, 90m (ago), 7d (ago)."""
-    ago = _AGO.fullmatch(text)
+    """A time that has been, in seconds since 1970: 2026-01-31, 2026-01-31T12:00 (by this machine's
+    zone), 2026-01-31T12:00+02:00, 2026-01-31T12:00Z, 90m (ago), 7d (ago)."""
+    ago, now = _AGO.fullmatch(text), datetime.now().astimezone()
     try:
         if ago is not None:
-            now = datetime.now().astimezone()
-            return (now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})).timestamp()
-        return datetime.fromisoformat(text).timestamp()  # without a zone it is local
+            then = now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})
+        else:
+            then = datetime.fromisoformat(text).astimezone()  # without a zone it is local
+        seconds = then.timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(
-            f"bad time {text!r}", advice="write it as 2026-01-31T12:00, or 90m or 7d for ago"
+            f"bad time {text!r}",
+            advice="write it as 2026-01-31T12:00 or 2026-01-31T12:00+02:00, or 90m or 7d for ago",
         ) from None
+    if then > now:
+        raise UsageError(
+            f"the time {text!r} is still to come: it is {moment_text(seconds)}, and now it is"
+            f" {moment_text(now.timestamp())}"
+        )
+    return seconds
+
+
+def moment_text(seconds: float) -> str:
+    """A time by this machine's zone, with its offset, and by UTC."""
+    local = datetime.fromtimestamp(seconds).astimezone()
+    return f"{local:%Y-%m-%d %H:%M:%S %z} ({local.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def duration(text: str) -> int:

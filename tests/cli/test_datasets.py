@@ -4,6 +4,8 @@ import base64
 import errno
 import json
 import os
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,41 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
     assert base64.b64decode(str(raw["path_b64"])) == b"\xff\xfe"
     said = dlcmd("rm", "odd/" + os.fsdecode(b"\xff\x1b"), code=10)
     assert "\x1b" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "understood"),
+    [
+        ("2020-01-31T12:00", "2020-01-31 12:00:00 -0500 (2020-01-31 17:00:00 UTC)"),
+        ("2020-07-31T12:00", "2020-07-31 12:00:00 -0400 (2020-07-31 16:00:00 UTC)"),
+        ("2020-01-31T12:00+02:00", "2020-01-31 05:00:00 -0500 (2020-01-31 10:00:00 UTC)"),
+        ("2020-01-31T12:00Z", "2020-01-31 07:00:00 -0500 (2020-01-31 12:00:00 UTC)"),
+    ],
+)
+def test_a_time_says_how_it_was_understood(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
+) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        said = dlcmd("recover", "--since", text, "pets")
+        assert said.err == f"dlcmd: recover pets: from the chunks since {understood}\n"
+        assert b"folded in 1 chunk" in said.out
+        assert dlcmd("-q", "recover", "--since", text, "pets").err == ""
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_time_that_is_to_come_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    soon = datetime.now(UTC) + timedelta(minutes=90)
+    for text in (f"{soon:%Y-%m-%dT%H:%M}Z", "2999-01-01"):
+        said = dlcmd("recover", "--since", text, "pets", code=2).err
+        assert f"the time {text!r} is still to come: it is " in said
+    west = f"{soon - timedelta(hours=8):%Y-%m-%dT%H:%M}-08:00"
+    assert "still to come" in dlcmd("recover", "--since", west, "pets", code=2).err
 
 
 def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -202,6 +239,7 @@ def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
     assert b"checked 1 chunk" in dlcmd("verify", "pets").out
     dlcmd("recover", "--since", "1h", "pets")
     dlcmd("recover", "--since", "2020-01-31T12:00", "pets")
+    dlcmd("recover", "--since", "1960-01-31", "pets")
     assert "bad time" in dlcmd("recover", "--since", "yesterday", "pets", code=2).err
     dlcmd("recover", "gone", code=10)
     dlcmd("recover", "--url", "file:///nowhere", "pets", code=13)
