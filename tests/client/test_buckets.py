@@ -133,18 +133,20 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
     """The helper ends with the last of them."""
     told, tells = os.pipe()
     waits, go_on = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        try:
-            dataset = connect("pets", url, memory_bytes=1)
-            dataset.get("d0/f00")
-            if os.fork() == 0:
-                os.read(waits, 1)
-                right = all(dataset.get(path) == content for path, content in CONTENTS.items())
-                os.write(tells, b"1" if right else b"0")
-        finally:
-            os._exit(0)
-    os.waitpid(parent, 0)
+
+    def parent() -> None:
+        dataset = connect("pets", url, memory_bytes=1)
+        dataset.get("d0/f00")
+
+        def child() -> None:
+            os.read(waits, 1)
+            assert all(dataset.get(path) == content for path, content in CONTENTS.items())
+            os.write(tells, b"1")
+
+        if os.fork() == 0:
+            os._exit(in_child(child))
+
+    assert in_child(parent) == 0
     os.close(tells)
     assert len(helpers(url)) == 1
     os.write(go_on, b"+")
