@@ -138,8 +138,8 @@ def test_many_entries_take_no_long_time() -> None:
         del after[b"%03d/%06d" % (number % 500, number)]
         after[b"%03d/%06d-" % (number % 500, number)] = Own(Kind.FILE)
     old, new = snapshot(before), snapshot(after, 2)
-    start_s = time.monotonic()
+    start_s = time.process_time()  # what others do on the machine does not count
     found = match(old, new)
-    assert time.monotonic() - start_s < SECONDS_MAX
+    assert time.process_time() - start_s < SECONDS_MAX
     assert int(np.count_nonzero(found.was >= 0)) == ENTRIES - ENTRIES // 1000 + 501
     assert len(found.changed_folders) == 1

@@ -351,9 +351,7 @@ def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> N
         one = pool.submit(login.current, bob)
         while not login._reading_lock.locked():
             time.sleep(0.001)
-        start = time.monotonic()
-        assert login.current(bob) == BOB
-        assert time.monotonic() - start < 1
+        assert login.current(bob) == BOB  # or it would wait for the gate, which opens below
         before = table.tokens
         logins = [pool.submit(enter, login) for _ in range(3)]
         table.gate.set()
