@@ -74,8 +74,8 @@ def recover(
     out. Readers see the old state until the new one is whole, and writers go on meanwhile. A
     metadata store that is damaged is moved aside, and made again for all datasets.
 
-    Raises NoSuchDataset, MetadataError, ObjectStoreError where a chunk cannot be reached (then the
-    state is left as it was, too), UsageError.
+    Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError where a chunk is unreachable
+    or this host's clock is ahead (then the state is left as it was, too).
     """
     if forget_lost and since_s is not None:
         raise UsageError("what is lost is found by looking at all chunks: leave --since out")
@@ -87,6 +87,7 @@ def recover(
         _make_metadata_anew(repository, name, findings)
     info = repository.dataset(name)
     meta = repository.meta
+    repository.clock.check_own()  # a version is a time, too
     if info.marker is None and since_s is not None:
         findings.notes.append("the metadata store does not know the dataset: all is folded in")
         since_s = None
