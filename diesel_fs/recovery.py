@@ -7,10 +7,11 @@ when a rebuild is refused. Blocking; one thread, beside which others read header
 
 import tempfile
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -178,17 +179,18 @@ def verify(
             scratch.create(name, info.identity)
             check = _Check(repository, info, findings, scratch, headers_only=headers_only)
             check.run(tell)
-            folded = scratch.changes(info.identity, 0)
+            lost = _name_lost(repository, info, check, findings)
+            if check.live is not None and check.is_whole:
+                folded = partial(scratch.changes, info.identity, 0)
+                _compare(check.live, check.live_mark, folded, lost, findings)
+            counts = scratch.marker(name)
         finally:
             scratch.close()
-    lost = _name_lost(repository, info, check, findings)
-    if check.live is not None and check.is_whole:
-        _compare(check.live, folded, lost, findings)
     if check.live is not None and published is not None:
-        _check_published(repository, published, check.live, findings)
+        _check_published(repository, published, check.live, check.live_mark, findings)
     if published is not None and not headers_only:
         _check_kept(repository, info.identity, published.version, check.seen, findings)
-    findings.files, findings.bytes = folded.marker.files, folded.marker.bytes
+    findings.files, findings.bytes = counts.files, counts.bytes
     _look_around(repository, info, findings)
     with suppress(DieselError):  # without a metadata store there is no clock to go by
         if note := ids_from_the_future(check.seen, repository.clock):
@@ -216,6 +218,7 @@ class _Check:
         headers_only: bool,
     ) -> None:
         self.live: Changes | None = None
+        self.live_mark = b""
         self.seen: set[ChunkId] = set()  # listed
         self.unusable: dict[ChunkId, str] = {}  # and why
         self._repository = repository
@@ -232,6 +235,7 @@ class _Check:
         for _ in range(_ROUNDS):
             # Before the listing: what comes later is no orphan
             self.live = _live(self._repository, self._info, self._findings)
+            self.live_mark = _mark_of(partial(_as_it_is, self.live)) if self.live else b""
             known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
             self._read(known, tell)
             absent = known - self._folded
@@ -327,10 +331,11 @@ def _name_lost(
         if check.live is None or chunk in {each.id for each in check.live.chunks}:
             findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
     why = {chunk: lost_text(chunk) for chunk in absent.lost} | check.unusable
-    views = [view for view in (expected.published,) if view is not None]
-    with suppress(DieselError):
-        views.append(repository.view_of(info))
-    findings.problems += loss_lines(losses_in(why, views))
+    if why:
+        views = [view for view in (expected.published,) if view is not None]
+        with suppress(DieselError):
+            views.append(repository.view_of(info))
+        findings.problems += loss_lines(losses_in(why, views))
     gone = expected.empty - check.seen
     for chunk in sorted(gone if meta is not None else ()):
         findings.notes.append(
@@ -390,12 +395,18 @@ def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
         findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
 
 
-def _compare(live: Changes, folded: Changes, lost: Collection[ChunkId], findings: Findings) -> None:
+def _compare(
+    live: Changes,
+    live_mark: bytes,
+    folded: Callable[[], Changes],
+    lost: Collection[ChunkId],
+    findings: Findings,
+) -> None:
     """Name the paths for which the metadata store and the fold over its chunks differ. What is in
     lost chunks has been named."""
-    if _mark_of(live) == _mark_of(folded):
+    if live_mark == _mark_of(folded):
         return  # nearly always, and without an object for each entry
-    have, wanted = _by_path(live), _by_path(folded)
+    have, wanted = _by_path(live), _by_path(folded())
     for path in sorted(wanted.keys() | have.keys()):
         if path in have and have[path][1] in lost:
             continue
@@ -407,19 +418,26 @@ def _compare(live: Changes, folded: Changes, lost: Collection[ChunkId], findings
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
 
 
-def _parts(changes: Changes, previous: Snapshot | None) -> Sequence[memoryview]:
-    """A state in its canonical form, of no version."""
-    marker = changes.marker
+def _parts(read: Callable[[], Changes], previous: Snapshot | None = None) -> Sequence[memoryview]:
+    """A state in its canonical form, of no version. It is read here, so that the merge may let go
+    of its rows: of millions they are much."""
+    changes = read()
+    marker, chunks, rows = changes.marker, changes.chunks, [changes.rows]
+    del changes
     return merge(
-        previous, changes.rows, changes.chunks,
+        previous, rows.pop(), chunks,
         identity=marker.identity, dataset=marker.name, version=1, digest=0,
     )  # fmt: skip
 
 
-def _mark_of(changes: Changes) -> bytes:
+def _as_it_is(changes: Changes) -> Changes:
+    return changes
+
+
+def _mark_of(read: Callable[[], Changes]) -> bytes:
     """What tells a state from others, whatever its version; nothing where it has no form."""
     try:
-        front, *_ = _parts(changes, None)
+        front, *_ = _parts(read)
     except (FormatError, UsageError):
         return b""
     return content_mark(front)
@@ -437,20 +455,38 @@ def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
     }
 
 
-def _published(repository: Repository, identity: UUID, findings: Findings) -> Snapshot | None:
+class _Published(NamedTuple):
+    """A published version that has been checked; what is in it is not kept in memory."""
+
+    identity: UUID
+    version: int
+    chunk_ids: Sequence[ChunkId]
+    mark: bytes
+    load: Callable[[], Snapshot]
+
+
+def _published(repository: Repository, identity: UUID, findings: Findings) -> _Published | None:
     """The newest published snapshot, as the store has it. One that is damaged is a problem."""
     for version in reversed(repository.snapshots.versions(identity)):
+        load = partial(repository.snapshots.check, identity, version)
         try:
-            return repository.snapshots.check(identity, version)
+            found = load()
         except ObjectMissing:  # removed since it was listed
             continue
         except FormatError as error:
             findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
+        else:
+            mark = content_mark(found.buffer)
+            return _Published(identity, version, list(found.chunk_ids), mark, load)
     return None
 
 
 def _check_published(
-    repository: Repository, published: Snapshot, live: Changes, findings: Findings
+    repository: Repository,
+    published: _Published,
+    live: Changes,
+    live_mark: bytes,
+    findings: Findings,
 ) -> None:
     """Compare the newest published snapshot with the live metadata, column by column. It was the
     newest before `live` was looked at, so live metadata ought not to be older."""
@@ -465,17 +501,23 @@ def _check_published(
         since = meta.changes(identity, version)
         if since.marker.version == live.marker.version:
             break
-        live = meta.changes(identity, 0)
+        live, live_mark = meta.changes(identity, 0), b""
     else:
         findings.notes.append(f"version {version} was not compared: somebody writes all the time")
         return
     if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
         return  # a purge has forgotten some since: nothing continues this version
-    found = published
+    live_mark = live_mark or _mark_of(partial(_as_it_is, live))
+    if version == live.marker.version and published.mark == live_mark:
+        return
+    try:
+        found = published.load()
+    except ObjectMissing:
+        return  # removed since it was checked: there is a newer one
     with suppress(FormatError, UsageError):
         if version < live.marker.version:
-            found = _built(since, published)
-        if content_mark(found.buffer) == _mark_of(live):
+            found = _built(since, found)
+        if content_mark(found.buffer) == live_mark:
             return
         differences = list(_differences(found, _built(live, None)))
         findings.problems += [
@@ -489,7 +531,9 @@ def _check_published(
 
 
 def _built(changes: Changes, previous: Snapshot | None) -> Snapshot:
-    return Snapshot(memoryview(b"".join(_parts(changes, previous))), verify=False)
+    return Snapshot(
+        memoryview(b"".join(_parts(partial(_as_it_is, changes), previous))), verify=False
+    )
 
 
 def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
