@@ -12,7 +12,9 @@ Benchmark = Callable[[Workbench], list[Row]]
 BENCHMARKS: Mapping[str, Benchmark] = {
     "put-D4L": put.rate_of(D4L),
     "put-D110": put.rate_of(D110),
+    "put-tar": put.from_tar,
     "put-memory": put.peak_memory,
+    "put-memory-many": put.peak_memory_of_many,
     "snapshot": snapshot.measure,
     "read-many": read.measure,
     "mount-start": mount.ready,

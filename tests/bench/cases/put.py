@@ -4,19 +4,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..dlcmd import Dlcmd
-from ..inputs import D4L, D110, Shape
+from ..inputs import D1M, D4L, D110, N4M, Shape, tar_stream
 from ..memory import peak_pss_bytes
 from ..peers import mds, tar
 from ..report import Row, Target, at_least, within
 from ..samples import OURS, Rounds, Samples, Side, alternate
 from ..workbench import Workbench
 
-TAR_RATIO = 0.8
+TAR_RATIO = 0.9
+TAR_RATIO_LARGE = 0.8  # of files of 110 KiB
+LARGE_FILE_BYTES = 64 << 10
 MDS_RATIO = 2.5
+FOLDER_RATIO = 1.0
 PEAK_MB = 500
+MANY_PUT_PEAK_MB = 850
+MANY_VERIFY_PEAK_MB = 1300
 
 WARM = "whole commands and a final sync; the sources are in the page cache"
 MDS = "the same; MDSWriter without its start-up, which favours it"
+FROM_TAR = "whole commands; the peer is the put of the folder that the tar was made of"
 COLD = "the same; the sources' contents are not in the page cache"
 
 Prepare = Callable[[Path], None]
@@ -25,6 +31,7 @@ Prepare = Callable[[Path], None]
 
 def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
     """The benchmark of putting the files of a shape."""
+    tar_ratio = TAR_RATIO_LARGE if shape.file_bytes >= LARGE_FILE_BYTES else TAR_RATIO
 
     def measure(bench: Workbench) -> list[Row]:
         source = bench.input(shape)
@@ -47,7 +54,7 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
         warm = alternate(bench.rounds, {**sides(bench.settle), mds.NAME: packed_by_mds})
         cold = alternate(bench.rounds, sides(bench.chill))
         return [
-            _row(f"put {shape.name}", warm, tar.NAME, at_least(TAR_RATIO), WARM),
+            _row(f"put {shape.name}", warm, tar.NAME, at_least(tar_ratio), WARM),
             _row(f"put {shape.name}", warm, mds.NAME, at_least(MDS_RATIO), MDS),
             _row(f"put {shape.name}, from disk", cold, tar.NAME, None, COLD),
         ]
@@ -58,6 +65,58 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
 def _row(name: str, rounds: Rounds, peer: str, target: Target | None, note: str) -> Row:
     ours, other = rounds.ours("files/s"), rounds.of(peer, "files/s")
     return Row(name, "files/s", ours, peer, other, target, note)
+
+
+def from_tar(bench: Workbench) -> list[Row]:
+    """Putting a tar of small files, beside putting the folder that it was made of."""
+    shape = bench.shape(D1M)
+    source = bench.input(shape)
+    folder_name = "the folder"
+
+    def side(put: Callable[[Path], float]) -> Side:
+        def run() -> dict[str, float]:
+            with bench.scratch() as folder:
+                return {"files/s": shape.files / put(folder)}
+
+        return run
+
+    with bench.scratch() as made:
+        archive = made / "d1m.tar"
+        tar.pack_seconds(source, archive)
+
+        def settle() -> None:
+            bench.settle(source, made)
+
+        def put_tar(folder: Path) -> float:
+            settle()
+            return Dlcmd(folder).seconds("put", "--tar", str(archive), shape.name)
+
+        def put_folder(folder: Path) -> float:
+            settle()
+            return _put_seconds(source, shape, folder)
+
+        rounds = alternate(bench.rounds, {OURS: side(put_tar), folder_name: side(put_folder)})
+    name = f"put --tar {shape.name}"
+    return [_row(name, rounds, folder_name, at_least(FOLDER_RATIO), FROM_TAR)]
+
+
+def peak_memory_of_many(bench: Workbench) -> list[Row]:
+    """PSS of a put and of a `verify --headers-only` of millions of files, not timed."""
+    shape = bench.shape(N4M)
+    with bench.scratch() as folder:
+        archive = folder / "n4m.tar"
+        with archive.open("wb") as file:
+            file.writelines(tar_stream(shape))
+        dlcmd = Dlcmd(folder)
+        rows = []
+        for words, limit in (
+            (("put", "--tar", str(archive), shape.name), MANY_PUT_PEAK_MB),
+            (("verify", "--headers-only", shape.name), MANY_VERIFY_PEAK_MB),
+        ):
+            peak = Samples((peak_pss_bytes(dlcmd.command(*words), dlcmd.environment) / 1e6,))
+            name = f"{words[0]} {shape.name}, peak PSS"
+            rows.append(within(name, "MB", peak, limit, most=True))
+    return rows
 
 
 def peak_memory(bench: Workbench) -> list[Row]:
