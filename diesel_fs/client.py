@@ -10,6 +10,7 @@ flushed stays with who has put it.
 """
 
 import io
+import logging
 import os
 import shutil
 import tempfile
@@ -45,6 +46,8 @@ from .writer.clashes import acknowledge
 from .writer.options import COMPRESSIONS, PutReport
 from .writer.pack import Packer, Unsettled
 from .writer.plan import RESERVED
+
+log = logging.getLogger("diesel.client")
 
 MEMORY_BYTES_DEFAULT = 256 << 20
 """Chunks kept per process: a DataLoader has many, each with its own."""
@@ -389,8 +392,8 @@ class Dataset:
                 f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}),"
                 f" not of {self.name!r} ({self._view.identity})"
             )
-        self._show(loaded)
         self._pinned = True
+        self._show(loaded)
         newest = self._repository.newest_known(self._repository.dataset(self.name))
         return loaded.version >= newest
 
@@ -468,6 +471,8 @@ class Dataset:
         self._repository.close()
 
     def _show(self, view: Snapshot) -> None:
+        if not self._pinned and (warning := self._repository.may_be_old(view)):
+            log.warning("%s", warning)
         self._view = view
         self._order = None
         self._reader = ContentReader(view, self._objects_of(view), self._memory_bytes)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 from uuid import UUID
@@ -42,6 +43,7 @@ from .errors import (
     NotFoundError,
     ObjectExists,
     ObjectMissing,
+    PermissionDenied,
     UsageError,
 )
 from .folding import (
@@ -225,6 +227,18 @@ class Repository:
         what a snapshot has."""
         known = info.marker.version if info.marker else 0
         return max(known, self.snapshots.newest(info.identity))
+
+    def may_be_old(self, view: Snapshot) -> str:
+        """Why a `view` may not be of the current version, with its own and its age; else nothing.
+        Who may read a repository but not its metadata store always goes by snapshots."""
+        problem = self._meta_problem
+        if problem is None or isinstance(problem, PermissionDenied):
+            return ""
+        age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
+        return (
+            f"{problem.message}: this is version {view.version} of {view.dataset}, the newest"
+            f" snapshot, which is {timedelta(seconds=age_s)} old"
+        )
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""

@@ -10,7 +10,7 @@ import click
 from diesel_fs import clouds
 from diesel_fs.cache.store import ContentReader
 from diesel_fs.entries import check_path, shown
-from diesel_fs.errors import ObjectMissing, PermissionDenied
+from diesel_fs.errors import ObjectMissing
 from diesel_fs.names import versioned
 from diesel_fs.repositories import open_configured
 from diesel_fs.repository import Repository
@@ -45,14 +45,9 @@ class Address:
             return repository.view_at(self.dataset, self.version)
         view = repository.view(self.dataset)
         said = click.get_current_context().meta  # of this command
-        problem = repository.meta_problem
-        is_usual = isinstance(problem, PermissionDenied)  # a reader of a read-only folder
-        if problem is not None and not is_usual and not said.get(_OLD_VIEW):
+        if (warning := repository.may_be_old(view)) and not said.get(_OLD_VIEW):
             said[_OLD_VIEW] = True
-            remark(
-                f"{problem.message}: this is version {view.version} of"
-                f" {self.dataset}, the newest snapshot"
-            )
+            remark(warning)
         return view
 
 

@@ -44,7 +44,7 @@ def octal(text: str) -> int:
     type=click.Choice(["refuse", "warn", "allow"]),
     default="warn",
     show_default=True,
-    help="What to do where the version of --snapshot is not the current one.",
+    help="What to do where what is shown is not the current version, or where nobody can tell.",
 )
 @click.option(
     "--offline", is_flag=True,

@@ -125,7 +125,11 @@ class SourceOpener:
                 return Source(snapshot, _doubt(repository, request, snapshot))
             if request.version:
                 return Source(repository.view_at(request.dataset, request.version))
-            return Source(repository.view(request.dataset))
+            view = repository.view(request.dataset)
+            warning = repository.may_be_old(view)
+            if warning and request.stale == "refuse":
+                raise ConflictError(warning, advice="mount with --stale warn, or when it is back")
+            return Source(view, "" if request.stale == "allow" else warning)
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
         """The current version of the dataset that is mounted. Raises NoSuchDataset where it has

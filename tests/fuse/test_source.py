@@ -118,6 +118,25 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
     assert content(saved, source, b"b") == b"another"
 
 
+def test_every_reader_says_that_its_version_may_be_old_where_nobody_can_tell(
+    saved: MountRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mount without a snapshot file, as one with; and Python."""
+    current = replace(saved, snapshot_file="")
+    assert opened(current).warning == ""
+    lose_metadata(tmp_path / "store")
+    source = opened(current)
+    said = f"this is version {source.snapshot.version} of dogs, the newest snapshot, which is 0:00:"
+    assert said in source.warning
+    assert opened(current, stale="allow").warning == ""
+    with pytest.raises(ConflictError, match="the newest snapshot") as refused:
+        opened(current, stale="refuse")
+    assert "--stale warn" in refused.value.advice
+    assert opened(current, stale="refuse", version=source.snapshot.version).warning == ""
+    with connect("dogs", saved.url):
+        assert said in caplog.text
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_snapshot_is_never_mounted_under_another_name(
     saved: MountRequest, tmp_path: Path, offline: bool
