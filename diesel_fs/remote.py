@@ -37,7 +37,7 @@ from .messages import Fields, Message
 from .names import check_dataset_name, shown
 from .pins import Deletion
 from .remote_objects import RemoteObjects
-from .repository import Repository, Tell, WriteSession
+from .repository import Repository, Tell, WriteSession, old_view
 from .rpc import Answer, Calls, Link
 from .snapshot import Snapshot, Stats
 from .snapshot_pieces import Gathered
@@ -128,6 +128,9 @@ class RemoteRepository(Repository):
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         return self._shelf.current(info.identity)
+
+    def may_be_old(self, view: Snapshot) -> str:
+        return old_view(view, f"the server says: {self.away}") if self.away else ""
 
     def stat(self, name: str, path: bytes) -> Stat:
         stats = self.stat_many(name, [check_path(path)], missing_ok=True)

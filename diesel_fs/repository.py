@@ -234,11 +234,7 @@ class Repository:
         problem = self._meta_problem
         if problem is None or isinstance(problem, PermissionDenied):
             return ""
-        age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
-        return (
-            f"{problem.message}: this is version {view.version} of {view.dataset}, the newest"
-            f" snapshot, which is {timedelta(seconds=age_s)} old"
-        )
+        return old_view(view, problem.message)
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""
@@ -692,6 +688,15 @@ def _stat_of(record: np.void) -> Stat:
         int(record["mode"]),
         int(record["size"]),
         int(record["mtime_ns"]),
+    )
+
+
+def old_view(view: Snapshot, why: str) -> str:
+    """What is said of a view of which nobody can tell whether it is current."""
+    age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
+    return (
+        f"{why}: this is version {view.version} of {view.dataset}, the newest snapshot,"
+        f" which is {timedelta(seconds=age_s)} old"
     )
 
 

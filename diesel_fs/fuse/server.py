@@ -151,6 +151,7 @@ class _Server:
             log.warning("%s", source.warning)
             report({"warning": source.warning})
         self._snapshot = source.snapshot
+        self._warnings = {source.snapshot.version: source.warning} if source.warning else {}
         self._memory = Memory.of(request)
         self._lists = ListPlans(
             request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
@@ -275,7 +276,12 @@ class _Server:
         return dict(self._link.state)
 
     def _besides(self) -> dict[str, object]:
-        return {"task": self._task_stats} if self._request.joins else {}
+        told: dict[str, object] = {}
+        if warning := self._warnings.get(self._snapshot.version):
+            told["warning"] = warning
+        if self._request.joins:
+            told["task"] = self._task_stats
+        return told
 
     async def _hear_task(self) -> None:
         """What the task says of itself, for `.diesel/stats`: asking may wait for the master."""

@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said(dlcmd: Dlcmd, place: str) -> None:
     assert "no role is called 'owner'" in dlcmd("grant", "pets", "ann", "owner", code=2).err
     assert "bad dataset name" in dlcmd("grant", "a/b", "ann", "read", code=2).err
     assert "user --help" in dlcmd("user", "frobnicate", code=2).err
-    assert len(dlcmd("user", code=2).err.splitlines()) == 1
+    assert "Usage: dlcmd user" in dlcmd("user", code=2).err
     assert users(dlcmd) == before
 
 

@@ -314,3 +314,22 @@ def test_a_dataset_that_is_not_there_is_not_mounted(dlcmd: Dlcmd, tmp_path: Path
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "mnt").mkdir()
     assert "no dataset 'gone'" in dlcmd("mount", "gone", tmp_path / "mnt", code=10).err
+
+
+@pytest.mark.fuse
+def test_a_mount_of_a_version_that_may_be_old_says_so_on_screen_and_in_its_stats(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
+    dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
+    for file in dlcmd.store.glob("meta.sqlite*"):
+        file.unlink()
+    folder = tmp_path / "mount"
+    assert "--stale" in dlcmd("mount", "--stale", "refuse", "pets", folder, code=12).err
+    said = dlcmd.program("mount", "pets", folder).err
+    try:
+        assert "the newest snapshot, which is" in said
+        (told,) = dlcmd("--json", "stats", folder).objects
+        assert str(told["warning"]) in said
+        assert "warning" in dlcmd("stats", folder).out.decode()
+    finally:
+        dlcmd("umount", folder)

@@ -163,9 +163,13 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         time.sleep(0.2)
         raise MetadataError("it is away")
 
+    assert filled.admin.may_be_old(view) == ""
     for name in ("marker", "markers", "lookup", "children", "changes", "commit"):
         monkeypatch.setattr(filled.store.meta, name, away)
     assert filled.admin.view("ds").version == view.version
+    said = filled.admin.may_be_old(view)
+    assert "the server says: it is away" in said
+    assert f"this is version {view.version} of ds, the newest snapshot" in said
     assert [info.name for info in filled.admin.datasets()] == ["ds"]
     info = filled.admin.dataset("ds")
     assert info.marker is None
@@ -185,6 +189,7 @@ def test_reads_go_on_while_the_metadata_store_is_away(
     monkeypatch.undo()
     time.sleep(1.1)
     assert filled.admin.stat("ds", b"a").size == 1
+    assert filled.admin.may_be_old(filled.admin.view("ds")) == ""
 
 
 def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
