@@ -97,7 +97,7 @@ def test_read_many_holds_no_more_chunks_than_its_budget(
 
 
 def _chunk_bytes_alive() -> int:
-    return sum(len(each.view) for each in gc.get_objects() if isinstance(each, LoadedChunk))
+    return sum(len(each.view) for each in gc.get_objects() if type(each) is LoadedChunk)
 
 
 def test_cached_checks_small_entries_on_the_spot(store: Counting, view: Snapshot) -> None:

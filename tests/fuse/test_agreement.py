@@ -132,9 +132,11 @@ def on_open(flags: int, work: Callable[[int], object]) -> Call:
 
 
 def statvfs(path: bytes) -> object:
+    """All but what another mount has otherwise, and what is free, which others use meanwhile."""
     found = os.statvfs(path)
-    return tuple(getattr(found, name) for name in dir(found) if name.startswith("f_")
-                 and name != "f_fsid")  # fmt: skip
+    others = ("f_fsid", "f_bfree", "f_bavail", "f_ffree", "f_favail")
+    names = (name for name in dir(found) if name.startswith("f_") and name not in others)
+    return tuple(getattr(found, name) for name in names)
 
 
 def listed(path: bytes) -> object:

@@ -437,7 +437,9 @@ def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(ds: Following
     assert time.monotonic() - started_s < 5
 
 
-@pytest.mark.parametrize("options", [{"snapshot_file": "/x"}, {"offline": True}])
+@pytest.mark.parametrize("options", [
+    {"snapshot_file": "/x"}, {"snapshot_file": "/x", "offline": True},
+])  # fmt: skip
 def test_a_mount_of_one_version_cannot_follow(tmp_path: Path, options: dict[str, object]) -> None:
     values: dict[str, object] = {
         "url": (tmp_path / "s").as_uri(), "dataset": "ds", "mountpoint": str(tmp_path),

@@ -27,7 +27,7 @@ FIRST_REQUESTS_MAX = 5
 """What the kernel asks before it has the first name. For all of them it asks a hundred times."""
 
 HOPE_S = 300.0  # measured: 1 to 2 s alone; a quadratic listing is far beyond
-DAEMON_BYTES_MAX = 16 << 20
+DAEMON_BYTES_MAX = 32 << 20
 """What a listing may add to the daemon: one that is kept takes more than 50 bytes a name."""
 
 
