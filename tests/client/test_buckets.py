@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import stores
 from diesel_fs.client import Dataset, connect
 from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
 from diesel_fs.storage.cloud_proxy import CloudProxy
+from diesel_fs.urls import CLOUD_SCHEMES
 from tests.client.test_client import in_child
 from tests.storage.conftest import s3 as s3
 from tests.storage.redis_servers import RedisServer, until
@@ -36,6 +38,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """A new repository in a bucket, with its metadata in a Redis, and a dataset that was put from
     Python: each flush makes a chunk."""
+    for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets itself
+        monkeypatch.delitem(stores._OPENERS, scheme, raising=False)
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
     with redis_server.client() as client:
