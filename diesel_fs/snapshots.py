@@ -456,5 +456,5 @@ def keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapsho
             if old != path:  # it may be older than those: a kept version
                 old.unlink(missing_ok=True)
         return map_private(path)
-    except (OSError, PermissionDenied, ConfigError, FormatError):
+    except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
         return None  # no place of our own, or a bad one: the caller keeps it in memory

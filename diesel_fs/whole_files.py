@@ -226,10 +226,9 @@ def _replaceable(path: Path) -> Path | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     place = Path(os.path.realpath(path))
-    with suppress(OSError):
-        if os.path.samestat(found, place.stat()):
-            return place
-    return None  # a file that is open, and has no name any more (/dev/fd/3)
+    # A file that is open and has no name any more (/dev/fd/3) is written to. One that another
+    # process has just replaced has a name: writing to it would truncate what others have mapped.
+    return place if place.exists() else None
 
 
 def _parts(path: str) -> list[str]:
