@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from .credentials import PUBLIC_KEY_BYTES
 from .errors import (
     ConflictError,
     CorruptError,
@@ -27,7 +28,6 @@ from .errors import (
 )
 from .names import check_dataset_name
 
-PUBLIC_KEY_BYTES = 32
 PUBLIC_KEY_PREFIX = "diesel-public-1:"
 TEXT_VERSION = 1
 TEXT_BYTES_MAX = 64 << 20
@@ -93,7 +93,7 @@ class Account:
             raise NoSuchDataset(f"no dataset {dataset!r}")
         if self._granted(dataset) < role:
             raise PermissionDenied(
-                f"{self.name!r} may not {_DOING[role]} the dataset {dataset!r}",
+                f"{self.name!r} may not {_ROLE_VERBS[role]} the dataset {dataset!r}",
                 advice=f"its administrator can: dlcmd grant {dataset} {self.name} {role.text}",
             )
         self._check_ceiling(role)
@@ -112,7 +112,7 @@ class Account:
             )
 
 
-_DOING = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.ADMIN: "administer"}
+_ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.ADMIN: "administer"}
 
 Accounts = Mapping[str, Account]
 """By name."""
@@ -172,39 +172,39 @@ def parse_public_key(text: str) -> bytes:
 # Changes: each gives the accounts as they are afterwards
 
 
-def added(accounts: Accounts, account: Account) -> Accounts:
+def with_account(accounts: Accounts, account: Account) -> Accounts:
     """With a new account. Raises ConflictError where there is one of that name."""
     if account.name in accounts:
         raise ConflictError(f"there is a user {account.name!r} already", advice="user add --renew")
     return _checked({**accounts, account.name: account})
 
 
-def renewed(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
+def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
     """With another key for an account, whose roles stay; `admin` may be given, not taken.
 
     Raises NotFoundError.
     """
-    account = _known(accounts, name)
+    account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
     return _checked({**accounts, name: changed})
 
 
-def without(accounts: Accounts, name: str) -> Accounts:
+def without_account(accounts: Accounts, name: str) -> Accounts:
     """Without an account. Raises NotFoundError."""
-    _known(accounts, name)
+    _existing(accounts, name)
     return {other: account for other, account in accounts.items() if other != name}
 
 
-def granted(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
+def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
     """With a role for a user; NONE takes the one there away. Raises NotFoundError."""
-    account = _known(accounts, name)
+    account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
         grants[dataset] = role
     return _checked({**accounts, name: replace(account, grants=grants)})
 
 
-def merged(accounts: Accounts, more: Iterable[Account]) -> Accounts:
+def with_accounts(accounts: Accounts, more: Iterable[Account]) -> Accounts:
     """With accounts that replace those of the same names."""
     return _checked({**accounts, **{account.name: account for account in more}})
 
@@ -220,7 +220,7 @@ def check_admin_left(before: Accounts, after: Accounts) -> None:
         )
 
 
-def _known(accounts: Accounts, name: str) -> Account:
+def _existing(accounts: Accounts, name: str) -> Account:
     account = accounts.get(name)
     if account is None:
         raise NotFoundError(f"there is no user {name!r}")
@@ -303,13 +303,16 @@ def parse_account(line: str | bytes, where: str) -> Account:
             check_user_name(name),
             parse_public_key(public),
             admin,
-            {check_dataset_name(dataset): _given(role) for dataset, role in grants.items()},
+            {
+                check_dataset_name(dataset): _parse_granted_role(role)
+                for dataset, role in grants.items()
+            },
         )
     except UsageError as error:
         raise CorruptError(f"{where}: {error.message}") from None
 
 
-def _given(role: object) -> Role:
+def _parse_granted_role(role: object) -> Role:
     if type(role) is not str or role == Role.NONE.text:
         raise UsageError("a role is read, write or admin")
     return parse_role(role)

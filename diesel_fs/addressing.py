@@ -15,21 +15,21 @@ import numpy.typing as npt
 
 from .entries import check_path
 from .errors import NoSuchPath, UsageError
-from .repository import found
+from .repository import index_of_path
 from .snapshot import Indices, Snapshot
 
 PathText = str | bytes | os.PathLike[str]
 
-Where = PathText | SupportsIndex
+EntryKey = PathText | SupportsIndex
 """How an entry is named."""
 
-Many = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
+EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
 """How many entries are named: all by their paths, or all by their indices."""
 
 _PATHS = (str, bytes, os.PathLike)
 
 
-def is_path(where: Where) -> bool:
+def is_path(where: EntryKey) -> bool:
     """Whether an entry is named by its path."""
     return isinstance(where, _PATHS)
 
@@ -44,17 +44,17 @@ def encoded(path: object) -> bytes:
         raise UsageError(f"bad path {path!r}: {error.reason}") from None
 
 
-def index_of(view: Snapshot, where: Where) -> int:
+def index_of(view: Snapshot, where: EntryKey) -> int:
     """The index of an entry. Raises NoSuchPath, and UsageError for what names nothing."""
     if isinstance(where, _PATHS):
-        return found(view, check_path(encoded(where)))
+        return index_of_path(view, check_path(encoded(where)))
     try:
-        return _shown(view, operator.index(where))
+        return _check_index(view, operator.index(where))
     except TypeError:
         raise UsageError(f"no path and no index: {where!r}") from None
 
 
-def names_of(many: Many) -> list[bytes] | Indices:
+def names_of(many: EntryKeys) -> list[bytes] | Indices:
     """The names of many entries: paths, or indices. Raises UsageError for what names nothing."""
     if isinstance(many, _PATHS):
         raise UsageError(f"several paths or indices are wanted, not the one path {many!r}")
@@ -71,15 +71,15 @@ def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
     """The indices of many entries. Raises NoSuchPath, and UsageError for what is no path."""
     if isinstance(names, np.ndarray):
         for end in (names.min(), names.max()) if len(names) else ():
-            _shown(view, int(end))
+            _check_index(view, int(end))
         return names
     indices = view.lookup_many(names)
     for missing in np.flatnonzero(indices < 0)[:1].tolist():
-        found(view, names[missing])  # says that it is not there, or is no path at all
+        index_of_path(view, names[missing])  # says that it is not there, or is no path at all
     return indices
 
 
-def _shown(view: Snapshot, index: int) -> int:
+def _check_index(view: Snapshot, index: int) -> int:
     """An index itself, where the version that is shown has such an entry."""
     if not 0 <= index < len(view):
         raise NoSuchPath(f"index {index} is outside 0..{len(view) - 1}")

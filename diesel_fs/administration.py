@@ -17,23 +17,23 @@ from .accounts import (
     Accounts,
     Role,
     accounts_text,
-    added,
     check_admin_left,
     check_public_key,
     check_user_name,
-    granted,
-    merged,
     parse_accounts,
-    renewed,
-    without,
+    with_account,
+    with_accounts,
+    with_new_key,
+    with_role,
+    without_account,
 )
 from .credentials import Credentials, no_user_named
+from .entries import Bytes
 from .errors import PermissionDenied
 from .messages import Message
 from .names import check_dataset_name
-from .rpc import Answer, Link
+from .rpc import Answer, ServerLink
 from .storage.accounts import AccountTable
-from .storage.objects import Bytes
 from .stores import check_accounts_place, open_accounts, open_objects
 from .urls import SERVER_SCHEMES, RepositoryUrl
 
@@ -47,7 +47,7 @@ class Administration(ABC):
     """
 
     @abstractmethod
-    def text(self) -> bytes:
+    def export_text(self) -> bytes:
         """All accounts, as text."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Administration(ABC):
         """A new user."""
 
     @abstractmethod
-    def renew(self, name: str, public_key: bytes, *, admin: bool) -> None:
+    def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
         """Another key for a user, whose roles stay; `admin` may be given, not taken."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Administration(ABC):
         """Give a user a role, in place of the one that was; NONE takes it away."""
 
     @abstractmethod
-    def load(self, text: bytes, *, replace: bool) -> None:
+    def import_text(self, text: bytes, *, replace: bool) -> None:
         """Take over accounts from a text, all of them or none; `replace` removes all others.
 
         Raises CorruptError, NewerVersionError.
@@ -79,7 +79,7 @@ class Administration(ABC):
 
     def accounts(self) -> Accounts:
         """All accounts."""
-        return parse_accounts(self.text())
+        return parse_accounts(self.export_text())
 
     def __enter__(self) -> Self:
         return self
@@ -89,51 +89,51 @@ class Administration(ABC):
 
 
 class DirectAdministration(Administration):
-    """On the table itself: as `asker`, or, for who has direct access, with all rights."""
+    """On the table itself: as `actor`, or, for who has direct access, with all rights."""
 
-    def __init__(self, table: AccountTable, asker: Account | None = None) -> None:
+    def __init__(self, table: AccountTable, actor: Account | None = None) -> None:
         self._table = table
-        self._asker = asker
+        self._asker = actor
 
-    def text(self) -> bytes:
+    def export_text(self) -> bytes:
         self._check(self._asker)
         accounts = self._table.read().accounts
-        self._check(self._now(accounts))
+        self._check(self._current_actor(accounts))
         return accounts_text(accounts).encode()
 
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
         self._check(self._asker)
         account = Account(check_user_name(name), check_public_key(public_key), admin)
-        self._change(lambda accounts: added(accounts, account))
+        self._change(lambda accounts: with_account(accounts, account))
 
-    def renew(self, name: str, public_key: bytes, *, admin: bool) -> None:
+    def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
         self._check(self._asker)
         check_user_name(name)
         check_public_key(public_key)
-        self._change(lambda accounts: renewed(accounts, name, public_key, admin=admin))
+        self._change(lambda accounts: with_new_key(accounts, name, public_key, admin=admin))
 
     def remove(self, name: str) -> None:
         self._check(self._asker)
         check_user_name(name)
-        self._change(lambda accounts: without(accounts, name))
+        self._change(lambda accounts: without_account(accounts, name))
 
     def grant(self, dataset: str, name: str, role: Role) -> None:
         check_dataset_name(dataset)
         self._check(self._asker, dataset)
         check_user_name(name)
-        self._change(lambda accounts: granted(accounts, name, dataset, role), dataset)
+        self._change(lambda accounts: with_role(accounts, name, dataset, role), dataset)
 
-    def load(self, text: bytes, *, replace: bool) -> None:
+    def import_text(self, text: bytes, *, replace: bool) -> None:
         self._check(self._asker)
         more = parse_accounts(text).values()
-        self._change(lambda accounts: merged({} if replace else accounts, more))
+        self._change(lambda accounts: with_accounts({} if replace else accounts, more))
 
     def close(self) -> None:
         self._table.close()
 
     def _change(self, edit: Callable[[Accounts], Accounts], dataset: str = "") -> None:
         def allowed(before: Accounts) -> Accounts:
-            self._check(self._now(before), dataset)
+            self._check(self._current_actor(before), dataset)
             after = edit(before)
             if self._asker is not None:
                 check_admin_left(before, after)
@@ -143,13 +143,13 @@ class DirectAdministration(Administration):
 
     @staticmethod
     def _check(asker: Account | None, dataset: str = "") -> None:
-        """Raises PermissionDenied, NoSuchDataset, MetadataError where `asker` may not."""
+        """Raises PermissionDenied, NoSuchDataset, MetadataError where `actor` may not."""
         if asker is not None and dataset:
             asker.require(dataset, Role.ADMIN)
         elif asker is not None:
             asker.require_admin()
 
-    def _now(self, accounts: Accounts) -> Account | None:
+    def _current_actor(self, accounts: Accounts) -> Account | None:
         """Who asks, as the table has it; None for direct access."""
         if self._asker is None:
             return None
@@ -159,29 +159,29 @@ class DirectAdministration(Administration):
         return found
 
 
-class Server(Protocol):
+class Calls(Protocol):
     """What is asked of a server (`rpc.Calls`)."""
 
     def call(
-        self, message: Message, payload: Sequence[Bytes] = (), *, again: bool = True
+        self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
     ) -> Answer: ...
 
     def close(self) -> None: ...
 
 
-class ServerAdministration(Administration):
+class RemoteAdministration(Administration):
     """Through a server, which asks who we are."""
 
-    def __init__(self, calls: Server) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def text(self) -> bytes:
+    def export_text(self) -> bytes:
         return bytes(self._calls.call({"do": "users"}).payload)
 
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
         self._set(name, public_key, admin=admin, new=True)
 
-    def renew(self, name: str, public_key: bytes, *, admin: bool) -> None:
+    def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
         self._set(name, public_key, admin=admin, new=False)
 
     def _set(self, name: str, public_key: bytes, *, admin: bool, new: bool) -> None:
@@ -195,12 +195,12 @@ class ServerAdministration(Administration):
     def grant(self, dataset: str, name: str, role: Role) -> None:
         self._tell({"do": "grant", "dataset": dataset, "user": name, "role": role.text})
 
-    def load(self, text: bytes, *, replace: bool) -> None:
+    def import_text(self, text: bytes, *, replace: bool) -> None:
         self._tell({"do": "import_users", "replace": replace}, text)
 
     def _tell(self, message: Message, payload: Bytes = b"") -> None:
         # Not sent again: what was carried out once would then seem to fail.
-        self._calls.call(message, [payload] if payload else [], again=False)
+        self._calls.call(message, [payload] if payload else [], may_repeat=False)
 
     def close(self) -> None:
         self._calls.close()
@@ -217,4 +217,4 @@ def open_administration(
         return DirectAdministration(open_accounts(url, open_objects(url, create=create)))
     if credentials is None:
         raise no_user_named(url)
-    return ServerAdministration(Link.open(url, credentials))
+    return RemoteAdministration(ServerLink.open(url, credentials))

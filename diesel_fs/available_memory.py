@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MEMORY_FRACTION = 2
+MEMORY_DIVISOR = 2
 """One part in this many of what is available."""
 
 MEMORY_BYTES_MIN = 64 << 20
@@ -17,26 +17,26 @@ MEMORY_BYTES_MIN = 64 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def fair_bytes() -> int:
+def default_memory_bytes() -> int:
     """What a program may take."""
-    return max(_available_bytes() // MEMORY_FRACTION, MEMORY_BYTES_MIN)
+    return max(_available_bytes() // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
 
 
-def limit_bytes() -> int:
+def memory_limit_bytes() -> int:
     """What programs may use in all: the machine's memory, or less where a control group says so."""
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _own_cgroup_bytes())
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _own_cgroup_limit_bytes())
 
 
 def _available_bytes() -> int:
     """Memory that this process may still have without swapping or being killed."""
-    return min(_free_bytes(), _own_cgroup_bytes())
+    return min(_free_bytes(), _own_cgroup_limit_bytes())
 
 
-def _own_cgroup_bytes() -> int:
+def _own_cgroup_limit_bytes() -> int:
     listed = ""
     with suppress(OSError):
         listed = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-    return _cgroup_bytes(CGROUPS, listed)
+    return _cgroup_limit_bytes(CGROUPS, listed)
 
 
 def _free_bytes() -> int:
@@ -47,7 +47,7 @@ def _free_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_bytes(mounted: Path, listed: str) -> int:
+def _cgroup_limit_bytes(mounted: Path, listed: str) -> int:
     """The least limit of the control groups that /proc/self/cgroup lists, v2 or v1, and theirs.
 
     In a container the listed path may be the host's: what it does not have here says nothing, and

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from .entries import check_dataset_name
 from .errors import CorruptError, ObjectExists, ObjectMissing, UsageError
 from .layout import DATASETS, dataset_object, deleted_object, identity_of_object
-from .storage.metadata import Marker
+from .names import check_dataset_name
+from .storage.metadata import DatasetHead
 from .storage.objects import ObjectStore
 
 _IDENTITY_CHARS = 32
@@ -21,12 +21,12 @@ _IDENTITY_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset as the object store knows it; without `marker` the metadata store does not."""
+    """A dataset as the object store knows it; without `head` the metadata store does not."""
 
     name: str
     identity: UUID
     created_ns: int
-    marker: Marker | None
+    head: DatasetHead | None
 
 
 class Catalogue:
@@ -35,15 +35,17 @@ class Catalogue:
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
-    def all(self, markers: Mapping[UUID, Marker]) -> tuple[list[DatasetInfo], list[CorruptError]]:
+    def all(
+        self, heads: Mapping[UUID, DatasetHead]
+    ) -> tuple[list[DatasetInfo], list[CorruptError]]:
         """The datasets that are not deleted, by name; and what is wrong with those whose name
         neither their object nor a marker tells."""
         found: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
         for identity in self._identities():
-            marker = markers.get(identity)
+            marker = heads.get(identity)
             try:
-                info = self.one(identity, marker)
+                info = self.describe(identity, marker)
             except CorruptError as error:
                 info = None
                 if marker is None:
@@ -54,14 +56,14 @@ class Catalogue:
                 found.append(info)
         return sorted(found, key=lambda info: (info.name, info.created_ns)), damaged
 
-    def one(self, identity: UUID, marker: Marker | None) -> DatasetInfo | None:
+    def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
         """A dataset; None where it is deleted or was never finished. Raises CorruptError."""
         if self.is_deleted(identity):
             return None
         described = self._described(identity)
-        return described and DatasetInfo(*described, marker)
+        return described and DatasetInfo(*described, head)
 
-    def dying_one(self, identity: UUID) -> DatasetInfo | None:
+    def deleted_dataset(self, identity: UUID) -> DatasetInfo | None:
         """A deleted dataset of which objects are left, be it for its readers; None for any other.
         Raises CorruptError."""
         described = self._described(identity) if self.is_deleted(identity) else None
@@ -75,7 +77,7 @@ class Catalogue:
             return False
         return True
 
-    def dying(self, name: str) -> Iterator[UUID]:
+    def deleted_named(self, name: str) -> Iterator[UUID]:
         """Deleted datasets of this name of which objects are left, be it of a writer that had not
         heard of it."""
         for identity in self._identities():

@@ -37,9 +37,9 @@ from .entries import (
     join,
     name_fault,
     path_fault,
-    shown,
 )
 from .errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
+from .names import shown
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
@@ -84,7 +84,7 @@ _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
-class Part(NamedTuple):
+class ExtentInfo(NamedTuple):
     """That an entry is one of several extents of its file."""
 
     number: int
@@ -127,7 +127,7 @@ class Header:
     names: Names
     records: npt.NDArray[np.void]
     links: Mapping[int, bytes]
-    parts: Mapping[int, Part]
+    extents: Mapping[int, ExtentInfo]
     stamps: Mapping[int, Stamp]
     faults: Mapping[int, str]
 
@@ -144,7 +144,7 @@ class Header:
 
     def content_bytes(self, place: int) -> int:
         """The decoded length of the body of the entry at `place`."""
-        part = self.parts.get(place)
+        part = self.extents.get(place)
         if part is not None:
             return part.size
         record = self.records[place]
@@ -156,7 +156,7 @@ class Header:
         if not self.faults and not self._has_repeats():  # nearly always: all as they stand
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
-            (folder, name, self.parts.get(place)): place
+            (folder, name, self.extents.get(place)): place
             for place, (folder, name) in enumerate(
                 zip(self.folder.tolist(), self.names, strict=True)
             )
@@ -174,7 +174,7 @@ class Header:
         records: npt.NDArray[np.void],
     ) -> tuple[Rows, dict[int, Stamp]]:
         tails: dict[int, bytes] = {}
-        if self.links or self.parts:
+        if self.links or self.extents:
             tails = {i: tail for i, place in enumerate(places) if (tail := self.tail(place))}
         stamps: dict[int, Stamp] = {}
         if self.stamps:
@@ -186,7 +186,7 @@ class Header:
 
     def tail(self, place: int) -> bytes:
         """What a row of the entry at `place` has beside its record: a link's target, an extent."""
-        part = self.parts.get(place)
+        part = self.extents.get(place)
         return self.links.get(place, b"") if part is None else self._extent(place, part)
 
     def _has_repeats(self) -> bool:
@@ -194,7 +194,7 @@ class Header:
         pairs = zip(self.folder.tolist(), self.names, strict=True)
         return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
 
-    def _extent(self, place: int, part: Part) -> bytes:
+    def _extent(self, place: int, part: ExtentInfo) -> bytes:
         record = self.records[place]
         extent = np.zeros(1, EXTENT)
         extent["chunk"] = np.void(self.preamble.id)
@@ -210,7 +210,7 @@ class Header:
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)
-            part = self.parts.get(place)
+            part = self.extents.get(place)
             later_extent = part is not None and part.number > 0
             age_s = int.from_bytes(own[:4], "big") - int.from_bytes(first[:4], "big")
             if not (later_extent and first < own and same_writer(first, own)):
@@ -242,7 +242,7 @@ class Entries:
     folder: "array[int]" = field(default_factory=partial(array, "I"))
     folders: dict[bytes, int] = field(default_factory=dict)
     links: list[bytes] = field(default_factory=list)
-    parts: dict[int, Part] = field(default_factory=dict)
+    extents: dict[int, ExtentInfo] = field(default_factory=dict)
     stamps: dict[int, Stamp] = field(default_factory=dict)
 
 
@@ -368,7 +368,7 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
         names=names,
         records=records,
         links=links,
-        parts=parts,
+        extents=parts,
         stamps=_stamps(columns["stamps"], count),
         faults=_path_faults(folders, folder, names, records),
     )
@@ -394,15 +394,15 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
     return content
 
 
-def damaged(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
+def damaged_places(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
     """The places of the entries whose bytes in `body` are not what the header says."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     held = header.records[places]
     sizes = held["size"].astype(np.int64)
-    for i, place in enumerate(places.tolist() if header.parts else ()):
-        if place in header.parts:
-            sizes[i] = header.parts[place].size
+    for i, place in enumerate(places.tolist() if header.extents else ()):
+        if place in header.extents:
+            sizes[i] = header.extents[place].size
     starts = held["offset"].astype(np.int64) - start
     ends = starts + held["stored"]
     # Nearly all are raw, and looked at without a line of Python for each
@@ -432,7 +432,7 @@ def _pack_header(entries: Entries) -> bytes:
         "checksum": entries.checksum,
     }
     extents = np.array(
-        [(place, *part) for place, part in entries.parts.items()],
+        [(place, *part) for place, part in entries.extents.items()],
         dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],
     )
     stamps = [(place, *stamp_fields(value)) for place, value in entries.stamps.items()]
@@ -526,7 +526,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
     return dict(zip(places, targets, strict=True))
 
 
-def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, Part]:
+def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -534,9 +534,9 @@ def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, Part]:
     wide = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count)
     places, numbers, counts = narrow.tolist()
     starts, sizes = wide.tolist()
-    parts: dict[int, Part] = {}
+    parts: dict[int, ExtentInfo] = {}
     for place, *fields in zip(places, numbers, counts, starts, sizes, strict=True):
-        part = Part(*fields)
+        part = ExtentInfo(*fields)
         if place in parts or place >= len(records) or records["kind"][place] != Kind.FILE:
             _corrupt("an extent names an entry that cannot have one")
         if (
@@ -571,7 +571,7 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 
 
 def _check_bodies(
-    preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, Part]
+    preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, ExtentInfo]
 ) -> None:
     """Bodies tile the chunk's body in order, and each could decode to the length it claims."""
     if not len(records):
@@ -608,7 +608,7 @@ def _contradict(
     return wrong
 
 
-def no_places(
+def impossible_bodies(
     codec: _Codecs,
     stored: npt.NDArray[np.uint32],
     size: npt.NDArray[np.uint64],

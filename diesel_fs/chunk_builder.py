@@ -14,9 +14,9 @@ from .chunk import (
     ENTRIES_MAX,
     EXTENT_ALIGNMENT,
     Entries,
+    ExtentInfo,
     Header,
-    Part,
-    damaged,
+    damaged_places,
     pack_body,
     parse_header,
     parse_preamble,
@@ -63,7 +63,7 @@ class ChunkBuilder:
         return len(self._entries.names)
 
     @property
-    def continues(self) -> ChunkId | None:
+    def first_chunk_id(self) -> ChunkId | None:
         """The first chunk of the file of which this one holds a later extent."""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
@@ -87,7 +87,7 @@ class ChunkBuilder:
         mode: int,
         mtime_ns: int,
         size: int,
-        part: Part | None = None,
+        part: ExtentInfo | None = None,
     ) -> None:
         """Add the file (folder, name) whose `size` bytes (or whose part's) stand in `room()`."""
         length = size if part is None else part.size
@@ -99,7 +99,7 @@ class ChunkBuilder:
             stored, codec = len(packed), _LZ4
             self._view[start : start + stored] = packed
         if part is not None:
-            self._entries.parts[len(self)] = part
+            self._entries.extents[len(self)] = part
         self._add(path, _FILE, mode & MODE_MASK, size, mtime_ns, stored, codec, checksum)
 
     def add_files(
@@ -161,8 +161,8 @@ class ChunkBuilder:
         """
         entries, record = self._entries, source.records[place]
         self.room(len(stored))[:] = stored
-        if place in source.parts:
-            entries.parts[len(self)] = source.parts[place]
+        if place in source.extents:
+            entries.extents[len(self)] = source.extents[place]
         if place in source.links:
             entries.links.append(source.links[place])
             self._path_bytes += len(source.links[place])
@@ -190,7 +190,7 @@ class ChunkBuilder:
         header = parse_header(preamble, stored)
         if len(header) != len(self) or header.faults:
             raise CorruptError(f"chunk {chunk_id_text(chunk)} was built from bad entries")
-        if bad := damaged(header, body, preamble.body_start):
+        if bad := damaged_places(header, body, preamble.body_start):
             raise CorruptError(f"chunk {chunk_id_text(chunk)}: damaged in memory, entry {bad[0]}")
         return [front, stored, body], header
 

@@ -23,29 +23,38 @@ from typing import BinaryIO, NamedTuple, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from .addressing import Many, PathText, Where, encoded, index_of, indices_of, is_path, names_of
-from .cache.store import ContentReader
+from .addressing import (
+    EntryKey,
+    EntryKeys,
+    PathText,
+    encoded,
+    index_of,
+    indices_of,
+    is_path,
+    names_of,
+)
+from .cache.store import EntryReader
 from .chunk import CHUNK_BYTES_DEFAULT
 from .credentials import Credentials
 from .entries import Kind, Stat, check_path, split
 from .errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from .housekeeping import PurgeOptions, PurgeReport, purge
-from .names import versioned
-from .reopening import Opened
+from .names import parse_versioned_name
+from .reopening import DatasetReference
 from .repositories import open_repository
-from .repository import Repository, WriteSession
+from .repository import LocalRepository, LocalWriteSession
 from .settings import load_settings
 from .shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from .snapshot import Snapshot, Stats
-from .snapshots import adopt
+from .snapshots import open_snapshot_file
 from .storage.objects import ObjectStore
-from .task.client import TaskStore, requested
-from .task.request import TaskOptions, TaskWords, whole
+from .task.client import TaskStore, master_request
+from .task.request import TaskKwargs, TaskOptions, non_negative_int
 from .whole_files import close_folder
-from .writer.clashes import acknowledge
+from .writer.clashes import finish_put
 from .writer.options import COMPRESSIONS, PutReport
-from .writer.pack import Packer, Unsettled
-from .writer.plan import RESERVED
+from .writer.pack import FileSkipped, Packer
+from .writer.plan import RESERVED_NAME
 
 log = logging.getLogger("diesel.client")
 
@@ -64,7 +73,7 @@ class _Order(NamedTuple):
     rank: int
     world: int
     drop_last: bool
-    below: Where
+    below: EntryKey
 
 
 def connect(
@@ -77,7 +86,7 @@ def connect(
     memory_bytes: int | None = None,
     compress: str = "auto",
     task_memory_bytes: int | None = None,
-    **task: Unpack[TaskWords],
+    **task: Unpack[TaskKwargs],
 ) -> "Dataset":
     """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
 
@@ -101,7 +110,7 @@ def connect(
     NoSuchDataset, NotFoundError where a version is not kept, ObjectStoreError, MetadataError,
     UsageError.
     """
-    name, version = versioned(dataset)
+    name, version = parse_versioned_name(dataset)
     if create and version:
         raise UsageError(f"{dataset} is a version of what is there", advice="leave `create` out")
     if compress not in COMPRESSIONS:
@@ -111,12 +120,12 @@ def connect(
     if key is not None and credentials is None:
         raise UsageError("only a server has accounts", advice="leave `key` out, or name a user")
     if memory_bytes is not None:
-        memory_bytes = whole("memory_bytes", memory_bytes)
-    task_memory_bytes = whole("task_memory_bytes", task_memory_bytes or 0)
-    joins = TaskOptions.of(
+        memory_bytes = non_negative_int("memory_bytes", memory_bytes)
+    task_memory_bytes = non_negative_int("task_memory_bytes", task_memory_bytes or 0)
+    joins = TaskOptions.from_kwargs(
         task,
         f"{settings.repository_url}\0{dataset}",
-        needing={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
+        task_only={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
     )
     repository = open_repository(settings.repository_url, credentials, create=create)
     try:
@@ -137,19 +146,19 @@ class Dataset:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: LocalRepository,
         view: Snapshot,
         memory_bytes: int | None,
         compress: str,
-        joins: TaskOptions,
+        task_options: TaskOptions,
         task_memory_bytes: int,
         *,
-        is_pinned: bool = False,
+        is_version_fixed: bool = False,
         is_kept: bool = False,
     ) -> None:
         self.name = view.dataset
         self._repository = repository
-        self._joins = joins
+        self._task_options = task_options
         self._task_memory_bytes = task_memory_bytes
         self._task: TaskStore | None = None
         self._task_version = 0
@@ -157,10 +166,12 @@ class Dataset:
         self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
         self._compress = compress
         self._order: _Order | None = None  # that reads come in
-        self._pinned = is_pinned or is_kept  # a version that was asked for: no other is looked for
+        self._version_fixed = (
+            is_version_fixed or is_kept
+        )  # a version that was asked for: no other is looked for
         self._kept = is_kept  # and nothing is written beside it
         self._closed = False
-        self._show(view)
+        self._switch_version(view)
         self._forget_writes()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -169,10 +180,10 @@ class Dataset:
         It holds no secret. Raises UsageError where one is needed that is not in the environment.
         """
         self._check_open()
-        opened = Opened.of(self._repository, self._view, self._joins)
+        opened = DatasetReference.of(self._repository, self._view, self._task_options)
         memory_bytes = None if self._memory_grows else self._memory_bytes
         how = (memory_bytes, self._compress, self._task_memory_bytes)
-        return _reopened, (opened, how, (self._pinned, self._kept), self._order)
+        return _reopened, (opened, how, (self._version_fixed, self._kept), self._order)
 
     def __repr__(self) -> str:
         """Which dataset, version and repository this is, without what is secret."""
@@ -190,7 +201,7 @@ class Dataset:
     @property
     def url(self) -> str:
         """The repository's address, with all that it holds: not to be shown."""
-        return self._repository.url.whole
+        return self._repository.url.full_url
 
     @property
     def credentials(self) -> Credentials | None:
@@ -198,9 +209,9 @@ class Dataset:
         return self._repository.credentials
 
     @property
-    def joins(self) -> TaskOptions:
+    def task_options(self) -> TaskOptions:
         """The task that this object reads through. Not to be shown."""
-        return self._joins
+        return self._task_options
 
     @property
     def version(self) -> int:
@@ -216,14 +227,14 @@ class Dataset:
         """How many files there are."""
         return self._view.file_count
 
-    def get(self, path: Where) -> bytes:
+    def get(self, path: EntryKey) -> bytes:
         """The content of a file (DL_get). Raises NoSuchPath, CorruptError."""
         index = self._entry(path)
         if self._view.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
         return bytes(self._reader.read(index))
 
-    def read_many(self, paths: Many) -> Iterator[memoryview]:
+    def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
         """The contents of many files, in this order; chunks are fetched ahead in the background.
 
         A view stays valid as long as it is held. Raises NoSuchPath before anything is read, and as
@@ -241,7 +252,7 @@ class Dataset:
         rank: int = 0,
         world: int = 1,
         drop_last: bool = False,
-        below: Where = "",
+        below: EntryKey = "",
     ) -> npt.NDArray[np.int64]:
         """A chunk-wise order of a rank's files, as indices for `read_many`, `get` and `stat_many`.
 
@@ -259,21 +270,21 @@ class Dataset:
             self._view, seed, epoch, group_size=group_size, rank=rank, world=world,
             drop_last=drop_last, below=top,
         )  # fmt: skip
-        self._reader.follow(order.indices, order.ends, grow=self._memory_grows)
+        self._reader.prefetch_order(order.indices, order.ends, grow=self._memory_grows)
         self._order = _Order(seed, epoch, group_size, rank, world, drop_last, below)
         return order.indices
 
-    def stat(self, path: Where) -> Stat:
+    def stat(self, path: EntryKey) -> Stat:
         """Kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
         index = self._entry(path)  # as above
         return self._view.stat(index)
 
-    def stat_many(self, paths: Many) -> Stats:
+    def stat_many(self, paths: EntryKeys) -> Stats:
         """`stat` of many entries, as columns. Raises NoSuchPath."""
         indices = self._entries(paths)
         return self._view.stat_many(indices)
 
-    def ls(self, path: Where = "") -> list[str]:
+    def ls(self, path: EntryKey = "") -> list[str]:
         """The names in a folder, sorted (DL_ls); of another entry, its own. Raises NoSuchPath."""
         index = self._entry(path)
         if self._view.stat(index).kind != Kind.FOLDER:
@@ -288,8 +299,8 @@ class Dataset:
     def refresh(self) -> int:
         """Show the current version from now on; the version comes back."""
         self._check_open()
-        self._pinned = self._kept = False
-        self._show(self._repository.view(self.name))
+        self._version_fixed = self._kept = False
+        self._switch_version(self._repository.view(self.name))
         return self._view.version
 
     # Writing
@@ -326,7 +337,7 @@ class Dataset:
                     size = spool.tell()
                     spool.seek(0)
                     packer.add_stream(spool, size, split(target), mode, now)  # type: ignore[arg-type]  # IO[bytes]
-        except Unsettled as reason:
+        except FileSkipped as reason:
             raise ConflictError(f"{source!r}: {reason}") from None
         self._pending.add(target)
 
@@ -342,10 +353,10 @@ class Dataset:
         assert self._packer is not None
         self._packer.finish()
         report = PutReport()
-        if acknowledge(self._repository, self._session, report):
+        if finish_put(self._repository, self._session, report):
             self._packer.close()
             self._forget_session()
-        if not self._pinned:  # else the view goes on without them
+        if not self._version_fixed:  # else the view goes on without them
             self._made.clear()
             self._pending.clear()
             self.refresh()
@@ -353,7 +364,7 @@ class Dataset:
             raise ConflictError(f"{os.fsdecode(path)!r}: {reason}")
         return self._view.version
 
-    def delete(self, path: Where, *, recursive: bool = False) -> None:
+    def delete(self, path: EntryKey, *, recursive: bool = False) -> None:
         """Delete a file, link or empty folder (DL_delete), or a whole folder. Durable on return.
 
         Raises NoSuchPath, ConflictError for a folder with entries.
@@ -386,14 +397,14 @@ class Dataset:
         Raises FormatError, and ForeignError for a snapshot of another dataset.
         """
         self._check_open()
-        loaded = adopt(Path(file))
+        loaded = open_snapshot_file(Path(file))
         if loaded.identity != self._view.identity:
             raise ForeignError(
                 f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}),"
                 f" not of {self.name!r} ({self._view.identity})"
             )
-        self._pinned = True
-        self._show(loaded)
+        self._version_fixed = True
+        self._switch_version(loaded)
         newest = self._repository.newest_known(self._repository.dataset(self.name))
         return loaded.version >= newest
 
@@ -412,7 +423,7 @@ class Dataset:
         self.flush()
         options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
         report = purge(self._repository, self.name, options)
-        if not (dry_run or self._pinned):
+        if not (dry_run or self._version_fixed):
             self.refresh()
         return report
 
@@ -470,32 +481,32 @@ class Dataset:
             self._task.close()
         self._repository.close()
 
-    def _show(self, view: Snapshot) -> None:
-        if not self._pinned and (warning := self._repository.may_be_old(view)):
+    def _switch_version(self, view: Snapshot) -> None:
+        if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
         self._order = None
-        self._reader = ContentReader(view, self._objects_of(view), self._memory_bytes)
+        self._reader = EntryReader(view, self._objects_of(view), self._memory_bytes)
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
         """Where contents are read from: the repository, or the task's cache before that."""
-        if not self._joins:
+        if not self._task_options:
             return self._repository.objects
         before = self._task
         if before is None:
-            request = requested(
-                self._joins, self._repository, view, memory_bytes=self._task_memory_bytes
+            request = master_request(
+                self._task_options, self._repository, view, memory_bytes=self._task_memory_bytes
             )
-            self._task = TaskStore.joined(self._repository.objects, request, view)
+            self._task = TaskStore.join(self._repository.objects, request, view)
         elif view.version != self._task_version:
-            self._task = before.following(view)
+            self._task = before.at_version(view)
             before.close()
         self._task_version = view.version
         assert self._task is not None
         return self._task
 
     def _forget_session(self) -> None:
-        self._session: WriteSession | None = None
+        self._session: LocalWriteSession | None = None
         self._packer: Packer | None = None
 
     def _forget_writes(self) -> None:
@@ -511,7 +522,7 @@ class Dataset:
             self._forget_writes()
         if self._packer is None:
             session = self._session = self._repository.begin(self.name, create=False)
-            session.shows(self._view)
+            session.use_view(self._view)
             _ = session.view  # as it is now, before anybody else goes on
 
             def stored(preamble: bytes, header: bytes, _: int) -> None:
@@ -536,7 +547,7 @@ class Dataset:
 
     def _target(self, path: PathText) -> bytes:
         target = check_path(encoded(path))
-        if not target or target.split(b"/")[0] == RESERVED:
+        if not target or target.split(b"/")[0] == RESERVED_NAME:
             raise UsageError(f"{path!r} cannot be a file of a dataset")
         if target in self._made or self._kind_there(target) == Kind.FOLDER:
             raise ConflictError(f"{path!r} is a folder", advice="delete it first")
@@ -566,7 +577,7 @@ class Dataset:
             packer.add_folder(split(path), 0o755, mtime_ns)
             self._made.add(path)
 
-    def _entry(self, where: Where) -> int:
+    def _entry(self, where: EntryKey) -> int:
         """The index of an entry. Raises NoSuchPath."""
         self._check_open()
         try:
@@ -576,7 +587,7 @@ class Dataset:
                 raise
             return index_of(self._view, where)
 
-    def _entries(self, many: Many) -> npt.NDArray[np.int64]:
+    def _entries(self, many: EntryKeys) -> npt.NDArray[np.int64]:
         """The indices of entries. Raises NoSuchPath."""
         self._check_open()
         names = names_of(many)
@@ -589,9 +600,9 @@ class Dataset:
 
     def _catch_up(self) -> bool:
         """Goes over to a newer version, where there is one: a path is missing in this one."""
-        if self._pinned:
+        if self._version_fixed:
             return False
-        marker = self._repository.dataset(self.name).marker
+        marker = self._repository.dataset(self.name).head
         if marker is None or marker.version <= self._view.version:
             return False
         self.refresh()
@@ -599,7 +610,7 @@ class Dataset:
 
 
 def _reopened(
-    opened: Opened,
+    opened: DatasetReference,
     how: tuple[int | None, str, int],
     held: tuple[bool, bool],
     order: _Order | None,
@@ -609,11 +620,17 @@ def _reopened(
     is_pinned, is_kept = held
     repository = opened.repository()
     try:
-        view = opened.view(repository)
+        view = opened.snapshot(repository)
         found = Dataset(
-            repository, view, memory_bytes, compress, opened.task, task_memory_bytes,
-            is_pinned=is_pinned, is_kept=is_kept,
-        )  # fmt: skip
+            repository,
+            view,
+            memory_bytes,
+            compress,
+            opened.task_options_with_key,
+            task_memory_bytes,
+            is_version_fixed=is_pinned,
+            is_kept=is_kept,
+        )
         if order is not None:
             found.shuffle(**order._asdict())
         return found

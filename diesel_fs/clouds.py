@@ -6,17 +6,17 @@ that takes a tenth of a second.
 """
 
 from .storage.objects import ObjectStore
-from .stores import can_open
+from .stores import register_opener
 from .urls import CLOUD_SCHEMES, RepositoryUrl
 
 
-def enable() -> None:
+def open_buckets_directly() -> None:
     """This process may open repositories in the cloud. Nothing is sent before one is opened."""
     for scheme in CLOUD_SCHEMES:
-        can_open(scheme, _open)
+        register_opener(scheme, _open)
 
 
 def _open(url: RepositoryUrl, create: bool) -> ObjectStore:
     from .storage.cloud import open_cloud  # noqa: PLC0415  # see the module
 
-    return open_cloud(url.place, create=create)
+    return open_cloud(url.objects_url, create=create)

@@ -16,7 +16,7 @@ from .chunk_id import LOWEST, chunk_id_text, id_seconds, stamp_fields
 from .entries import ChunkId, ChunkInfo, Kind
 from .errors import BusyError, CorruptError, NotFoundError, ObjectStoreRefused
 from .layout import chunk_object
-from .storage.metadata import HOLD_S_MAX, Batch, MetadataStore
+from .storage.metadata import COMMIT_LOCK_S_MAX, Batch, MetadataStore
 from .storage.objects import ObjectStore
 
 PUT_WINDOW_S = 3600
@@ -34,23 +34,23 @@ class StoreClock:
     """The time by the metadata store's clock, which is asked once and again where it matters; what
     becomes of this host's clock meanwhile does not. Thread-safe."""
 
-    def __init__(self, ask: Callable[[], float]) -> None:
-        """`ask` gives seconds since 1970, as `MetadataStore.now_s`."""
-        self._ask = ask
-        self._told: tuple[float, float] | None = None  # and the monotonic time then
+    def __init__(self, read_clock: Callable[[], float]) -> None:
+        """`read_clock` gives seconds since 1970, as `MetadataStore.now_s`."""
+        self._read_remote_clock = read_clock
+        self._last_reading: tuple[float, float] | None = None  # and the monotonic time then
 
-    def now_s(self, *, anew: bool = False) -> float:
+    def now_s(self, *, refresh: bool = False) -> float:
         """Seconds since 1970. Raises MetadataError."""
-        told = self._told
-        if anew or told is None:
+        told = self._last_reading
+        if refresh or told is None:
             asked_s = time.monotonic()  # before: what comes of a slow answer is a little early
-            told = self._told = self._ask(), asked_s
+            told = self._last_reading = self._read_remote_clock(), asked_s
         return told[0] + time.monotonic() - told[1]
 
-    def check_own(self) -> None:
+    def check_local_clock(self) -> None:
         """Raise ObjectStoreRefused where this host's clock is ahead: everybody else's IDs would
         have to follow those that it makes."""
-        own_s, right_s = time.time(), self.now_s(anew=True)
+        own_s, right_s = time.time(), self.now_s(refresh=True)
         if own_s > right_s + CLOCK_ALLOWANCE_S:
             right = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(right_s))
             raise ObjectStoreRefused(
@@ -69,7 +69,7 @@ class StaleChunk(BusyError):
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class ValidatedChunk:
     """A chunk that may be committed, and what that brings: regular files (the last extent
     counts) and their bytes."""
 
@@ -78,14 +78,14 @@ class Admitted:
     content_bytes: int
 
 
-def admit(
+def validate_chunk(
     objects: ObjectStore,
     meta: MetadataStore,
     clock: StoreClock,
     identity: UUID,
     preamble: bytes,
     header: bytes,
-) -> Admitted:
+) -> ValidatedChunk:
     """A chunk that is durable, from its preamble and stored header, to be committed soon.
 
     Raises CorruptError for an ID from the future or stamps that a client may not choose,
@@ -102,7 +102,7 @@ def admit(
     except CorruptError:  # nor may a later recovery take it for an orphan
         objects.delete(chunk_object(identity, front.id))
         raise
-    return admitted(parsed)
+    return as_validated(parsed)
 
 
 def check_age(header: Header) -> None:
@@ -121,8 +121,8 @@ def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None
     chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
     if id_seconds(chunk) > limit_s:  # the two are asked only then
         identity = header.preamble.identity
-        newest = next((m.newest for m in meta.markers() if m.identity == identity), LOWEST)
-        now_s = clock.now_s(anew=True)
+        newest = next((m.newest for m in meta.heads() if m.identity == identity), LOWEST)
+        now_s = clock.now_s(refresh=True)
         if id_seconds(chunk) > max(
             now_s + CLOCK_ALLOWANCE_S, id_seconds(newest) + FOLLOW_ALLOWANCE_S
         ):
@@ -134,7 +134,7 @@ def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None
     header.check_stamps(PUT_WINDOW_S)
 
 
-def ids_from_the_future(chunks: Collection[ChunkId], clock: StoreClock) -> str:
+def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
     """How many IDs are ahead of the clock by more than is allowed; nothing where none is."""
     limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
     ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
@@ -148,13 +148,13 @@ def ids_from_the_future(chunks: Collection[ChunkId], clock: StoreClock) -> str:
     )
 
 
-def admitted(header: Header) -> Admitted:
+def as_validated(header: Header) -> ValidatedChunk:
     """What a chunk brings that has passed the checks."""
     files = header.records["kind"] == Kind.FILE
-    for place, part in header.parts.items():
+    for place, part in header.extents.items():
         files[place] = part.number == part.total - 1
     content_bytes = int(header.records["size"][files].sum())
-    return Admitted(batch_of(header), int(files.sum()), content_bytes)
+    return ValidatedChunk(batch_of(header), int(files.sum()), content_bytes)
 
 
 def _delete_stale(
@@ -162,7 +162,7 @@ def _delete_stale(
 ) -> None:
     """Delete a chunk that came after the put window, unless somebody has folded it in."""
     chunk = header.preamble.id
-    with meta.hold(identity, HOLD_S_MAX):  # nobody folds it in between the two
+    with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):  # nobody folds it in between the two
         try:
             meta.holes(identity, chunk)
         except NotFoundError:

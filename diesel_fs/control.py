@@ -28,11 +28,11 @@ from .control_wire import (
     LENGTH,
     PROTOCOL,
     frame,
-    packed_entries,
+    pack_entries,
 )
 from .errors import DeadlineError, DieselError, PermissionDenied, UsageError
-from .messages import Message, Value, error_in, unpacked
-from .plans import Order
+from .messages import Message, Value, parse_error, unpack
+from .plans import EntryOrder
 
 DEADLINE_S = 30.0
 """For one request: the mount gives its helper 15 s of them."""
@@ -43,10 +43,10 @@ Epochs: TypeAlias = Sequence[Message]
 
 
 def explicit(
-    *, epoch: int, entries: Order, exact: bool = True, bounds: Sequence[int] | None = None
+    *, epoch: int, entries: EntryOrder, exact: bool = True, bounds: Sequence[int] | None = None
 ) -> Message:
     """An epoch by its entries; `bounds`: the positions behind each batch. Raises UsageError."""
-    made: Message = {"epoch": epoch, "exact": exact, **packed_entries(entries)}
+    made: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
     if bounds is not None:
         made["bounds"] = np.asarray(bounds, "<i8").tobytes()
     return made
@@ -130,7 +130,7 @@ class Control:
         first, rest = _split(epochs)
         self._ask(
             {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
-             **self._of_version(), "epochs": first}
+             **self._version_fields(), "epochs": first}
         )  # fmt: skip
         self._extend(stream, rest)
 
@@ -145,7 +145,13 @@ class Control:
         [first], *rest = [piece for piece in (whole, *rest) if piece]
         assert isinstance(first, dict)
         self._ask(
-            {"do": "replace", "stream": stream, "position": position, **self._of_version(), **first}
+            {
+                "do": "replace",
+                "stream": stream,
+                "position": position,
+                **self._version_fields(),
+                **first,
+            }
         )
         self._extend(stream, rest)
 
@@ -158,19 +164,19 @@ class Control:
         named: Message = {} if epoch is None else {"epoch": epoch}
         self._ask({"do": "progress", "stream": stream, "position": position, **named})
 
-    def value(self, entries: Order, importance: float) -> None:
+    def value(self, entries: EntryOrder, importance: float) -> None:
         """What entries are worth against others that no plan claims."""
         for part in _parts(entries):
             self._ask(
-                {"do": "value", "importance": float(importance), **self._of_version(),
-                 **packed_entries(part)}
+                {"do": "value", "importance": float(importance), **self._version_fields(),
+                 **pack_entries(part)}
             )  # fmt: skip
 
-    def resident(self, entries: Order) -> npt.NDArray[np.bool_]:
+    def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
         """Which of these a read would find in the kernel's cache, as far as is known."""
         found = []
         for part in _parts(entries):
-            answer = self._ask({"do": "resident", **self._of_version(), **packed_entries(part)})
+            answer = self._ask({"do": "resident", **self._version_fields(), **pack_entries(part)})
             bitmap = answer.get("bitmap")
             if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
                 raise DieselError("the mount's answer is no bitmap of these entries")
@@ -206,9 +212,9 @@ class Control:
 
     def _extend(self, stream: str, pieces: Sequence[list[Value]]) -> None:
         for piece in pieces:
-            self._ask({"do": "extend", "stream": stream, **self._of_version(), "epochs": piece})
+            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": piece})
 
-    def _of_version(self) -> Message:
+    def _version_fields(self) -> Message:
         return {"identity": self.identity, "version": self.version}
 
     def _ask(self, message: Message) -> Message:
@@ -217,7 +223,7 @@ class Control:
             if self._socket is None or self._owner != os.getpid():
                 self._open()
             answer = self._exchange(frame(message))
-        error = error_in(answer)
+        error = parse_error(answer)
         if error is not None:
             raise error
         return answer
@@ -228,7 +234,7 @@ class Control:
         self._owner = os.getpid()
         self._socket = _connected(self._mountpoint)
         answer = self._exchange(frame({"diesel_control": PROTOCOL}))
-        error = error_in(answer)
+        error = parse_error(answer)
         if error is not None:
             self.close()
             raise error
@@ -241,7 +247,7 @@ class Control:
             (length,) = LENGTH.unpack(self._received(LENGTH.size))
             if length > FRAME_BYTES_MAX:
                 raise DieselError(f"the mount answers with {length} bytes")
-            return unpacked(self._received(length))
+            return unpack(self._received(length))
         except BaseException as error:
             self.close()  # what comes next could be the answer to this
             if isinstance(error, TimeoutError):
@@ -295,7 +301,7 @@ def _connected(mountpoint: str) -> socket.socket:
     return made
 
 
-def _parts(entries: Order) -> "list[npt.NDArray[np.int64]]":
+def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
     row = np.asarray(entries)
     return [
         row[start : start + ENTRIES_PER_FRAME]

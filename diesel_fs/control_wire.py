@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .messages import Fields, Message
-from .plans import EPOCHS_MAX, Epoch, Order
+from .plans import EPOCHS_MAX, EntryOrder, Epoch
 from .shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, chunk_shuffle, full_shuffle
 from .snapshot import ROOT_INDEX, Snapshot
 
@@ -48,9 +48,9 @@ def frame(message: Message) -> bytes:
 # fields -------------------------------------------------------------------------------------------
 
 
-def entries_of(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
+def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
     """The fields `entries` and `width`: a row of entry indices, little-endian."""
-    width = fields.whole("width", 4)
+    width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
         fields.bad("entries", "it is whole numbers of 4 or 8 bytes each")
@@ -60,7 +60,7 @@ def entries_of(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]
     return row.astype(np.uint32) if width == 4 else row
 
 
-def packed_entries(entries: Order) -> Message:
+def pack_entries(entries: EntryOrder) -> Message:
     """The fields `entries` and `width` of a row of indices. Raises UsageError."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
@@ -70,27 +70,27 @@ def packed_entries(entries: Order) -> Message:
     return {"entries": row.astype("<i4").tobytes(), "width": 4}
 
 
-def epoch_of(fields: Fields, snapshot: Snapshot) -> Epoch:
+def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
     """An epoch as a message gives it, by its entries or by parameters; the order is drawn here.
 
     Raises UsageError.
     """
-    number = fields.whole("epoch")
+    number = fields.integer("epoch")
     exact = fields.flag("exact", True)
     if "kind" not in fields:
-        entries = entries_of(fields)
+        entries = parse_entries(fields)
         bounds = np.frombuffer(_multiple(fields.octets("bounds"), 8), "<i8") if (
             "bounds" in fields
         ) else None  # fmt: skip
         fields.end()
         return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]  # it converts
     kind = fields.text("kind")
-    seed = fields.whole("seed")
-    group_size = fields.whole("group_size", GROUP_SIZE_DEFAULT, low=1)
-    world = fields.whole("world", 1, low=1, high=WORLD_MAX)
-    rank = fields.whole("rank", 0, high=world - 1)
+    seed = fields.integer("seed")
+    group_size = fields.integer("group_size", GROUP_SIZE_DEFAULT, low=1)
+    world = fields.integer("world", 1, low=1, high=WORLD_MAX)
+    rank = fields.integer("rank", 0, high=world - 1)
     drop_last = fields.flag("drop_last", False)
-    below = fields.whole("below", ROOT_INDEX, high=max(len(snapshot) - 1, 0))
+    below = fields.integer("below", ROOT_INDEX, high=max(len(snapshot) - 1, 0))
     fields.end()
     if kind == "chunk":
         order = chunk_shuffle(
@@ -106,9 +106,9 @@ def epoch_of(fields: Fields, snapshot: Snapshot) -> Epoch:
     return Epoch(number, order, exact)  # type: ignore[arg-type]  # it converts
 
 
-def epochs_of(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
+def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
     """The field `epochs`. Raises UsageError."""
-    return [epoch_of(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]
+    return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]
 
 
 def _multiple(given: bytes, width: int) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from .errors import ConfigError
 
 KEY_BYTES = 32
+PUBLIC_KEY_BYTES = 32
 KEY_PREFIX = "diesel-key-1:"
 
 

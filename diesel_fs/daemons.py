@@ -1,8 +1,8 @@
 """Starting a program of ours that goes on by itself, and hearing whether it came up.
 
 Owned here: how it is detached, what it gets (one request on stdin, our environment without
-secrets), its report (JSON lines on stdout: `pid`, `warning`, `ready` or `error`), and its log. Not
-owned: what it does, and what its request means. Any thread.
+secrets), its report (JSON lines on stdout: `pid`, `warning`, `wait_until_ready` or `error`), and
+its log. Not owned: what it does, and what its request means. Any thread.
 """
 
 import json
@@ -21,7 +21,14 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
-from .errors import DETAIL, DeadlineError, DieselError, PermissionDenied, UsageError, revived
+from .errors import (
+    DETAIL,
+    DeadlineError,
+    DieselError,
+    PermissionDenied,
+    UsageError,
+    error_by_class_name,
+)
 from .whole_files import check_file, check_links
 
 LOG_LINES_SHOWN = 15
@@ -41,7 +48,7 @@ _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], s
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DaemonRequest:
     """What a daemon is asked to be: fields of what JSON has, of tuples, or of other requests."""
 
     BYTES_MAX: ClassVar[int]
@@ -73,7 +80,7 @@ class Request:
 
 def _field(kind: object, value: object) -> object:
     """A field's value out of what JSON has made of it."""
-    if isinstance(kind, type) and issubclass(kind, Request):
+    if isinstance(kind, type) and issubclass(kind, DaemonRequest):
         return kind.from_values(value)
     return tuple(value) if isinstance(value, list) else value
 
@@ -82,24 +89,24 @@ def start(
     command: Sequence[str],
     text: bytes,
     log: BinaryIO,
-    told: logging.Logger,
+    logger: logging.Logger,
     *,
-    what: str,
+    daemon_name: str,
     deadline_s: float,
     pass_fds: Sequence[int] = (),
 ) -> Mapping[str, object]:
     """Starts a daemon and returns what it says when it is ready.
 
-    What it warns of is a warning of `told` here, too. `what` is what comes up, for messages. Raises
-    the error that it reports, DieselError where it ends without a word, DeadlineError where it is
-    not ready in time: it is killed then. Where this call is interrupted, the daemon is told to end.
-    After an error or an interruption it has ended.
-    It inherits the descriptors `pass_fds`, under their numbers.
+    What it warns of is a warning of `logger` here, too. `daemon_name` is what comes up, for
+    messages. Raises the error that it reports, DieselError where it ends without a word,
+    DeadlineError where it is not ready in time: it is killed then. Where this call is interrupted,
+    the daemon is told to end. After an error or an interruption it has ended. It inherits the
+    descriptors `pass_fds`, under their numbers.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
-        heard = _Report(file, what)
+        report_reader = _Report(file, daemon_name)
         try:
             try:
                 starter = subprocess.Popen(
@@ -116,15 +123,15 @@ def start(
                 os.close(sender)
             with suppress(BrokenPipeError):
                 starter.communicate(text)
-            return heard.ready(told, deadline_s)
+            return report_reader.wait_until_ready(logger, deadline_s)
         except DeadlineError:
-            heard.end(signal.SIGKILL)
+            report_reader.wait_for_end(signal.SIGKILL)
             raise
         except Exception:
-            heard.end()
+            report_reader.wait_for_end()
             raise
         except BaseException:
-            heard.end(signal.SIGTERM, signal.SIGKILL)
+            report_reader.wait_for_end(signal.SIGTERM, signal.SIGKILL)
             raise
 
 
@@ -134,7 +141,7 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def bare_environment() -> dict[str, str]:
+def minimal_environment() -> dict[str, str]:
     """What a program needs that is not ours, or that opens no store: of what this process has, as
     secrets of any name, it gets nothing else.
     """
@@ -143,10 +150,10 @@ def bare_environment() -> dict[str, str]:
 
 
 @contextmanager
-def bared_environment() -> Iterator[None]:
+def minimal_environment_set() -> Iterator[None]:
     """This process has the bare environment meanwhile, as do programs that a library starts."""
     before = dict(os.environ)
-    bare = bare_environment()
+    bare = minimal_environment()
     for name in before.keys() - bare:
         del os.environ[name]
     os.environ.update(bare)
@@ -163,7 +170,7 @@ def report(what: Mapping[str, object]) -> None:
         os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def tell_systemd() -> None:
+def notify_systemd() -> None:
     """That we are ready, where we are a service of `Type=notify`; see sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
@@ -171,7 +178,7 @@ def tell_systemd() -> None:
             end.sendto(b"READY=1", address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
-def is_unheard() -> bool:
+def is_starter_gone() -> bool:
     """Whether nobody reads a daemon's report any more: whoever started it has ended, or gave up."""
     poll = select.poll()
     poll.register(1, 0)
@@ -187,18 +194,18 @@ class _Report:
         self._text = b""
         self._pid = 0
 
-    def ready(self, told: logging.Logger, deadline_s: float) -> Mapping[str, object]:
+    def wait_until_ready(self, logger: logging.Logger, deadline_s: float) -> Mapping[str, object]:
         """What it says when it is ready. Raises what it reports, DieselError, DeadlineError."""
         for line in self._lines(deadline_s):
             if "error" in line:
-                raise revived(line["error"], line["message"], line["advice"])
+                raise error_by_class_name(line["error"], line["message"], line["advice"])
             if "warning" in line:
-                told.warning("%s", line["warning"])
+                logger.warning("%s", line["warning"])
             if "ready" in line:
                 return line
         raise DieselError(f"{self._what} did not come up")
 
-    def end(self, *numbers: signal.Signals) -> None:
+    def wait_for_end(self, *numbers: signal.Signals) -> None:
         """Waits for the daemon's end, to which it comes by itself, or by the first of these
         signals, or, where that takes too long, by the next.
         """
@@ -251,7 +258,7 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
         yield log
 
 
-def add_last_lines(error: DieselError, log: BinaryIO, start: int) -> None:
+def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
     """Gives an error that explains nothing, as an end without a word, the details: the end of what
     has been logged since `start`. Daemons log their errors, too: one's own words are left out, and
     the details of another daemon's are taken as they are."""

@@ -17,17 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from .entries import Kind, join
-from .repository import found
+from .repository import index_of_path
 from .snapshot import Indices, Snapshot
-from .snapshot_match import match
+from .snapshot_match import diff_snapshots
 from .writer.options import Filter, PutOptions
-from .writer.plan import Changes, Plan
+from .writer.plan import FolderChanges, FolderComparer
 from .writer.put import open_source
 from .writer.source import walk
 
 _BATCH = 4096
 
-Looked = Callable[[int], None]
+CompareProgress = Callable[[int], None]
 """Told how many entries of a folder have been looked at."""
 
 
@@ -62,15 +62,15 @@ class _Paths(Collection[bytes]):
         return any(path == each for each in self)
 
 
-def between(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
+def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
     """What differs from `old` to `new`, at and below a path of both. Raises NoSuchPath."""
-    before, now = old.walk(found(old, below)), new.walk(found(new, below))
-    matched = match(old, new)
+    before, now = old.walk(index_of_path(old, below)), new.walk(index_of_path(new, below))
+    matched = diff_snapshots(old, new)
     is_there = np.zeros(len(old), np.bool_)
-    is_there[matched.met[matched.met >= 0]] = True
-    differs = matched.was < 0
-    differs[matched.touched_folders] = True
-    known = matched.met[now] >= 0
+    is_there[matched.same_path[matched.same_path >= 0]] = True
+    differs = matched.unchanged < 0
+    differs[matched.folders_with_new_attributes] = True
+    known = matched.same_path[now] >= 0
     changed = now[known & differs[now]]
     return Differences(
         _Paths(new, now[~known]),
@@ -80,8 +80,8 @@ def between(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
     )
 
 
-def from_folder(
-    view: Snapshot, below: bytes, folder: Path, *, checksum: bool, looked: Looked
+def compare_folder(
+    view: Snapshot, below: bytes, folder: Path, *, checksum: bool, progress: CompareProgress
 ) -> Differences:
     """What differs from a version, at and below a path, to a folder: what `put --delete` of that
     folder would do. Raises NotFoundError, PermissionDenied, ConflictError for a path of a file.
@@ -98,7 +98,7 @@ def from_folder(
 
     root = open_source(folder)
     try:
-        plan = Plan(view, _whatever_it_is, below, options, Filter(options), fail, root)
+        plan = FolderComparer(view, _always_readable, below, options, Filter(options), fail, root)
         for each in plan.changes(walk(root, Filter(options), fail)):
             for path, kind in _entries(each, below):
                 at = view.lookup(path)
@@ -110,19 +110,19 @@ def from_folder(
                     replaced.append(path)
             unchanged += each.unchanged
             seen += each.unchanged + len(each.files) + len(each.links) + 1
-            looked(seen)
-        removed = [*replaced, *reversed(plan.gone())]
+            progress(seen)
+        removed = [*replaced, *reversed(plan.removed_paths())]
     finally:
         os.close(root)
     return Differences(added, changed, removed, unchanged, failed)
 
 
-def _whatever_it_is(_: int) -> bool:
+def _always_readable(_: int) -> bool:
     """Whether an entry's bytes can be read makes no difference between two trees."""
     return True
 
 
-def _entries(each: Changes, below: bytes) -> Iterator[tuple[bytes, Kind]]:
+def _entries(each: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
     """The entries of one folder that differ: first its own."""
     path = join(below, each.path) if each.path else below
     if each.entry is not None:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .names import DATASET_NAME as DATASET_NAME
-from .names import check_dataset_name as check_dataset_name
-from .names import shown as shown
+from .names import shown
+
+Bytes = bytes | bytearray | memoryview
+"""What holds bytes that are written or sent."""
 
 ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
@@ -54,6 +55,12 @@ class Codec(IntEnum):
     RAW = 0
     LZ4 = 1
 
+
+CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
+"""A range of a chunk object: `size` bytes from `start` on."""
+
+ChunkRanges = npt.NDArray[np.void]
+"""An array of `CHUNK_RANGE`."""
 
 RECORD = np.dtype(
     [

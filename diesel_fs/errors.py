@@ -202,7 +202,7 @@ class DeadlineError(DieselError):
     retry = True
 
 
-def revived(name: str, message: str, advice: str) -> DieselError:
+def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
     """The error that another process of ours had, from its class's name; its nearest ancestor where
     the class is not known here or wants more than words.
     """

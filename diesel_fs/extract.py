@@ -25,8 +25,8 @@ from typing import BinaryIO
 import numpy as np
 
 from . import snapshot_layout as layout
-from .cache.content_file import ContentFile
-from .cache.store import ContentReader
+from .cache.content_file import EntryFile
+from .cache.store import EntryReader
 from .entries import MODE_MASK, Kind, Stat, name_fault
 from .errors import (
     CorruptError,
@@ -37,7 +37,7 @@ from .errors import (
     PermissionDenied,
     UsageError,
 )
-from .repository import found
+from .repository import index_of_path
 from .snapshot import Indices, Snapshot, same_content
 from .whole_files import check_links, close_folder, remove_leftovers, temporary_name
 
@@ -48,7 +48,10 @@ _OPEN_FOLDERS = 64  # descriptors held at once; files come in chunk order, which
 _BATCH_BYTES = 64 << 20  # contents that one `read_many` is asked for: bounds what it holds
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
-_LOST = (FormatError, ObjectMissing)  # of one file; any other error of a store is everybody's
+_FILE_ERRORS = (
+    FormatError,
+    ObjectMissing,
+)  # of one file; any other error of a store is everybody's
 
 
 Failures = list[tuple[bytes, str]]
@@ -70,25 +73,25 @@ class GetReport:
     failed: Failures = field(default_factory=list)
 
 
-Progress = Callable[[GetReport], None]
+GetProgress = Callable[[GetReport], None]
 """Called whenever the report has changed."""
 
 
 def _silent(_: GetReport) -> None: ...
 
 
-class _Refused(Exception):
+class _EntrySkipped(Exception):
     """An entry is not written; the reason is the message."""
 
 
 def get(
     view: Snapshot,
-    reader: ContentReader,
+    reader: EntryReader,
     path: bytes,
     dest: Path,
     *,
     force: bool = False,
-    progress: Progress = _silent,
+    progress: GetProgress = _silent,
 ) -> GetReport:
     """Write what `path` names to `dest`: the contents of a folder into it, a file or link as it.
 
@@ -98,7 +101,7 @@ def get(
     `dest` is a folder it is put into it. What cannot be written is named in the
     report. Raises NoSuchPath, NoSpaceError, PermissionDenied, ObjectStoreError.
     """
-    top = found(view, path)
+    top = index_of_path(view, path)
     if view.stat(top).kind == Kind.FOLDER:
         root, fresh = _open_destination(dest, view.stat(top).mode)
         remove_leftovers(root)
@@ -166,7 +169,7 @@ class _Folders:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def __getitem__(self, index: int) -> int:
-        """The descriptor; good until the next call. Raises OSError, _Refused."""
+        """The descriptor; good until the next call. Raises OSError, _EntrySkipped."""
         climbed = []
         while index != self._top and index not in self._open:
             climbed.append(index)
@@ -193,7 +196,7 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
     """The name of an entry, checked a second time: snapshots come from elsewhere."""
     name = view.name(index)
     if fault := name_fault(name):
-        raise _Refused(f"refused: its name has {fault}")
+        raise _EntrySkipped(f"refused: its name has {fault}")
     return name
 
 
@@ -203,10 +206,10 @@ class _Writing:
     def __init__(
         self,
         view: Snapshot,
-        reader: ContentReader,
+        reader: EntryReader,
         folders: _Folders,
         force: bool,
-        progress: Progress,
+        progress: GetProgress,
         names: dict[int, bytes] | None = None,
     ) -> None:
         self.view = view
@@ -255,7 +258,7 @@ class _Writing:
 
     def _make_folder(self, index: int) -> bool:
         """A folder that we can write into; whether it is to get the dataset's attributes."""
-        above, name = self._place(index)
+        above, name = self._destination_of(index)
         nearly = self.view.stat(index).mode & MODE_MASK | 0o700  # what an interrupted get leaves
         try:
             os.mkdir(name, nearly, dir_fd=above)
@@ -268,7 +271,7 @@ class _Writing:
                     remove_leftovers(self.folders[index])
                 return self._force
             if not self._force:
-                raise _Refused("a file is there; --force replaces it") from None
+                raise _EntrySkipped("a file is there; --force replaces it") from None
             os.unlink(name, dir_fd=above)
             os.mkdir(name, nearly, dir_fd=above)
         return True
@@ -290,7 +293,7 @@ class _Writing:
     def _wanted(self, index: int) -> bool:
         """Whether an entry is to be written: it is absent, or different and `force` says so."""
         with _Naming(self, index):
-            above, name = self._place(index)
+            above, name = self._destination_of(index)
             try:
                 there = os.stat(name, dir_fd=above, follow_symlinks=False)
             except FileNotFoundError:
@@ -300,9 +303,9 @@ class _Writing:
                 self._wrote()
                 return False
             if stat.S_ISDIR(there.st_mode):
-                raise _Refused("a folder is there; remove it first")
+                raise _EntrySkipped("a folder is there; remove it first")
             if not self._force:
-                raise _Refused("something different is there; --force replaces it")
+                raise _EntrySkipped("something different is there; --force replaces it")
             return True
         return False
 
@@ -334,7 +337,7 @@ class _Writing:
 
     def _write(self, index: int, pieces: Iterable[memoryview]) -> None:
         with _Naming(self, index):
-            above, name = self._place(index)
+            above, name = self._destination_of(index)
             wanted = self.view.stat(index)
             temporary = temporary_name()
             file = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=above)
@@ -356,7 +359,7 @@ class _Writing:
 
     def _link(self, index: int) -> None:
         with _Naming(self, index):
-            above, name = self._place(index)
+            above, name = self._destination_of(index)
             temporary, mtime_ns = temporary_name(), self.view.stat(index).mtime_ns
             os.symlink(self.view.link(index), temporary, dir_fd=above)
             try:
@@ -367,7 +370,7 @@ class _Writing:
                 raise
             self._wrote()
 
-    def _place(self, index: int) -> tuple[int, bytes]:
+    def _destination_of(self, index: int) -> tuple[int, bytes]:
         """Where an entry goes: the descriptor of its folder, and its name."""
         name = self._names.get(index) or _safe_name(self.view, index)
         return self.folders[self.view.parent(index)], name
@@ -398,7 +401,7 @@ class _Naming:
                 raise NoSpaceError(f"cannot write {path!r}: {reason}") from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 reason = "a link or file stands where its folder should; it is not followed"
-        elif isinstance(error, (_Refused, *_LOST)):
+        elif isinstance(error, (_EntrySkipped, *_FILE_ERRORS)):
             reason = str(error)
         else:
             return False
@@ -417,7 +420,7 @@ def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
 
 
 def contents(
-    view: Snapshot, reader: ContentReader, files: Indices
+    view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, Iterable[memoryview] | Exception]]:
     """Each file, in this order, with its content in pieces, or with why that cannot be had.
 
@@ -436,7 +439,7 @@ def contents(
 
 
 def _whole(
-    view: Snapshot, reader: ContentReader, files: Indices
+    view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, tuple[memoryview] | Exception]]:
     done = 0
     while done < len(files):
@@ -445,12 +448,12 @@ def _whole(
                 index, done = int(files[done]), done + 1
                 has_all = len(content) == view.size(index)
                 yield index, (content,) if has_all else _short(view, index, len(content))
-        except _LOST as error:
+        except _FILE_ERRORS as error:
             yield int(files[done]), error
             done += 1
 
 
-def _extents(view: Snapshot, reader: ContentReader, index: int) -> Iterator[memoryview]:
+def _extents(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
     done = 0
     for extent in view.extents(index):
         content = reader.read(index, extent.start, extent.size)
@@ -469,17 +472,17 @@ def _short(view: Snapshot, index: int, found: int) -> CorruptError:
 
 def get_tar(
     view: Snapshot,
-    reader: ContentReader,
+    reader: EntryReader,
     path: bytes,
     out: BinaryIO,
-    progress: Progress = _silent,
+    progress: GetProgress = _silent,
 ) -> GetReport:
     """Write what `path` names as a tar (PAX) in directory order: a folder's contents, or a file.
 
     Files whose bytes are lost are left out and named. Raises NoSuchPath, OSError of `out`, and
     FormatError where a file of several extents breaks off, since then the tar is not whole.
     """
-    top = found(view, path)
+    top = index_of_path(view, path)
     below = view.walk(top)
     report = GetReport(total=len(below))
     prefix = len(view.path(top)) + 1 if top else 0
@@ -505,7 +508,7 @@ def get_tar(
                 if isinstance(content, tuple):
                     body = io.BytesIO(content[0])
                 else:
-                    body = io.BufferedReader(ContentFile(reader, index), 1 << 20)
+                    body = io.BufferedReader(EntryFile(reader, index), 1 << 20)
                 tar.addfile(info, body)
                 report.files += 1
                 report.content_bytes += info.size

@@ -29,7 +29,7 @@ from . import snapshot_layout as layout
 from .chunk import ENTRIES_MAX, Header
 from .chunk_id import LOWEST, chunk_id_text, id_seconds
 from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
-from .entries import EXTENT, ChunkId, Kind, shown
+from .entries import EXTENT, ChunkId, Kind
 from .errors import (
     CorruptError,
     DieselError,
@@ -42,9 +42,10 @@ from .errors import (
 from .layout import chunk_object, chunk_of_object, chunk_prefix
 from .leases import purge_is_under_way
 from .messages import Fields, Message
+from .names import shown
 from .snapshot import Indices, Snapshot
-from .snapshots import SnapshotShelf
-from .storage.metadata import DIGEST_MODULUS, Batch, Marker, MetadataStore, chunk_digest
+from .snapshots import VersionStore
+from .storage.metadata import DIGEST_MODULUS, Batch, DatasetHead, MetadataStore, chunk_digest
 from .storage.objects import ObjectStore
 
 log = logging.getLogger("diesel.repository")
@@ -66,12 +67,12 @@ class ChunkReader(Protocol):
     """What of a repository is needed here."""
 
     objects: ObjectStore
-    snapshots: SnapshotShelf
+    snapshots: VersionStore
 
     def read_header(self, identity: UUID, chunk: ChunkId) -> Header:
         """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
 
-    def chunk_names(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
+    def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
         """The IDs of the durable chunks greater than `since`, ascending."""
 
 
@@ -79,7 +80,7 @@ class ChunkReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedChunks:
     """The chunks that a dataset's state is made of, by those who say so."""
 
     live: frozenset[ChunkId] = _NO_CHUNKS
@@ -99,7 +100,9 @@ class Expected:
         return self.live.union(listed) - self.empty
 
 
-def expected_chunks(shelf: SnapshotShelf, meta: MetadataStore | None, identity: UUID) -> Expected:
+def expected_chunks(
+    shelf: VersionStore, meta: MetadataStore | None, identity: UUID
+) -> ExpectedChunks:
     """What live metadata and the newest readable snapshot name. `meta` is None where the metadata
     store does not know the dataset. Raises ObjectStoreError, MetadataError.
     """
@@ -111,15 +114,15 @@ def expected_chunks(shelf: SnapshotShelf, meta: MetadataStore | None, identity: 
                 (empty if record.holes == record.entries else live).add(record.id)
         except (MetadataBehind, CorruptError) as error:
             log.warning("the metadata store does not tell its chunks: %s", error.message)
-    return Expected(frozenset(live), frozenset(empty), published, damaged)
+    return ExpectedChunks(frozenset(live), frozenset(empty), published, damaged)
 
 
-def newest_readable(shelf: SnapshotShelf, identity: UUID) -> tuple[Snapshot | None, dict[int, str]]:
+def newest_readable(shelf: VersionStore, identity: UUID) -> tuple[Snapshot | None, dict[int, str]]:
     """The newest published snapshot that can be read; and why newer ones cannot."""
     damaged = dict[int, str]()
     for version in reversed(shelf.versions(identity)):
         try:
-            return shelf.look(identity, version), damaged
+            return shelf.load_without_copy(identity, version), damaged
         except ObjectMissing:  # removed since it was listed: there is a newer one
             continue
         except FormatError as error:
@@ -127,7 +130,7 @@ def newest_readable(shelf: SnapshotShelf, identity: UUID) -> tuple[Snapshot | No
     return None, damaged
 
 
-def is_there(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> bool:
+def chunk_exists(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> bool:
     """Whether the store has a chunk, whatever a listing said."""
     try:
         objects.stat(chunk_object(identity, chunk))
@@ -149,18 +152,18 @@ class Absent:
 def absent_chunks(
     reader: ChunkReader,
     identity: UUID,
-    expected: Expected,
+    expected: ExpectedChunks,
     listed: Collection[ChunkId],
-    ask_again: Callable[[], Expected],
+    reload_expected: Callable[[], ExpectedChunks],
 ) -> Absent:
     """Those of the needed chunks that were not listed. A purge forgets a chunk before it deletes
-    it, so one is lost only if it is still named after it was found to be gone (`ask_again`).
+    it, so one is lost only if it is still named after it was found to be gone (`reload_expected`).
     """
     absent = expected.needed.difference(listed)
-    unlisted = {chunk for chunk in absent if is_there(reader.objects, identity, chunk)}
+    unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
     lost = absent - unlisted
     if lost:
-        lost &= ask_again().needed
+        lost &= reload_expected().needed
     return Absent(frozenset(lost), frozenset(unlisted))
 
 
@@ -292,7 +295,7 @@ class Findings:
     def from_message(cls, message: Message) -> Self:
         """The findings that were sent. Raises UsageError for anything else."""
         fields = Fields(message, "findings")
-        chunks, entries, files, content_bytes, folded = map(fields.whole, _COUNTS)
+        chunks, entries, files, content_bytes, folded = map(fields.integer, _COUNTS)
         problems, notes = fields.texts("problems"), fields.texts("notes")
         # Servers of version 0.1.0 and before do not tell it
         unreachable = fields.texts("unreachable") if "unreachable" in message else []
@@ -302,7 +305,7 @@ class Findings:
 _COUNTS = ("chunks", "entries", "files", "bytes", "folded")
 
 
-class Folding:
+class RebuildSource:
     """Chunks on their way from the object store into a state that is built anew.
 
     `since` and `late` are what `MetadataStore.rebuild` wants. They raise LostChunks where a needed
@@ -316,36 +319,38 @@ class Folding:
         meta: MetadataStore,
         name: str,
         identity: UUID,
-        marker: Marker | None,
+        head: DatasetHead | None,
         *,
         forget_lost: bool = False,
-        tell: Callable[[int, int], None] = silent,
+        progress: Callable[[int, int], None] = silent,
         report: Findings | None = None,
     ) -> None:
         self._reader = reader
         self._meta = meta
         self._name = name
         self._identity = identity
-        self._marker = marker
+        self._marker = head
         self._forget_lost = forget_lost
-        self._tell = tell
+        self._tell = progress
         self._report = report or Findings()
         self._known: frozenset[ChunkId] = _NO_CHUNKS
         self._folded: set[ChunkId] = set()
         self._missing: set[ChunkId] = set()
         self._unusable: dict[ChunkId, FormatError] = {}
-        self._expected = Expected()
+        self._expected = ExpectedChunks()
         self._done = self._total = 0
 
     def since(self, first: ChunkId) -> Iterator[Batch]:
         """What the chunks after an ID bring, and those before it that the newest snapshot names
         and the metadata store does not. They are listed when the first batch is asked for: a
         rebuild has looked at what stands by then, and what is committed later comes late."""
-        self._expected = self._ask()
+        self._expected = self._load_expected()
         self._check_snapshots()
         self._known = self._expected.live | self._expected.empty
-        listed = patiently(lambda: set(self._reader.chunk_names(self._identity)))
-        absent = absent_chunks(self._reader, self._identity, self._expected, listed, self._ask)
+        listed = read_with_retries(lambda: set(self._reader.chunk_ids(self._identity)))
+        absent = absent_chunks(
+            self._reader, self._identity, self._expected, listed, self._load_expected
+        )
         for chunk in sorted(absent.unlisted):
             self._report.notes.append(
                 f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
@@ -365,12 +370,12 @@ class Folding:
         """Forget what a purge had forgotten, and has deleted since it was read here: else the
         metadata would name chunks that nobody has. What it has not deleted yet it forgets again."""
         objects, identity = self._reader.objects, self._identity
-        gone = self._folded.difference(self._reader.chunk_names(identity))
-        deleted = [each for each in gone if not is_there(objects, identity, each)]
+        gone = self._folded.difference(self._reader.chunk_ids(identity))
+        deleted = [each for each in gone if not chunk_exists(objects, identity, each)]
         if deleted:
             self._meta.forget(identity, deleted, tombstones=True)
 
-    def _ask(self) -> Expected:
+    def _load_expected(self) -> ExpectedChunks:
         meta = None if self._marker is None else self._meta
         return expected_chunks(self._reader.snapshots, meta, self._identity)
 
@@ -395,7 +400,7 @@ class Folding:
     def _read(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
         self._total += len(chunks)
         report = self._report
-        outcomes = headers_ahead(self._reader, self._identity, sorted(chunks))
+        outcomes = prefetch_headers(self._reader, self._identity, sorted(chunks))
         with closing(outcomes):
             for chunk, outcome in outcomes:
                 self._tell(self._done, self._total)
@@ -424,7 +429,7 @@ class Folding:
             why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
         if not why:
             return
-        needed, report = self._ask().needed, self._report
+        needed, report = self._load_expected().needed, self._report
         report.problems += [
             f"{why[chunk]}; it is left out" for chunk in self._unusable if chunk not in needed
         ]
@@ -449,7 +454,7 @@ class Folding:
             yield self._expected.published
         if self._marker is not None:
             with suppress(DieselError):
-                yield self._reader.snapshots.at(self._meta, self._marker)
+                yield self._reader.snapshots.load_current(self._meta, self._marker)
 
 
 def lost_text(chunk: ChunkId) -> str:
@@ -469,7 +474,7 @@ def skipped_entries(header: Header) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class UnknownChunks:
     """What a listing and the newest snapshot have beyond a dataset's live metadata."""
 
     unknown: Sequence[ChunkId] = ()
@@ -478,27 +483,27 @@ class Comparison:
     """Chunks that the newest snapshot names: those of `unknown` among them must be read."""
 
 
-def compare(
-    reader: ChunkReader, meta: MetadataStore, marker: Marker, *, in_doubt: bool
-) -> Comparison:
+def find_unknown_chunks(
+    reader: ChunkReader, meta: MetadataStore, marker: DatasetHead, *, needs_repair: bool
+) -> UnknownChunks:
     """What the metadata store lacks.
 
     Older chunks than the put window that are unknown are orphans; younger ones belong to puts under
     way, unless a published snapshot names them. While a purge is under way only those count: it has
-    forgotten what it is about to delete. `in_doubt`: the metadata store may have come back older;
-    then the snapshot is asked by all means. Raises LostChunks where a chunk that only the newest
-    snapshot names is not there.
+    forgotten what it is about to delete. `needs_repair`: the metadata store may have come back
+    older; then the snapshot is asked by all means. Raises LostChunks where a chunk that only the
+    newest snapshot names is not there.
     """
     identity, count, digest = marker.identity, 0, 0
-    for chunk in reader.chunk_names(identity):
+    for chunk in reader.chunk_ids(identity):
         count, digest = count + 1, digest + chunk_digest(chunk)
     is_behind = reader.snapshots.newest(identity) > marker.version
     if not is_behind and (count, digest % DIGEST_MODULUS) == (marker.chunks, marker.digest):
-        return Comparison()
+        return UnknownChunks()
     records = meta.chunks(identity)
     known = {record.id for record in records}
     published: Snapshot | None = None
-    if in_doubt or is_behind:
+    if needs_repair or is_behind:
         published, damaged = newest_readable(reader.snapshots, identity)
         if any(version > marker.version for version in damaged):
             raise MetadataBehind(
@@ -509,9 +514,9 @@ def compare(
     # Asked after `known`: what was forgotten by then is deleted by now, or the purge goes on
     is_purged = purge_is_under_way(reader.objects, identity)
     limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
-    listed = set(reader.chunk_names(identity))
+    listed = set(reader.chunk_ids(identity))
     held = {record.id for record in records if record.holes < record.entries}
-    expected = Expected(frozenset(held), frozenset(known - held), published)
+    expected = ExpectedChunks(frozenset(held), frozenset(known - held), published)
     absent = absent_chunks(
         reader, identity, expected, listed,
         lambda: expected_chunks(reader.snapshots, meta, identity),
@@ -526,7 +531,7 @@ def compare(
         if chunk not in known
         and (chunk in acknowledged or _sealed_s(reader.objects, identity, chunk) < limit)
     ]
-    return Comparison(unknown, acknowledged)
+    return UnknownChunks(unknown, acknowledged)
 
 
 def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
@@ -550,7 +555,7 @@ def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -
         record.id
         for record in records
         if there.get(record.id) != record.object_bytes
-        and (record.id in there or not is_there(reader.objects, identity, record.id))
+        and (record.id in there or not chunk_exists(reader.objects, identity, record.id))
     }
     if not damaged:
         return []
@@ -571,7 +576,7 @@ Outcome = Callable[[], Header]
 """Gives the header, or raises why there is none."""
 
 
-def headers_ahead(
+def prefetch_headers(
     reader: ChunkReader, identity: UUID, chunks: Iterable[ChunkId]
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """Headers in the order of `chunks`, some of which are read while the caller is at work.
@@ -582,7 +587,7 @@ def headers_ahead(
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
 
     def read(chunk: ChunkId) -> Header:
-        return patiently(lambda: reader.read_header(identity, chunk))
+        return read_with_retries(lambda: reader.read_header(identity, chunk))
 
     try:
         while True:
@@ -599,14 +604,14 @@ def headers_ahead(
         threads.shutdown(cancel_futures=True)
 
 
-def patiently(look: Callable[[], T]) -> T:
-    """What `look` gives. Damaged bytes are read once more, and a store that fails is asked again
+def read_with_retries(read: Callable[[], T]) -> T:
+    """What `read` gives. Damaged bytes are read once more, and a store that fails is asked again
     for some seconds: a state must not be decided by one bad moment. Raises FormatError,
     ObjectStoreError."""
     is_damaged = False
     for pause_s in _PAUSES_S:
         try:
-            return look()
+            return read()
         except (NewerVersionError, ObjectMissing):
             raise
         except FormatError:
@@ -616,4 +621,4 @@ def patiently(look: Callable[[], T]) -> T:
         except ObjectStoreError as error:
             log.info("asked again after %s s: %s", pause_s, error.message)
             time.sleep(pause_s)
-    return look()
+    return read()

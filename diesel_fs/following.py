@@ -25,39 +25,40 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .entries import Bytes
 from .errors import DieselError
-from .hidden import HiddenFile, Readers
-from .nodes import HIDDEN_NAME, HIDDEN_ROOT, ROOT, Attributes, Bytes, Listing, Owner, Refused
+from .hidden import HiddenFile, ListObserver
+from .nodes import HIDDEN_NAME, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Listing, Owner
 from .settings import READ_DEADLINE_S
 from .snapshot import Snapshot
-from .snapshot_match import Match, Places
-from .vfs import ChildColumns, ContentReader, Space, Vfs
+from .snapshot_match import OldIndices, SnapshotDiff
+from .vfs import ChildColumns, EntryReader, Space, Vfs
 
 Nodes = npt.NDArray[np.uint64]
 
-EDITION_SHIFT = 40
+SWITCH_SHIFT = 40
 """An offset in a folder is the place of its next entry; above that many bits stands after how many
 switches the folder had last been changed when it was given out."""
 
-_PLACE_MASK = (1 << EDITION_SHIFT) - 1
+_PLACE_MASK = (1 << SWITCH_SHIFT) - 1
 _DOTS = 2
 
 MOVES_KEPT = 16
 """Of so many switches is known where places of a folder went, 4 bytes an entry each. A listing that
 was begun before goes on at its old place, and may leave entries out."""
 
-Open = Callable[[], ContentReader]
+ReaderFactory = Callable[[], EntryReader]
 
 
-class Numbers:
+class NodeNumbers:
     """The nodes of one version's entries, and how often the kernel has been given each."""
 
     def __init__(self, nodes: Nodes, *, as_indices: bool = False) -> None:
         """`as_indices`: each is its entry's index + 1."""
         self.nodes = nodes
-        self.known = np.zeros(len(nodes), np.uint32)
-        self.known_total = 0
-        self._count = self.known.data
+        self.lookup_counts = np.zeros(len(nodes), np.uint32)
+        self.lookup_total = 0
+        self._count = self.lookup_counts.data
         self._as_indices = as_indices
         if not as_indices:
             order = np.argsort(nodes)
@@ -71,38 +72,38 @@ class Numbers:
         at = bisect_left(self._sorted, node)
         return self._index[at] if at < len(self._sorted) and self._sorted[at] == node else -1
 
-    def remember(self, index: int) -> None:
+    def count_lookup(self, index: int) -> None:
         """The kernel has been given an entry once more."""
         self._count[index] += 1
-        self.known_total += 1
+        self.lookup_total += 1
 
-    def remember_range(self, start: int, stop: int) -> None:
+    def count_lookups(self, start: int, stop: int) -> None:
         """The same of all these."""
-        self.known[start:stop] += np.uint32(1)
-        self.known_total += stop - start
+        self.lookup_counts[start:stop] += np.uint32(1)
+        self.lookup_total += stop - start
 
     def forget(self, index: int, count: int) -> None:
         """The kernel has given back so many."""
         count = min(count, self._count[index])
         self._count[index] -= count
-        self.known_total -= count
+        self.lookup_total -= count
 
-    def move(self, there: npt.NDArray[np.int64], to: "Numbers", here: Places) -> None:
+    def move(self, there: npt.NDArray[np.int64], to: "NodeNumbers", here: OldIndices) -> None:
         """What is known of the entries `here` is known of those `there` from now on."""
-        moved = self.known[here]
-        to.known[there] = moved
+        moved = self.lookup_counts[here]
+        to.lookup_counts[there] = moved
         total = int(moved.sum(dtype=np.int64))
-        to.known_total += total
-        self.known[here] = 0
-        self.known_total -= total
+        to.lookup_total += total
+        self.lookup_counts[here] = 0
+        self.lookup_total -= total
 
 
-class LateReader:
+class LazyReader:
     """A version that is shown no longer is seldom read: its reader is opened when it is."""
 
-    def __init__(self, open_reader: Open) -> None:
+    def __init__(self, open_reader: ReaderFactory) -> None:
         self._open = open_reader
-        self._reader: ContentReader | None = None
+        self._reader: EntryReader | None = None
         self._lock = threading.Lock()
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
@@ -113,10 +114,10 @@ class LateReader:
             reader = self._reader
         return reader.read(index, offset, size)
 
-    def cached(self, index: int, offset: int, size: int) -> memoryview | None:
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """As the reader's."""
         reader = self._reader
-        return None if reader is None else reader.cached(index, offset, size)
+        return None if reader is None else reader.read_nowait(index, offset, size)
 
     def stats(self) -> dict[str, int]:
         """As the reader's."""
@@ -134,7 +135,7 @@ class _Version:
     """One version, its entries numbered."""
 
     vfs: Vfs
-    numbers: Numbers
+    numbers: NodeNumbers
 
     def node(self, index: int) -> int:
         return int(self.numbers.nodes[index])
@@ -143,10 +144,10 @@ class _Version:
 class Prepared(NamedTuple):
     """A version that can be shown."""
 
-    match: Match
-    reader: ContentReader
-    before: Numbers
-    numbers: Numbers
+    match: SnapshotDiff
+    reader: EntryReader
+    before: NodeNumbers
+    numbers: NodeNumbers
     next_node: int
     folders: dict[int, tuple[int, int, int]]
     """Of each folder whose listing changed, by node: its first entry before and now, how many."""
@@ -160,35 +161,48 @@ class FollowingVfs(Vfs):
     def __init__(
         self,
         snapshot: Snapshot,
-        reader: ContentReader,
+        reader: EntryReader,
         owner: Owner,
         *,
-        about: Mapping[str, object] | None = None,
+        mount_info: Mapping[str, object] | None = None,
         hidden: Mapping[bytes, HiddenFile] | None = None,
-        readers: Readers | None = None,
-        control: Callable[[], bytes] = bytes,
-        residency: Callable[[], Mapping[str, object]] | None = None,
-        besides: Callable[[], Mapping[str, object]] = dict,
-        follow: Callable[[], Mapping[str, object]] = dict,
+        list_observer: ListObserver | None = None,
+        control_path: Callable[[], bytes] = bytes,
+        prefetch_stats: Callable[[], Mapping[str, object]] | None = None,
+        extra_stats: Callable[[], Mapping[str, object]] = dict,
+        follow_stats: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            snapshot, reader, owner, about=about, hidden=hidden, readers=readers, control=control,
-            residency=residency, besides=besides, read_deadline_s=read_deadline_s, clock=clock,
-        )  # fmt: skip
+            snapshot,
+            reader,
+            owner,
+            mount_info=mount_info,
+            hidden=hidden,
+            list_observer=list_observer,
+            control_path=control_path,
+            prefetch_stats=prefetch_stats,
+            extra_stats=extra_stats,
+            read_deadline_s=read_deadline_s,
+            clock=clock,
+        )
         nodes = np.arange(1, snapshot.entry_count + 1, dtype=np.uint64)
-        self._shown = _Version(self._one(snapshot, reader), Numbers(nodes, as_indices=True))
+        self._current = _Version(
+            self._version_vfs(snapshot, reader), NodeNumbers(nodes, as_indices=True)
+        )
         self._retired: list[_Version] = []  # the newest first
         self._next_node = snapshot.entry_count + 1
-        self._follow = follow
+        self._follow = follow_stats
         self._since_s = time.time()
         self._switches = 0
-        self._editions: dict[int, int] = {}  # by folder's node; 0 where it has never changed
-        self._given: dict[int, set[bytes]] = {}  # names, by folders that are shown no longer
-        self._moves: dict[int, tuple[Places, dict[int, tuple[int, int, int]]]] = {}  # by switch
+        self._changed_at_switch: dict[
+            int, int
+        ] = {}  # by folder's node; 0 where it has never changed
+        self._stale_names: dict[int, set[bytes]] = {}  # names, by folders that are shown no longer
+        self._moves: dict[int, tuple[OldIndices, dict[int, tuple[int, int, int]]]] = {}  # by switch
 
-    def _one(self, snapshot: Snapshot, reader: ContentReader) -> Vfs:
+    def _version_vfs(self, snapshot: Snapshot, reader: EntryReader) -> Vfs:
         """A version alone, which counts and waits together with all others."""
         made = Vfs(
             snapshot, reader, self.owner, read_deadline_s=self._deadline_s, clock=self._clock
@@ -204,13 +218,14 @@ class FollowingVfs(Vfs):
         return [self.snapshot, *(each.vfs.snapshot for each in self._retired)]
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> NodeNumbers:
         """Those of the version that is shown."""
-        return self._shown.numbers
+        return self._current.numbers
 
-    def prepare(self, found: Match, reader: ContentReader) -> Prepared:
-        """What `show` needs, whose `old` is shown now. Takes a second for a million entries."""
-        before, was = self._shown.numbers.nodes, found.was
+    def prepare(self, found: SnapshotDiff, reader: EntryReader) -> Prepared:
+        """What `switch_version` needs, whose `old` is shown now. Takes a second for a million
+        entries."""
+        before, was = self._current.numbers.nodes, found.unchanged
         fresh = was < 0
         nodes = before[np.where(fresh, 0, was)]
         count = int(np.count_nonzero(fresh))
@@ -222,104 +237,106 @@ class FollowingVfs(Vfs):
         first_before = found.old.columns.chunk[was[changed]]
         places = zip(first_before.tolist(), first.tolist(), children.tolist(), strict=True)
         folders = dict(zip(nodes[changed].tolist(), places, strict=True))
-        return Prepared(found, reader, self._shown.numbers, Numbers(nodes), after, folders)
+        return Prepared(found, reader, self._current.numbers, NodeNumbers(nodes), after, folders)
 
-    def show(self, prepared: Prepared, reopen: Open) -> ContentReader:
+    def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> EntryReader:
         """From now on names lead to this version. What was shown before is answered through
-        `reopen` where it must be; its reader comes back, to be closed when `settle_before` has.
+        `reopen` where it must be; its reader comes back, to be closed when `drain_retired` has.
         """
-        found, old = prepared.match, self._shown
+        found, old = prepared.match, self._current
         assert found.old is self.snapshot, "it was prepared for another version"
-        now = np.flatnonzero(found.was >= 0)
-        old.numbers.move(now, prepared.numbers, found.was[now])
-        let_go, old.vfs._reader = old.vfs._reader, LateReader(reopen)
+        now = np.flatnonzero(found.unchanged >= 0)
+        old.numbers.move(now, prepared.numbers, found.unchanged[now])
+        old_reader, old.vfs._reader = old.vfs._reader, LazyReader(reopen)
         self._retired.insert(0, old)
-        self._shown = _Version(self._one(found.new, prepared.reader), prepared.numbers)
+        self._current = _Version(self._version_vfs(found.new, prepared.reader), prepared.numbers)
         self._next_node = prepared.next_node
         self.snapshot, self._reader = found.new, prepared.reader
-        self._hidden.show(found.new)
+        self._hidden.switch_version(found.new)
         self._switches += 1
         self._since_s = time.time()
-        self._editions.update(dict.fromkeys(prepared.folders, self._switches))
-        self._moves[self._switches] = found.met, prepared.folders
+        self._changed_at_switch.update(dict.fromkeys(prepared.folders, self._switches))
+        self._moves[self._switches] = found.same_path, prepared.folders
         self._moves.pop(self._switches - MOVES_KEPT, None)
-        self.let_go()
-        self._editions = {node: at for node, at in self._editions.items() if self._is_there(node)}
-        return let_go
+        self.drop_unused_versions()
+        self._changed_at_switch = {
+            node: at for node, at in self._changed_at_switch.items() if self._is_known(node)
+        }
+        return old_reader
 
-    async def settle_before(self) -> None:
+    async def drain_retired(self) -> None:
         """Returns when nobody waits for a version that is shown no longer."""
         for each in tuple(self._retired):
-            await each.vfs.settle()
+            await each.vfs.drain()
 
-    def let_go(self) -> None:
+    def drop_unused_versions(self) -> None:
         """Versions of which the kernel knows nothing that is not shown go."""
         for each in tuple(self._retired):
-            if each.numbers.known_total <= 0 and not each.vfs.waiting:
+            if each.numbers.lookup_total <= 0 and not each.vfs.waiting:
                 self._retired.remove(each)
                 closing = threading.Thread(target=each.vfs.close, daemon=True)
                 closing.start()  # it may hold a lock that a dead store keeps
 
-    def take_given(self) -> dict[int, set[bytes]]:
+    def take_stale_names(self) -> dict[int, set[bytes]]:
         """The names that the kernel has been given since in folders that are shown no longer, by
         folder's node. It would keep them, and with them the folders and their version: it is to be
         told to drop each with its last user.
         """
-        given, self._given = self._given, {}
+        given, self._stale_names = self._stale_names, {}
         return given
 
     def entry_of(self, node: int) -> int:
         """The entry of the version that is shown which has a node; -1 for none."""
-        return self._shown.numbers.index(node)
+        return self._current.numbers.index(node)
 
-    def _of(self, node: int) -> tuple[_Version, int]:
+    def _locate(self, node: int) -> tuple[_Version, int]:
         """The version that answers for a node, and the entry. Raises Refused(ESTALE)."""
-        index = self._shown.numbers.index(node)
+        index = self._current.numbers.index(node)
         if index >= 0:
-            return self._shown, index
+            return self._current, index
         for each in self._retired:
             if (index := each.numbers.index(node)) >= 0:
                 return each, index
-        raise Refused(errno.ESTALE)
+        raise FuseErrno(errno.ESTALE)
 
-    def _is_there(self, node: int) -> bool:
+    def _is_known(self, node: int) -> bool:
         try:
-            self._of(node)
-        except Refused:
+            self._locate(node)
+        except FuseErrno:
             return False
         return True
 
     # what the kernel knows ------------------------------------------------------------------------
 
-    def remember(self, node: int) -> None:
+    def count_lookup(self, node: int) -> None:
         """Counts that the kernel has been given the node."""
         if node >= HIDDEN_ROOT:
-            super().remember(node)
+            super().count_lookup(node)
         elif node:
-            version, index = self._of(node)
-            version.numbers.remember(index)
+            version, index = self._locate(node)
+            version.numbers.count_lookup(index)
 
-    def remember_listed(self, folder: int, place: int, count: int) -> None:
+    def count_listed(self, folder: int, place: int, count: int) -> None:
         """Counts that the kernel has been given so many children of a folder, from a place on."""
         if count:
-            version, index = self._of(folder)
+            version, index = self._locate(folder)
             start = version.vfs.snapshot.children(index).start + place
-            version.numbers.remember_range(start, start + count)
-            if version is not self._shown:
+            version.numbers.count_lookups(start, start + count)
+            if version is not self._current:
                 names = version.vfs.snapshot.names(range(start, start + count))
-                self._given.setdefault(folder, set()).update(names)
+                self._stale_names.setdefault(folder, set()).update(names)
 
     def forget(self, node: int, count: int) -> None:
-        """Takes back `count` of what `remember` counted; a version may go by it."""
+        """Takes back `count` of what `count_lookup` counted; a version may go by it."""
         if node >= HIDDEN_ROOT:
             super().forget(node, count)
             return
-        if not self._is_there(node):
+        if not self._is_known(node):
             return
-        version, index = self._of(node)
+        version, index = self._locate(node)
         version.numbers.forget(index, count)
-        if version is not self._shown and version.numbers.known_total <= 0:
-            self.let_go()
+        if version is not self._current and version.numbers.lookup_total <= 0:
+            self.drop_unused_versions()
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
         """Many at once; the entries of the version that is shown among them."""
@@ -334,44 +351,44 @@ class FollowingVfs(Vfs):
         """What `name` in a folder of the dataset leads to."""
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
-        version, index = self._of(folder)
+        version, index = self._locate(folder)
         found = version.vfs.lookup(index + 1, name)
-        if version is not self._shown:
-            self._given.setdefault(folder, set()).add(name)
+        if version is not self._current:
+            self._stale_names.setdefault(folder, set()).add(name)
         return found._replace(node=version.node(found.node - 1)) if found.node else found
 
     def attributes(self, node: int) -> Attributes:
         """What a node is. Raises Refused(ESTALE) for one that is unknown."""
         if node >= HIDDEN_ROOT:
             return super().attributes(node)
-        version, index = self._of(node)
+        version, index = self._locate(node)
         return version.vfs.attributes(index + 1)._replace(node=node)
 
     def link_target(self, node: int) -> bytes:
         """Where a symbolic link points, verbatim."""
         if node >= HIDDEN_ROOT:
             return super().link_target(node)
-        version, index = self._of(node)
+        version, index = self._locate(node)
         return version.vfs.link_target(index + 1)
 
     def space(self) -> Space:
         """What statfs tells of the version that is shown."""
-        return self._shown.vfs.space()
+        return self._current.vfs.space()
 
     def folder_parent(self, node: int) -> int:
         """The node that `..` leads to; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return super().folder_parent(node)
-        version, index = self._of(node)
+        version, index = self._locate(node)
         return version.node(version.vfs.folder_parent(index + 1) - 1)
 
-    def listing_from(self, folder: int, offset: int) -> tuple[int, int]:
+    def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
         """Where a listing goes on, also one that was begun in another version."""
-        edition = self._editions.get(folder, 0)
-        begun, place = offset >> EDITION_SHIFT, offset & _PLACE_MASK
+        edition = self._changed_at_switch.get(folder, 0)
+        begun, place = offset >> SWITCH_SHIFT, offset & _PLACE_MASK
         if begun != edition and place > _DOTS:
             place = self._moved(folder, begun, place - _DOTS) + _DOTS
-        return edition << EDITION_SHIFT, place
+        return edition << SWITCH_SHIFT, place
 
     def _moved(self, folder: int, begun: int, place: int) -> int:
         """The place behind all entries that are still there and stood before a place."""
@@ -388,18 +405,18 @@ class FollowingVfs(Vfs):
 
     def listing(self, folder: int, position: int) -> Listing:
         """Children of `folder` around `position` (see `Vfs.listing`)."""
-        version, index = self._of(folder)
+        version, index = self._locate(folder)
         found = version.vfs.listing(index + 1, position)
         if not found.nodes:
             return found
-        if version is not self._shown:
-            self._given.setdefault(folder, set()).update(found.names)
+        if version is not self._current:
+            self._stale_names.setdefault(folder, set()).update(found.names)
         first, behind = found.nodes[0] - 1, found.nodes[-1]
         return found._replace(nodes=version.numbers.nodes[first:behind].tolist())
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
         """Up to `count` children of a folder from `position` on; None at its end."""
-        version, index = self._of(folder)
+        version, index = self._locate(folder)
         found = version.vfs.child_columns(index + 1, position, count)
         if found is None:
             return None
@@ -408,12 +425,12 @@ class FollowingVfs(Vfs):
 
     # content --------------------------------------------------------------------------------------
 
-    def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
+    def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
         """The bytes if they are in memory, in full up to the file's end; None where `read` must."""
         if node >= HIDDEN_ROOT:
-            return super().read_now(node, offset, size)
-        version, index = self._of(node)
-        return version.vfs.read_now(index + 1, offset, size)
+            return super().read_nowait(node, offset, size)
+        version, index = self._locate(node)
+        return version.vfs.read_nowait(index + 1, offset, size)
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
         """The bytes, in full up to the file's end; or Refused(EIO), at the latest at the deadline.
@@ -422,8 +439,8 @@ class FollowingVfs(Vfs):
         """
         if node >= HIDDEN_ROOT:
             return await super().read(node, offset, size)
-        version, index = self._of(node)
-        with self._waits():
+        version, index = self._locate(node)
+        with self._counted_wait():
             return await version.vfs.read(index + 1, offset, size)
 
     # figures --------------------------------------------------------------------------------------
@@ -440,12 +457,12 @@ class FollowingVfs(Vfs):
 
     def close(self) -> None:
         """Gives back what all readers hold."""
-        for each in (self._shown, *self._retired):
+        for each in (self._current, *self._retired):
             each.vfs.close()
 
-    def _where(self, node: int) -> str:
+    def _describe_node(self, node: int) -> str:
         try:
-            version, index = self._of(node)
-        except Refused:
+            version, index = self._locate(node)
+        except FuseErrno:
             return f"{self.snapshot.dataset}: node {node}"
-        return version.vfs._where(index + 1)
+        return version.vfs._describe_node(index + 1)

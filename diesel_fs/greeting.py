@@ -18,20 +18,20 @@ TAIL_BYTES_MAX = 4096
 
 _GREETING = struct.Struct("<8sH6s")
 _WELCOME = struct.Struct("<8sHHI")
-_GO_ON, _REFUSED = 0, 1
+_ACCEPTED, _REFUSED = 0, 1
 _HTTP = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"PRI ", b"HTTP")
 
 
 class Welcome(NamedTuple):
     """What an acceptor says to a greeting, and how many bytes of tail follow."""
 
-    goes_on: bool
+    is_accepted: bool
     version: int
     tail_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Greetings:
+class GreetingCodec:
     """Those of one wire; `connector` and `acceptor` are what its two ends are called."""
 
     magic: bytes
@@ -54,7 +54,7 @@ class Greetings:
     def welcome(self, nonce: bytes) -> bytes:
         """The answer to a greeting that is taken."""
         assert len(nonce) == NONCE_BYTES
-        return _WELCOME.pack(self.magic, self.version, _GO_ON, NONCE_BYTES) + nonce
+        return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
 
     def refusal(self, sentence: str) -> bytes:
         """The answer to a greeting that is not taken."""
@@ -66,15 +66,15 @@ class Greetings:
         if len(content) != GREETING_BYTES:
             raise _foreign(self.acceptor, content)
         magic, version, outcome, length = _WELCOME.unpack(content)
-        if magic != self.magic or outcome not in (_GO_ON, _REFUSED) or length > TAIL_BYTES_MAX:
+        if magic != self.magic or outcome not in (_ACCEPTED, _REFUSED) or length > TAIL_BYTES_MAX:
             raise _foreign(self.acceptor, content)
-        if outcome == _GO_ON and (version != self.version or length != NONCE_BYTES):
+        if outcome == _ACCEPTED and (version != self.version or length != NONCE_BYTES):
             raise ForeignError(
                 f"the {self.acceptor} takes version {self.version} and speaks version {version}"
             )
-        return Welcome(outcome == _GO_ON, version, length)
+        return Welcome(outcome == _ACCEPTED, version, length)
 
-    def refused(self, version: int, tail: bytes | bytearray) -> MetadataError:
+    def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
         """The error that a refusal is."""
         reason = f"speaks version {version} of the wire"
         if version == self.version:

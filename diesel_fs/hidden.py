@@ -2,7 +2,7 @@
 
 Owned here: its names, its nodes, which content a node has, and how much memory contents take. Not
 owned: what the contents say (`order_lists.py`, whoever hands in a `HiddenFile`), who is told of
-lists that are read (`Readers`), FUSE.
+lists that are read (`ListObserver`), FUSE.
 
 A file gets a new node when, and only when, its content changes: the kernel keeps the pages of a
 node, and would go on serving the old ones. Two kinds of files:
@@ -13,8 +13,8 @@ node, and would go on serving the old ones. Two kinds of files:
   made again, so contents that nobody waits for may go; they do where all together would take too
   much.
 
-Where the mount goes over to another version (`show`), names lead to new nodes; those that the
-kernel knows keep what they hold.
+Where the mount goes over to another version (`switch_version`), names lead to new nodes; those that
+the kernel knows keep what they hold.
 
 Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; everything else answers at
 once. Threads get the snapshot alone.
@@ -33,18 +33,9 @@ from typing import Protocol
 import trio
 from xxhash import xxh3_64_intdigest
 
+from .entries import Bytes
 from .errors import UsageError
-from .nodes import (
-    ABSENT_NOW,
-    FOREVER_S,
-    HIDDEN_ROOT,
-    ROOT,
-    Attributes,
-    Bytes,
-    Listing,
-    Owner,
-    Refused,
-)
+from .nodes import ABSENT_NOW, FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Listing, Owner
 from .order_lists import ListName, PathLists
 from .shuffle import GROUP_SIZE_DEFAULT
 from .snapshot import Snapshot
@@ -70,7 +61,7 @@ class HiddenFile:
     """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
 
     content: Callable[[], Bytes]
-    still_s: float = math.inf
+    max_age_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +74,22 @@ class ListRef:
     version: int  # of the dataset
 
 
-class Readers(Protocol):
+class ListObserver(Protocol):
     """Those who read lists, and then the files that those name."""
 
-    async def list_name(self) -> ListName:
+    async def current_list(self) -> ListName:
         """Which list `filelist` is now. Waits a moment for the latest news of its readers."""
         ...
 
-    async def looked_up(self, ref: ListRef) -> None:
+    async def on_lookup(self, ref: ListRef) -> None:
         """A list that has been read is looked up again: its next reading must be noticed."""
         ...
 
-    def reading(self, ref: ListRef) -> None:
+    def on_read(self, ref: ListRef) -> None:
         """Somebody reads a list from its start."""
         ...
 
-    def made(self, ref: ListRef, tail: list[int]) -> None:
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """A list's content has been made; it ends with these entries."""
         ...
 
@@ -107,23 +98,23 @@ class Readers(Protocol):
         ...
 
 
-class OneEpoch:
+class FixedList:
     """Readers that nobody watches: `filelist` is always the same."""
 
     def __init__(self, name: ListName | None = None) -> None:
         self._name = name or ListName(0, 0, GROUP_SIZE_DEFAULT)
 
-    async def list_name(self) -> ListName:
+    async def current_list(self) -> ListName:
         """Always this one."""
         return self._name
 
-    async def looked_up(self, ref: ListRef) -> None:
+    async def on_lookup(self, ref: ListRef) -> None:
         """Nobody is told."""
 
-    def reading(self, ref: ListRef) -> None:
+    def on_read(self, ref: ListRef) -> None:
         """Nobody is told."""
 
-    def made(self, ref: ListRef, tail: list[int]) -> None:
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """Nobody is told."""
 
     def stats(self) -> dict[str, object]:
@@ -132,7 +123,7 @@ class OneEpoch:
 
 
 @dataclass(slots=True)
-class _Edition:
+class _FileVersion:
     """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
 
     node: int
@@ -140,7 +131,7 @@ class _Edition:
     content: memoryview
     made_s: float
     mtime_ns: int
-    known: int = 0  # how often the kernel has been told of the node, less what it forgot
+    lookup_count: int = 0  # how often the kernel has been told of the node, less what it forgot
 
     @property
     def size(self) -> int:
@@ -148,7 +139,7 @@ class _Edition:
 
 
 @dataclass(slots=True)
-class _List:
+class _ListNode:
     """A list under its node."""
 
     node: int
@@ -157,7 +148,7 @@ class _List:
     nul: bool
     size: int
     mtime_ns: int
-    known: int = 0
+    lookup_count: int = 0
     was_read: bool = False
     waiting: int = 0  # READs
     lock: trio.Lock = field(default_factory=trio.Lock)
@@ -172,36 +163,37 @@ class HiddenFolder:
         files: Mapping[bytes, HiddenFile],
         owner: Owner,
         *,
-        readers: Readers | None = None,
-        control: Callable[[], bytes] = bytes,
+        list_observer: ListObserver | None = None,
+        control_path: Callable[[], bytes] = bytes,
         clock: Callable[[], float] = time.monotonic,
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
-        """`control` gives the target of the link `control`; nothing, where there is none."""
+        """`control_path` gives the target of the link `control_path`; nothing, where there is
+        none."""
         self._files = files
         self._owner = owner
-        self._readers: Readers = readers or OneEpoch()
-        self._control = control
+        self._observer: ListObserver = list_observer or FixedList()
+        self._control_path = control_path
         self._clock = clock
         self._lists_bytes_max = lists_bytes_max
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         self._mtime_ns = snapshot.stat(0).mtime_ns
-        self._current: dict[bytes, _Edition] = {}
-        self._nodes: dict[int, _Edition | _List] = {}
+        self._current: dict[bytes, _FileVersion] = {}
+        self._nodes: dict[int, _FileVersion | _ListNode] = {}
         self._next_node = _EDITIONS_FROM
         self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
         self._contents_bytes = 0
-        self._maker = trio.CapacityLimiter(1)
+        self._generator_limiter = trio.CapacityLimiter(1)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def switch_version(self, snapshot: Snapshot) -> None:
         """From now on, names lead to what this version holds."""
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         for edition in tuple(self._current.values()):
             del self._current[edition.name]
-            if edition.known <= 0:
-                self._let_go(edition)
+            if edition.lookup_count <= 0:
+                self._forget_node(edition)
 
     # names ----------------------------------------------------------------------------------------
 
@@ -210,13 +202,13 @@ class HiddenFolder:
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
-                    await self._readers.list_name(), by_filelist=True, nul=name == FILELIST_NUL
+                    await self._observer.current_list(), by_filelist=True, nul=name == FILELIST_NUL
                 )
             if name in _FOLDERS:
                 return self.attributes(_FOLDERS[name])
             if name == CONTROL:
-                return self.attributes(_CONTROL_NODE) if self._control() else ABSENT_NOW
-            edition = self._edition(name)
+                return self.attributes(_CONTROL_NODE) if self._control_path() else ABSENT_NOW
+            edition = self._file_version(name)
             return ABSENT_NOW if edition is None else self.attributes(edition.node)
         if folder in (_SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             wanted = ListName.parse(name)
@@ -230,17 +222,17 @@ class HiddenFolder:
             mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
             return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
         if node == _CONTROL_NODE:
-            size = len(self._control())
+            size = len(self._control_path())
             return Attributes(node, stat.S_IFLNK | 0o777, size, self._mtime_ns, FOREVER_S)
-        found = self._at(node)
+        found = self._node(node)
         mode = stat.S_IFREG | (0o444 & ~self._owner.umask)
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """Where the link `control` points."""
-        target = self._control() if node == _CONTROL_NODE else b""
+        """Where the link `control_path` points."""
+        target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
-            raise Refused(errno.EINVAL)
+            raise FuseErrno(errno.EINVAL)
         return target
 
     def parent(self, node: int) -> int:
@@ -252,7 +244,7 @@ class HiddenFolder:
         names: list[bytes] = []
         if folder == HIDDEN_ROOT:
             names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
-            names = sorted([*names, CONTROL]) if self._control() else names
+            names = sorted([*names, CONTROL]) if self._control_path() else names
         found = [await self.lookup(folder, name) for name in names]
         return Listing(
             0,
@@ -264,57 +256,57 @@ class HiddenFolder:
             0.0,
         )
 
-    def remember(self, node: int) -> None:
+    def count_lookup(self, node: int) -> None:
         """The kernel has been told of the node once more."""
         if found := self._nodes.get(node):
-            found.known += 1
+            found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
         """The kernel has dropped `count` of its references; an old edition then goes."""
         if found := self._nodes.get(node):
-            found.known -= count
-            if found.known <= 0:
-                self._let_go(found)
+            found.lookup_count -= count
+            if found.lookup_count <= 0:
+                self._forget_node(found)
 
-    def _let_go(self, found: "_Edition | _List") -> None:
-        if isinstance(found, _Edition):
+    def _forget_node(self, found: "_FileVersion | _ListNode") -> None:
+        if isinstance(found, _FileVersion):
             if self._current.get(found.name) is not found:
                 del self._nodes[found.node]
         elif not found.waiting:
             del self._nodes[found.node]
             self._drop_content(found.node)
 
-    def _at(self, node: int) -> "_Edition | _List":
+    def _node(self, node: int) -> "_FileVersion | _ListNode":
         try:
             return self._nodes[node]
         except KeyError:
-            raise Refused(errno.ESTALE) from None
+            raise FuseErrno(errno.ESTALE) from None
 
     def stats(self) -> dict[str, object]:
         """Which list `filelist` is, and what lists take."""
         return {
-            **self._readers.stats(),
+            **self._observer.stats(),
             "held": len(self._contents),
             "held_bytes": self._contents_bytes,
         }
 
     # editions -------------------------------------------------------------------------------------
 
-    def _edition(self, name: bytes) -> _Edition | None:
+    def _file_version(self, name: bytes) -> _FileVersion | None:
         """The content of a name as it stands, made anew where its time has come."""
         file = self._files.get(name)
         if file is None:
             return None
         current = self._current.get(name)
-        if current is not None and self._clock() < current.made_s + file.still_s:
+        if current is not None and self._clock() < current.made_s + file.max_age_s:
             return current
         content = memoryview(file.content()).cast("B")
         if current is not None and content == current.content:
             current.made_s = self._clock()
             return current
-        if current is not None and current.known <= 0:
+        if current is not None and current.lookup_count <= 0:
             del self._nodes[current.node]
-        made = _Edition(self._next_node, name, content, self._clock(), time.time_ns())
+        made = _FileVersion(self._next_node, name, content, self._clock(), time.time_ns())
         self._next_node += 1
         self._current[name] = self._nodes[made.node] = made
         return made
@@ -330,17 +322,17 @@ class HiddenFolder:
             ref = ListRef(name, by_filelist, node, version)
             if found is None:
                 size = await trio.to_thread.run_sync(
-                    paths.size, name, abandon_on_cancel=True, limiter=self._maker
+                    paths.size, name, abandon_on_cancel=True, limiter=self._generator_limiter
                 )
-                made = _List(node, ref, paths, nul, size, time.time_ns())
+                made = _ListNode(node, ref, paths, nul, size, time.time_ns())
                 self._sweep()
                 found = self._nodes.setdefault(node, made)  # another may have been as quick
-            if isinstance(found, _List) and (found.ref, found.nul) == (ref, nul):
+            if isinstance(found, _ListNode) and (found.ref, found.nul) == (ref, nul):
                 break
             node += 1  # another list's: 2^60 of them make that rare, but it must not be its content
         if found.was_read:
             found.was_read = False
-            await self._readers.looked_up(found.ref)
+            await self._observer.on_lookup(found.ref)
             self._nodes.setdefault(node, found)
         return Attributes(
             node, stat.S_IFREG | (0o444 & ~self._owner.umask), found.size, found.mtime_ns, 0.0
@@ -349,16 +341,16 @@ class HiddenFolder:
     def _sweep(self) -> None:
         if len(self._nodes) >= _NODES_SWEPT:
             for each in tuple(self._nodes.values()):
-                if each.known <= 0:
-                    self._let_go(each)
+                if each.lookup_count <= 0:
+                    self._forget_node(each)
 
-    def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
+    def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
         """The bytes if they are there; None where `read` must make them."""
-        found = self._at(node)
-        if isinstance(found, _Edition):
+        found = self._node(node)
+        if isinstance(found, _FileVersion):
             return found.content[offset : offset + size]
         if offset == 0:
-            self._readers.reading(found.ref)
+            self._observer.on_read(found.ref)
         if offset >= found.size:
             return b""
         content = self._contents.get(node)
@@ -374,8 +366,8 @@ class HiddenFolder:
         Raises Refused: ENOMEM where they would take too much memory, EILSEQ for a list by lines of
         which a path holds a newline.
         """
-        found = self._at(node)
-        assert isinstance(found, _List)
+        found = self._node(node)
+        assert isinstance(found, _ListNode)
         found.waiting += 1
         try:
             async with found.lock:
@@ -386,21 +378,21 @@ class HiddenFolder:
             return content[offset : offset + size]
         finally:
             found.waiting -= 1
-            if found.known <= 0 and not found.waiting and self._nodes.get(node) is found:
-                self._let_go(found)
+            if found.lookup_count <= 0 and not found.waiting and self._nodes.get(node) is found:
+                self._forget_node(found)
 
-    async def _made(self, found: _List) -> memoryview:
+    async def _made(self, found: _ListNode) -> memoryview:
         self._reserve(found)
         try:
             text = await trio.to_thread.run_sync(
                 lambda: found.paths.text(found.ref.name, nul=found.nul),
                 abandon_on_cancel=True,
-                limiter=self._maker,
+                limiter=self._generator_limiter,
             )
         except UsageError as error:
             self._contents_bytes -= found.size
             log.error("cannot list %s: %s", found.ref.name, error)
-            raise Refused(errno.EILSEQ) from None
+            raise FuseErrno(errno.EILSEQ) from None
         except BaseException:
             self._contents_bytes -= found.size
             raise
@@ -408,17 +400,17 @@ class HiddenFolder:
         if len(content) != found.size:
             self._drop_content(found.node)
             raise AssertionError(f"a list of {len(content)} bytes instead of {found.size}")
-        self._readers.made(found.ref, list(text.tail))
+        self._observer.on_generated(found.ref, list(text.tail))
         return content
 
-    def _reserve(self, found: _List) -> None:
+    def _reserve(self, found: _ListNode) -> None:
         """Makes room, and takes it. Raises Refused(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:
                 break
             holder = self._nodes.get(node)
-            if not isinstance(holder, _List) or not holder.waiting:
+            if not isinstance(holder, _ListNode) or not holder.waiting:
                 over -= len(self._contents[node])
                 self._drop_content(node)
         if over > 0:
@@ -428,7 +420,7 @@ class HiddenFolder:
                 found.size,
                 self._lists_bytes_max,
             )
-            raise Refused(errno.ENOMEM)
+            raise FuseErrno(errno.ENOMEM)
         self._contents_bytes += found.size
 
     def _drop_content(self, node: int) -> None:

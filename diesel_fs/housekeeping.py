@@ -28,7 +28,7 @@ from .errors import (
     UsageError,
 )
 from .folding import (
-    Expected,
+    ExpectedChunks,
     absent_chunks,
     expected_chunks,
     losses_in,
@@ -40,22 +40,28 @@ from .leases import (
     EVERY_VERSION,
     GRACE_S_MAX,
     KEEP_MAX,
-    Policy,
     PurgeLease,
+    RetentionPolicy,
     is_abandoned,
     leased_versions,
     leases,
-    read_policy,
-    write_policy,
+    read_retention_policy,
+    write_retention_policy,
 )
 from .messages import Fields, Message, Value
-from .pins import Pins, Usage, usage
-from .repository import Repository, Tell, WriteSession, silent
+from .pins import DeletableChunks, Usage, chunk_usage
+from .repository import LocalRepository, LocalWriteSession, ReportProgress, no_progress
 from .rewriting import Rewriter
 from .snapshot import Snapshot
 from .snapshots import GRACE_S
 from .storage.metadata import ChunkRecord
-from .tombstones import Standing, all_gone, due, old_enough, standing
+from .tombstones import (
+    ActiveTombstone,
+    active_tombstones,
+    all_gone,
+    droppable_tombstones,
+    old_enough,
+)
 
 log = logging.getLogger("diesel.housekeeping")
 
@@ -95,9 +101,9 @@ class PurgeOptions:
         """The options that were sent. Raises UsageError for anything else."""
         found = Fields(message, "options of a purge")
         options = cls(
-            found.whole("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
-            found.whole("keep", _AS_POLICY, low=_AS_POLICY, high=KEEP_MAX),
-            found.whole("grace_s", _AS_POLICY, low=_AS_POLICY, high=GRACE_S_MAX),
+            found.integer("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
+            found.integer("keep", _AS_POLICY, low=_AS_POLICY, high=KEEP_MAX),
+            found.integer("grace_s", _AS_POLICY, low=_AS_POLICY, high=GRACE_S_MAX),
             found.flag("dry_run", False),
         )
         found.end()
@@ -132,18 +138,18 @@ class PurgeReport:
         """The report that was sent. Raises UsageError for anything else."""
         found = Fields(message, "the report of a purge")
         return cls(
-            rewritten=found.whole("rewritten"),
-            unused_bytes=found.whole("unused_bytes"),
-            written=found.whole("written"),
-            copied_bytes=found.whole("copied_bytes"),
-            deleted=found.whole("deleted"),
-            deleted_bytes=found.whole("deleted_bytes"),
-            waiting=found.whole("waiting"),
-            waiting_bytes=found.whole("waiting_bytes"),
-            tombstones=found.whole("tombstones"),
-            versions_removed=found.whole("versions_removed"),
-            versions_kept=found.whole("versions_kept"),
-            leftovers=found.whole("leftovers"),
+            rewritten=found.integer("rewritten"),
+            unused_bytes=found.integer("unused_bytes"),
+            written=found.integer("written"),
+            copied_bytes=found.integer("copied_bytes"),
+            deleted=found.integer("deleted"),
+            deleted_bytes=found.integer("deleted_bytes"),
+            waiting=found.integer("waiting"),
+            waiting_bytes=found.integer("waiting_bytes"),
+            tombstones=found.integer("tombstones"),
+            versions_removed=found.integer("versions_removed"),
+            versions_kept=found.integer("versions_kept"),
+            leftovers=found.integer("leftovers"),
             notes=tuple(found.texts("notes")),
         )
 
@@ -152,10 +158,10 @@ _COUNTS = tuple(each.name for each in fields(PurgeReport) if each.name != "notes
 
 
 def purge(
-    repository: Repository,
+    repository: LocalRepository,
     name: str,
     options: PurgeOptions | None = None,
-    tell: Tell = silent,
+    tell: ReportProgress = no_progress,
 ) -> PurgeReport:
     """Purge a dataset; what was done before an error is done, and nothing is lost.
 
@@ -164,10 +170,10 @@ def purge(
     ones that can go have been deleted then).
     """
     options = options or PurgeOptions()
-    there = repository.elsewhere("purge", name, options.to_message(), tell)
+    there = repository.run_job("purge", name, options.to_message(), tell)
     if there is not None:
         return PurgeReport.from_message(there)
-    dying = list(repository.catalogue.dying(name))
+    dying = list(repository.catalogue.deleted_named(name))
     removed = 0 if options.dry_run else _remove_deleted(repository, name, dying)
     try:
         info = repository.dataset(name)
@@ -183,15 +189,15 @@ def purge(
         return _Purge(repository, repository.dataset(name), options, tell, session, lease).run()
 
 
-def _refuse_unseen(repository: Repository, info: DatasetInfo) -> None:
+def _refuse_unseen(repository: LocalRepository, info: DatasetInfo) -> None:
     """Raise CorruptError where a chunk that is named is lost, or not listed: then nobody knows what
     else the store does not show, and what looks replaced may be the only copy."""
     identity = info.identity
 
-    def ask() -> Expected:
+    def ask() -> ExpectedChunks:
         return expected_chunks(repository.snapshots, repository.meta, identity)
 
-    expected, listed = ask(), set(repository.chunk_names(identity))
+    expected, listed = ask(), set(repository.chunk_ids(identity))
     absent = absent_chunks(repository, identity, expected, listed, ask)
     if absent.lost:
         views = [expected.published] if expected.published else []
@@ -204,18 +210,18 @@ def _refuse_unseen(repository: Repository, info: DatasetInfo) -> None:
         )
 
 
-def _remove_deleted(repository: Repository, name: str, dying: Sequence[UUID]) -> int:
+def _remove_deleted(repository: LocalRepository, name: str, dying: Sequence[UUID]) -> int:
     return sum(repository.remove_deleted(name, identity).removed for identity in dying)
 
 
-def reclaimable_bytes(repository: Repository, name: str, view: Snapshot) -> int:
+def reclaimable_bytes(repository: LocalRepository, name: str, view: Snapshot) -> int:
     """About how many bytes of chunks no file of the current version is in (`view`), beyond what
     headers take. Raises NoSuchDataset, MetadataError.
     """
-    told = repository.elsewhere("reclaimable", name, {}, silent)
+    told = repository.run_job("reclaimable", name, {}, no_progress)
     if told is not None:
-        return Fields(told, "what is reclaimable").whole("bytes")
-    used, found = usage(view), 0
+        return Fields(told, "what is reclaimable").integer("bytes")
+    used, found = chunk_usage(view), 0
     for record in repository.meta.chunks(view.identity):
         if record.holes == record.entries:
             found += record.object_bytes
@@ -253,43 +259,47 @@ class _Purge:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: LocalRepository,
         info: DatasetInfo,
         options: PurgeOptions,
-        tell: Tell,
-        session: WriteSession | None = None,
+        tell: ReportProgress,
+        session: LocalWriteSession | None = None,
         lease: PurgeLease | None = None,
     ) -> None:
         self._repository = repository
         self._objects = repository.objects
-        self._shelf = repository.snapshots
+        self._versions = repository.snapshots
         self._meta = repository.meta
         self._info = info
         self._identity = info.identity
         self._options = options
-        self._tell = tell
+        self._progress = tell
         self._session = session
         self._lease = lease
         self._counts = _Counts()
         self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
         self._due: dict[ChunkId, set[int]] = {}
         self._copied: set[ChunkId] = set()  # would be, if this did more than look
-        self._were = frozenset(self._shelf.versions(self._identity))
+        self._versions_before = frozenset(self._versions.versions(self._identity))
         self._removed: set[int] = set()  # versions
-        self._is_whole = True  # all that the metadata names is there, and listed
+        self._listing_complete = True  # all that the metadata names is there, and listed
         self._policy, self._grace_s = self._policies()
 
-    def _policies(self) -> tuple[Policy, float]:
+    def _policies(self) -> tuple[RetentionPolicy, float]:
         """How many versions are kept, and the grace period of this purge."""
         options = self._options
-        policy = read_policy(self._objects, self._identity) if options.keep < 0 else Policy()
+        policy = (
+            read_retention_policy(self._objects, self._identity)
+            if options.keep < 0
+            else RetentionPolicy()
+        )
         keep = policy.keep if options.keep < 0 else options.keep
         longest_s = policy.grace_s
         if options.grace_s >= 0:
             longest_s = options.grace_s if options.grace_s > GRACE_S else 0
-        new = Policy(keep, longest_s)
+        new = RetentionPolicy(keep, longest_s)
         if self._lease is not None and new != policy:
-            write_policy(self._objects, self._identity, new)
+            write_retention_policy(self._objects, self._identity, new)
         return new, options.grace_s if options.grace_s >= 0 else max(GRACE_S, longest_s)
 
     def run(self) -> PurgeReport:
@@ -297,7 +307,7 @@ class _Purge:
         began_s = time.time()
         self._publish()
         records = self._meta.chunks(self._identity)
-        used = usage(self._repository.view(self._info.name))
+        used = chunk_usage(self._repository.view(self._info.name))
         self._find_due(records, used, began_s)
         chosen = self._choose(records, used)
         rewriter, full = None, None
@@ -309,7 +319,7 @@ class _Purge:
         except NoSpaceError as error:
             full = error  # what can go makes room
         self._publish()
-        self._give_back()
+        self._reclaim()
         self._sweep()
         counts = self._counts
         if full is not None:
@@ -335,8 +345,8 @@ class _Purge:
         """From now on nobody who opens the dataset is sent where it was before."""
         if self._session is None:
             return
-        marker = self._meta.marker(self._info.name)
-        if marker.version and self._shelf.newest(self._identity) != marker.version:
+        marker = self._meta.head(self._info.name)
+        if marker.version and self._versions.newest(self._identity) != marker.version:
             self._repository.publish(self._info.name)
 
     def _check(self) -> None:
@@ -376,20 +386,20 @@ class _Purge:
     ) -> None:
         """Which tombstones are not needed any more; and whether anything may be deleted."""
         known = {record.id for record in records}
-        listed = set(self._repository.chunk_names(self._identity))
-        self._is_whole = self._all_are_there(
+        listed = set(self._repository.chunk_ids(self._identity))
+        self._listing_complete = self._all_are_there(
             record for record in records if record.id not in listed
         )
-        if not self._is_whole:
+        if not self._listing_complete:
             return
-        found: dict[bytes, Standing] = {}
+        found: dict[bytes, ActiveTombstone] = {}
         for record in records:
             files = used.get(record.id, Usage(0, 0)).places
             if record.id in listed and record.entries - record.holes > files:
                 header = self._readable(record.id)
                 if header is not None:
                     holes = set(self._meta.holes(self._identity, record.id).tolist())
-                    found |= dict(standing(header, holes))
+                    found |= dict(active_tombstones(header, holes))
         old = old_enough(found, began_s)
         if not old:
             return
@@ -397,7 +407,7 @@ class _Purge:
             self._note("a chunk that was forgotten is still there: no tombstone is dropped")
             return
         suspects = [record.id for record in records if record.holes] + sorted(listed - known)
-        self._due = due(old, suspects, self._header)
+        self._due = droppable_tombstones(old, suspects, self._header)
 
     def _all_are_there(self, records: Iterable[ChunkRecord]) -> bool:
         """Whether chunks that were not listed are missed by nobody. Else the listing is short, or
@@ -418,9 +428,9 @@ class _Purge:
     def _forgotten_are_gone(self, known: Collection[ChunkId]) -> bool:
         """Whether what kept versions know, and the metadata no more, is not in the store."""
         forgotten: set[ChunkId] = set()
-        for version in self._shelf.versions(self._identity):
+        for version in self._versions.versions(self._identity):
             try:
-                view = self._shelf.look(self._identity, version)
+                view = self._versions.load_without_copy(self._identity, version)
             except (FormatError, ObjectMissing):
                 return False
             forgotten.update(set(view.chunk_ids).difference(known))
@@ -480,21 +490,21 @@ class _Purge:
         chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
         rewriter = Rewriter(self._repository, self._session, chunk_bytes, self._check)
         for done, record in enumerate(chosen):
-            self._tell(done, len(chosen))
+            self._progress(done, len(chosen))
             try:
                 rewriter.copy(record.id, self._dropped(record.id))
             except (FormatError, ObjectMissing) as error:
                 self._counts.rewritten -= 1
                 self._leave_alone(record.id, error.message)
         rewriter.finish()
-        self._tell(len(chosen), len(chosen))
+        self._progress(len(chosen), len(chosen))
         return rewriter
 
     # Deleting
 
-    def _give_back(self) -> None:
+    def _reclaim(self) -> None:
         """Remove versions and chunks that nobody needs: metadata first, objects later."""
-        newest = LOWEST if self._copied else self._meta.marker(self._info.name).newest
+        newest = LOWEST if self._copied else self._meta.head(self._info.name).newest
         empty = {
             record.id: record
             for record in self._meta.chunks(self._identity)
@@ -508,15 +518,15 @@ class _Purge:
         # Where this only looks: what it would publish
         coming = {now_us: now_us} if self._copied else {}
         versions = self._expire(leased, coming)
-        pins = Pins(self._shelf, self._identity, empty, now_us)
+        pins = DeletableChunks(self._versions, self._identity, empty, now_us)
 
         def free() -> frozenset[ChunkId]:
             before_us = int((now_s - self._grace_s) * 1e6)
             there = leased_versions(self._objects, self._identity, time.time())
-            return pins.free(versions, there, before_us)
+            return pins.unreferenced(versions, there, before_us)
 
         going: list[ChunkId] = []
-        if self._is_whole:
+        if self._listing_complete:
             try:
                 going = sorted(chunk for chunk in free() if self._may_go(chunk))
             except (FormatError, ObjectMissing) as error:
@@ -542,22 +552,24 @@ class _Purge:
             return True
         return self._readable(chunk) is not None
 
-    def _expire(self, leased: Collection[int], coming: Mapping[int, int]) -> dict[int, int]:
+    def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
         """Remove versions that need not be kept; those that are left, and when they came."""
-        there = self._shelf.published(self._identity)
-        stay = self._shelf.staying(self._identity, there, self._policy, self._grace_s, coming)
+        there = self._versions.published(self._identity)
+        stay = self._versions.retained_versions(
+            self._identity, there, self._policy, self._grace_s, planned
+        )
         stay.update(leased)
-        left = {**there, **coming}
+        left = {**there, **planned}
         going = set(left).difference(stay)
-        if EVERY_VERSION in leased or not self._is_whole:
+        if EVERY_VERSION in leased or not self._listing_complete:
             going = set()
         for version in sorted(going):
             if self._session is not None:
                 self._check()
-                self._shelf.remove(self._identity, version)
+                self._versions.remove(self._identity, version)
             del left[version]
         self._removed |= going
-        self._counts.versions_removed = len(self._removed & self._were)
+        self._counts.versions_removed = len(self._removed & self._versions_before)
         self._counts.versions_kept = len(left)
         return left
 
@@ -571,7 +583,7 @@ class _Purge:
         forgotten = self._forget(going)
         self._publish()
         done = list[ChunkId]()
-        for chunk in self._one_by_one(sorted(forgotten), free):
+        for chunk in self._still_unreferenced(sorted(forgotten), free):
             self._check()
             self._objects.delete(chunk_object(self._identity, chunk))
             if all_gone(self._objects, self._identity, [chunk]):
@@ -591,13 +603,13 @@ class _Purge:
         forgotten = self._meta.forget(self._identity, plain)
         return forgotten | self._meta.forget(self._identity, dead, tombstones=True)
 
-    def _one_by_one(
+    def _still_unreferenced(
         self, chunks: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
     ) -> Iterator[ChunkId]:
         """Chunks, as long as no reader has come who needs them."""
         looked_s, allowed = 0.0, frozenset[ChunkId]()
         for done, chunk in enumerate(chunks):
-            self._tell(done, len(chunks))
+            self._progress(done, len(chunks))
             if not done or time.monotonic() > looked_s + _LOOK_AT_LEASES_S:
                 looked_s, allowed = time.monotonic(), free()
             if chunk in allowed:

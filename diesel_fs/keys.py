@@ -10,8 +10,7 @@ sign nothing.
 
 import os
 
-from .accounts import PUBLIC_KEY_BYTES
-from .credentials import KEY_BYTES
+from .credentials import KEY_BYTES, PUBLIC_KEY_BYTES
 
 
 def new_seed() -> bytes:

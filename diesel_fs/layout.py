@@ -11,7 +11,7 @@ from .entries import ChunkId
 
 DATASETS = "datasets/"
 DELETED = "deleted/"
-MARKER = "DIESEL-STORE"
+STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
 _PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
 
@@ -20,7 +20,7 @@ _PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
 _OF_CHUNK_ID = r"[0-9A-Za-z_-]"
 _DATASET = rf"datasets/{IDENTITY_TEXT}"
 _OBJECTS = {
-    "marker": re.escape(MARKER),
+    "marker": re.escape(STORE_MARKER),
     "dataset": rf"{_DATASET}/DATASET",
     "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_OF_CHUNK_ID}{{{_PREFIX_CHARS}}})"
     rf"/(?P=prefix){_OF_CHUNK_ID}{{{TEXT_CHARS - _PREFIX_CHARS}}}",

@@ -64,10 +64,10 @@ EVERY_VERSION = -1
 NO_VERSION = 0
 """That of a dataset before its first commit: there is nothing in it to hold."""
 
-LOOK_ONCE_IN = 64
+CLEANUP_ONE_IN = 64
 """One renewal in so many looks for leases that nobody has renewed for long: a listing."""
 
-NOT_RENEWED_S = 86_400.0 + LEASE_ALLOWANCE_S
+STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
 """No lease holds for so long after it was written."""
 
 PURGE = "purge"
@@ -90,7 +90,7 @@ class Lease:
     @classmethod
     def own(cls, token: str, version: int, seconds: float = LEASE_S) -> Self:
         """One of this process, from now on."""
-        host, boot, space = _place()
+        host, boot, space = _process_namespace()
         return cls(token, version, time.time() + seconds, host, boot, space, os.getpid())
 
     def to_json(self) -> bytes:
@@ -114,7 +114,7 @@ class Lease:
             raise ValueError("a version that there is not")
         return cls(**values)
 
-    def holds(self, now_s: float, written_s: float) -> bool:
+    def is_valid(self, now_s: float, written_s: float) -> bool:
         """Whether it has not ended: not by its time, nor with its process as far as one can see.
 
         `written_s`: by the clock of the store. It counts, too, since that of the holder may be
@@ -128,7 +128,7 @@ class Lease:
     @property
     def holder_is_dead(self) -> bool:
         """Whether its process is known to be gone: it was of this boot and space of processes."""
-        return (self.host, self.boot, self.space) == _place() and not is_alive(self.pid)
+        return (self.host, self.boot, self.space) == _process_namespace() and not is_alive(self.pid)
 
 
 def is_alive(pid: int) -> bool:
@@ -152,7 +152,7 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 
 @cache
-def _place() -> tuple[str, str, str]:
+def _process_namespace() -> tuple[str, str, str]:
     """Where processes are that a number here can name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -177,7 +177,7 @@ class ReadLease:
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._ended = False
-        self._told = False
+        self._failure_logged = False
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID, version: int) -> Self:
@@ -189,7 +189,7 @@ class ReadLease:
             lease._ended = True
         return lease
 
-    def move(self, version: int) -> None:
+    def switch_version(self, version: int) -> None:
         """Another version is being read now. It is written at once."""
         if self._owner != os.getpid():
             return
@@ -215,9 +215,9 @@ class ReadLease:
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
-            if not self._told:
+            if not self._failure_logged:
                 log.info("no lease on version %d: %s", self._version, error.message)
-            self._told = True
+            self._failure_logged = True
             return not isinstance(error, PermissionDenied | UsageError)
         return True
 
@@ -236,18 +236,18 @@ def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
     `own` has just been written: by its time, which is of the store's clock, others are old. The
     clock of this host may be wrong.
     """
-    if secrets.randbelow(LOOK_ONCE_IN):
+    if secrets.randbelow(CLEANUP_ONE_IN):
         return
     prefix = lease_prefix(identity)
     with suppress(DieselError):
         written_ns = {info.name: info.modified_ns for info in objects.list(prefix)}
-        before_ns = written_ns.get(own, 0) - int(NOT_RENEWED_S * 1e9)
+        before_ns = written_ns.get(own, 0) - int(STALE_LEASE_S * 1e9)
         for name, at_ns in written_ns.items():
             if at_ns < before_ns and name.removeprefix(prefix) not in (PURGE, POLICY):
                 objects.delete(name)
 
 
-def give_lease(
+def write_lease_for(
     objects: ObjectStore, identity: UUID, token: str, version: int, seconds: float
 ) -> None:
     """A lease in another's name, who must ask again in time; 0 seconds end it. Raises DieselError.
@@ -274,17 +274,17 @@ def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple
         if name in (PURGE, POLICY):
             continue
         with suppress(ObjectMissing):
-            lease, holds = _look(objects, info, now_s)
+            lease, holds = _read_lease(objects, info, now_s)
             yield info.name, lease, holds
 
 
-def _look(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
+def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
     """What a lease says and whether it holds; for a day where it cannot be read."""
     while True:
         written_s = info.modified_ns / 1e9
         try:
             lease = Lease.from_json(objects.get(info.name, 0, min(info.bytes, _BYTES_MAX)))
-            return lease, lease.holds(now_s, written_s)
+            return lease, lease.is_valid(now_s, written_s)
         except (ValueError, RecursionError, TruncatedError):
             before, info = info, objects.stat(info.name)
             if (info.bytes, info.modified_ns) == (before.bytes, before.modified_ns):
@@ -395,7 +395,7 @@ class PurgeLease:
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
     """Whether a purge of a dataset holds its lease."""
     try:
-        _, holds = _look(objects, objects.stat(lease_object(identity, PURGE)), time.time())
+        _, holds = _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())
     except ObjectMissing:
         return False
     return holds
@@ -404,13 +404,13 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 def _end_if_over(objects: ObjectStore, name: str) -> None:
     """Remove a purge's lease that has ended. Raises BusyError where it has not."""
     try:
-        found, holds = _look(objects, objects.stat(name), time.time())
+        found, holds = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:
         return
     if holds:
-        who = f" (process {found.pid} on {found.host})" if found.host else ""
+        holder = f" (process {found.pid} on {found.host})" if found.host else ""
         raise BusyError(
-            f"a purge of this dataset is under way{who}", advice="try again when it has ended"
+            f"a purge of this dataset is under way{holder}", advice="try again when it has ended"
         )
     objects.delete(name)
 
@@ -430,7 +430,7 @@ GRACE_S_MAX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RetentionPolicy:
     """How many published versions of a dataset are kept, and those that were current for how long.
 
     `grace_s` may lengthen the usual grace period, never shorten it.
@@ -440,17 +440,17 @@ class Policy:
     grace_s: int = 0
 
 
-def read_policy(objects: ObjectStore, identity: UUID) -> Policy:
+def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPolicy:
     """A dataset's policy: the usual one where it has none of its own. Raises CorruptError."""
     try:
         values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
-        policy = Policy(values["keep"], values["grace_s"])
+        policy = RetentionPolicy(values["keep"], values["grace_s"])
         if type(policy.keep) is not int or type(policy.grace_s) is not int:
             raise TypeError("numbers of another kind")
         if not (0 <= policy.keep <= KEEP_MAX and 0 <= policy.grace_s <= GRACE_S_MAX):
             raise ValueError("numbers that no policy has")
     except ObjectMissing:
-        return Policy()
+        return RetentionPolicy()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(
             f"the dataset's policy is damaged: {error}", advice="`dlcmd purge --keep N` writes it"
@@ -458,7 +458,7 @@ def read_policy(objects: ObjectStore, identity: UUID) -> Policy:
     return policy
 
 
-def write_policy(objects: ObjectStore, identity: UUID, policy: Policy) -> None:
+def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
     """Set a dataset's policy. Durable on return."""
     text = json.dumps(asdict(policy)).encode() + b"\n"
     objects.replace(lease_object(identity, POLICY), [text])

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias
 
 import msgpack
 
-from .errors import CorruptError, DieselError, UsageError, revived
+from .errors import CorruptError, DieselError, UsageError, error_by_class_name
 from .names import shown
 
 Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
@@ -24,11 +24,11 @@ ITEMS_MAX = 1024
 """Of one message, in all, unless it is said otherwise. An item takes up to some 100 bytes."""
 
 DEPTH_MAX = 8
-WHOLE_MAX = (1 << 63) - 1
+INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 4096
 
 
-def unpacked(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
+def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
     """The message in a frame. Raises CorruptError for anything else."""
     _look_over(body, items_max)
     try:
@@ -122,8 +122,8 @@ class Fields:
             self.bad(name, "it is a short text")
         return value
 
-    def whole(
-        self, name: str, default: int | None = None, *, low: int = 0, high: int = WHOLE_MAX
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 0, high: int = INTEGER_MAX
     ) -> int:
         """A whole number."""
         value = self._take(name, default)
@@ -188,13 +188,13 @@ class Fields:
         raise UsageError(f"{self._what}: bad {name!r}: {rule}")
 
 
-def described(error: DieselError) -> Message:
+def error_message(error: DieselError) -> Message:
     """An error as it travels: of a kind that everybody knows."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 
 
-def error_in(answer: Message) -> DieselError | None:
+def parse_error(answer: Message) -> DieselError | None:
     """The error that an answer is, or None. Its words are short and without control characters:
     they go to people's terminals."""
     if "error" not in answer:
@@ -203,4 +203,4 @@ def error_in(answer: Message) -> DieselError | None:
         shown(str(answer.get(key, ""))[:TEXT_MAX].encode("utf-8", "replace"))
         for key in ("error", "message", "advice")
     )
-    return revived(name, message, advice)
+    return error_by_class_name(name, message, advice)

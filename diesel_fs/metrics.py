@@ -50,7 +50,7 @@ class Metric:
     labels: Mapping[str, Sequence[str]]
 
     @property
-    def cells(self) -> Iterable[tuple[str, ...]]:
+    def cell_labels(self) -> Iterable[tuple[str, ...]]:
         """The values of the labels of each cell; a histogram has its buckets and its sum, too."""
         values = list(self.labels.values())
         if self.kind == "histogram":
@@ -101,7 +101,7 @@ PARENT_TABLE = (
 """What is counted once, by the process that watches over the others."""
 
 
-class Cells:
+class MetricCells:
     """The cells of one process over some memory; `add` and `set` are the process's own."""
 
     def __init__(self, memory: memoryview, table: Sequence[Metric] = TABLE) -> None:
@@ -109,7 +109,7 @@ class Cells:
         self.table = table
         self._cells = memory.cast("d")
         self._lock = threading.Lock()
-        keys = [(metric.name, *values) for metric in table for values in metric.cells]
+        keys = [(metric.name, *values) for metric in table for values in metric.cell_labels]
         self._places = {key: i for i, key in enumerate(keys)}
         self._known = {
             metric.name: [frozenset(values) for values in metric.labels.values()]
@@ -118,13 +118,13 @@ class Cells:
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Count. A label's value that is not listed counts as `OTHER`."""
-        place = self._place(name, labels)
+        place = self._index(name, labels)
         with self._lock:
             self._cells[place] += amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
         """What a gauge or a total that is counted elsewhere stands at."""
-        self._cells[self._place(name, labels)] = value
+        self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Count a value in a histogram."""
@@ -135,16 +135,16 @@ class Cells:
 
     def get(self, name: str, *labels: str) -> float:
         """What a cell stands at."""
-        return self._cells[self._place(name, labels)]
+        return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
         """Of a process that is over, nothing is open."""
         for metric in self.table:
             if metric.kind == "gauge":
-                for values in metric.cells:
+                for values in metric.cell_labels:
                     self._cells[self._places[metric.name, *values]] = 0.0
 
-    def _place(self, name: str, labels: tuple[str, ...]) -> int:
+    def _index(self, name: str, labels: tuple[str, ...]) -> int:
         place = self._places.get((name, *labels))
         if place is None:
             known = self._known[name]
@@ -158,15 +158,15 @@ class Cells:
 
 def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
     """The memory of one process's cells."""
-    return CELL_BYTES * sum(1 for metric in table for _ in metric.cells)
+    return CELL_BYTES * sum(1 for metric in table for _ in metric.cell_labels)
 
 
-def unshared(table: Sequence[Metric] = TABLE) -> Cells:
+def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
     """Cells that nobody else sees."""
-    return Cells(memoryview(bytearray(cells_bytes(table))), table)
+    return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 
-def text(processes: Sequence[Cells]) -> str:
+def exposition(processes: Sequence[MetricCells]) -> str:
     """The sums over processes of one table, as Prometheus reads them."""
     lines: list[str] = []
     for metric in processes[0].table:
@@ -174,7 +174,7 @@ def text(processes: Sequence[Cells]) -> str:
         lines.append(f"# TYPE {metric.name} {metric.kind}")
         sums = {
             values: sum(cells.get(metric.name, *values) for cells in processes)
-            for values in metric.cells
+            for values in metric.cell_labels
         }
         if metric.kind == "histogram":
             lines += _histogram(metric, sums)

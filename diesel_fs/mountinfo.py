@@ -14,7 +14,7 @@ _OCTAL = re.compile(rb"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
-class Mounted:
+class MountEntry:
     """A line of mountinfo. `options` are those of the file system, not of this mount of it."""
 
     mount_id: int
@@ -25,18 +25,18 @@ class Mounted:
     options: frozenset[str]
 
 
-def mounts(process: str = "self") -> Iterator[Mounted]:
+def mounts(process: str = "self") -> Iterator[MountEntry]:
     """What a process sees mounted, in the order of mounting. Raises OSError."""
     return parse_mounts(Path(f"/proc/{process}/mountinfo").read_bytes())
 
 
-def parse_mounts(table: bytes) -> Iterator[Mounted]:
+def parse_mounts(table: bytes) -> Iterator[MountEntry]:
     """The lines of a table, in its order."""
     for line in filter(None, table.split(b"\n")):  # names may have a return in them, as it is
         before, _, after = line.partition(b" - ")
         mount_id, _, device, _, path, *_ = before.split(b" ")
         kind, source, options, *_ = after.split(b" ")
-        yield Mounted(
+        yield MountEntry(
             int(mount_id),
             device.decode(),
             _unescaped(path),

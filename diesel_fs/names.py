@@ -23,7 +23,7 @@ def check_dataset_name(name: str) -> str:
     return name
 
 
-def versioned(text: str) -> tuple[str, int]:
+def parse_versioned_name(text: str) -> tuple[str, int]:
     """The name of a dataset, and a version of it: `DATASET@VERSION`, or 0 for the current one.
 
     Raises UsageError.

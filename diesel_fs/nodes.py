@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Bytes = bytes | memoryview
-
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
 HIDDEN_NAME = b".diesel"
@@ -18,7 +16,7 @@ FOREVER_S = 1e9
 """How long answers about an immutable tree hold: 31 years, which fits the kernel's jiffies."""
 
 
-class Refused(Exception):
+class FuseErrno(Exception):
     """An errno that is an answer and no failure: nothing is logged."""
 
     def __init__(self, number: int) -> None:

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .entries import shown
 from .errors import CorruptError, UsageError
+from .names import shown
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
 from .snapshot import ROOT_INDEX, Indices, Snapshot
 
@@ -93,7 +93,7 @@ class PathLists:
         files = self._order(name)
         if not nul:
             self._refuse_newlines(files)
-        content = joined(self._snapshot, files, _NUL if nul else _LINE)
+        content = join_paths(self._snapshot, files, _NUL if nul else _LINE)
         return ListText(content, files[-TAIL_FILES:].tolist())
 
     def _order(self, name: ListName) -> Indices:
@@ -154,7 +154,7 @@ def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
     return levels
 
 
-def joined(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
+def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
     """The paths of files, each followed by the byte `end`."""
     columns = snapshot.columns
     parents, place = np.unique(columns.parent[files], return_inverse=True)

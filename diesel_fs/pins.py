@@ -29,7 +29,7 @@ from .layout import (
 )
 from .leases import EVERY_VERSION, is_abandoned, leased_versions
 from .snapshot import Indices, Snapshot
-from .snapshots import SnapshotShelf
+from .snapshots import VersionStore
 from .storage.objects import ObjectStore
 
 log = logging.getLogger("diesel.pins")
@@ -62,7 +62,7 @@ def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
     return frozenset(view.chunk_ids[number] for number in np.unique(numbers).tolist())
 
 
-def usage(view: Snapshot) -> dict[ChunkId, Usage]:
+def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
     """What of each chunk in a version's table its files are."""
     numbers, stored = _file_parts(view)
     places = np.bincount(numbers, minlength=view.chunk_count)
@@ -71,21 +71,25 @@ def usage(view: Snapshot) -> dict[ChunkId, Usage]:
     return dict(zip(view.chunk_ids, rows, strict=True))
 
 
-class Pins:
+class DeletableChunks:
     """Which of some candidates, all of them empty by now, nobody needs any more.
 
-    `coming`: a version that is only planned; they are empty in it, too.
+    `planned_version`: a version that is only planned; they are empty in it, too.
     """
 
     def __init__(
-        self, shelf: SnapshotShelf, identity: UUID, candidates: Iterable[ChunkId], coming: int = 0
+        self,
+        shelf: VersionStore,
+        identity: UUID,
+        candidates: Iterable[ChunkId],
+        planned_version: int = 0,
     ) -> None:
-        self._shelf = shelf
+        self._versions = shelf
         self._identity = identity
         self._candidates = frozenset(candidates)
-        self._known = {coming: (self._candidates, frozenset[ChunkId]())}
+        self._known = {planned_version: (self._candidates, frozenset[ChunkId]())}
 
-    def free(
+    def unreferenced(
         self, versions: Mapping[int, int], leased: Collection[int], before_us: int
     ) -> frozenset[ChunkId]:
         """Those that may go, by the versions that are there (ascending, and since when) and those
@@ -93,24 +97,24 @@ class Pins:
         FormatError where a version cannot be read, and ObjectMissing where it has gone since:
         nobody knows what it pins.
         """
-        settled = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
+        oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
             if version not in versions:
-                settled.add(max((v for v in versions if v <= version), default=0))
-        if 0 in settled or EVERY_VERSION in leased:
+                oldest_in_use.add(max((v for v in versions if v <= version), default=0))
+        if 0 in oldest_in_use or EVERY_VERSION in leased:
             return frozenset()
         left = self._candidates
         for version in versions:
             table, used = self._of(version)
             left -= used
-            if version in settled:
+            if version in oldest_in_use:
                 left &= table
         return left
 
     def _of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
         """Of the candidates: those that a version knows, and those that its entries are in."""
         if version not in self._known:
-            view = self._shelf.look(self._identity, version)
+            view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
             self._known[version] = table, table & used_chunks(view)
         return self._known[version]
@@ -133,7 +137,7 @@ class Deletion:
             )
 
 
-def remove_dataset(objects: ObjectStore, shelf: SnapshotShelf, identity: UUID) -> Deletion:
+def remove_dataset(objects: ObjectStore, shelf: VersionStore, identity: UUID) -> Deletion:
     """Remove the objects of a dataset that is marked as deleted; what leases pin is left, and what
     somebody is writing.
 
@@ -167,7 +171,7 @@ def remove_dataset(objects: ObjectStore, shelf: SnapshotShelf, identity: UUID) -
 
 
 def _pinned(
-    shelf: SnapshotShelf, identity: UUID, leased: Collection[int]
+    shelf: VersionStore, identity: UUID, leased: Collection[int]
 ) -> tuple[frozenset[ChunkId], bool]:
     """The chunks that leases pin, and whether that may be all of them."""
     found = frozenset[ChunkId]()
@@ -175,7 +179,7 @@ def _pinned(
         return found, True
     for version in leased:
         try:
-            view = shelf.look(identity, version)
+            view = shelf.load_without_copy(identity, version)
         except (FormatError, ObjectMissing):
             return found, True
         found |= used_chunks(view)

@@ -23,11 +23,11 @@ from .errors import UsageError
 Entries: TypeAlias = npt.NDArray[np.uint32]
 """Entry indices, in the order of reading. 4 bytes each: a snapshot's own numbers are no wider."""
 
-Order: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
+EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
 """Entry indices as callers give them."""
 
 Bounds: TypeAlias = npt.NDArray[np.int64]
-Files: TypeAlias = npt.NDArray[np.bool_]
+FileMask: TypeAlias = npt.NDArray[np.bool_]
 
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -157,9 +157,9 @@ class Plan:
     All methods raise UsageError, and then nothing has changed.
     """
 
-    is_file: Files
+    is_file: FileMask
     streams: dict[str, Stream] = field(default_factory=dict)
-    over: dict[str, None] = field(default_factory=dict)  # read to their end, the longest ago first
+    ended: dict[str, None] = field(default_factory=dict)  # read to their end, the longest ago first
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self.streams.values())
@@ -173,12 +173,12 @@ class Plan:
             raise UsageError(f"no stream {name[:64]!r}")
         return self.streams[name]
 
-    def in_the_way(self, name: str) -> str | None:
+    def ended_to_withdraw(self, name: str) -> str | None:
         """What to withdraw before a stream of this name, where there are as many as may be: one
         that is over, if any is. Who names each epoch anew withdraws none.
         """
         is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
-        return next(iter(self.over), None) if is_full else None
+        return next(iter(self.ended), None) if is_full else None
 
     def announce(self, stream: Stream) -> Stream:
         """A new stream; one of the same name is replaced whole (its process has started again)."""
@@ -204,14 +204,14 @@ class Plan:
         """The stream, which is gone now."""
         stream = self.stream(name)
         del self.streams[name]
-        self.over.pop(name, None)
+        self.ended.pop(name, None)
         return stream
 
     def finish(self, name: str, count: int) -> Stream:
         """Forget the first `count` epochs of a stream: they have been read."""
         stream = self.stream(name)
         if count and count >= len(stream.epochs):
-            self.over[name] = None
+            self.ended[name] = None
         return self._put(replace(stream, epochs=stream.epochs[count:]))
 
     def _check(self, epochs: Sequence[Epoch]) -> None:
@@ -235,11 +235,11 @@ class Plan:
             raise UsageError(f"the plan has {total} positions (at most {PLAN_ENTRIES_MAX})")
         self.streams[stream.name] = stream
         if stream.epochs:
-            self.over.pop(stream.name, None)
+            self.ended.pop(stream.name, None)
         return stream
 
 
-def _entries(given: Order) -> Entries:
+def _entries(given: EntryOrder) -> Entries:
     array = np.asarray(given)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("an order is one row of entry indices")

@@ -17,10 +17,10 @@ from uuid import UUID
 import numpy as np
 
 from .catalogue import DatasetInfo
-from .chunk import Header, damaged, parse_header, parse_preamble
+from .chunk import Header, damaged_places, parse_header, parse_preamble
 from .chunk_id import chunk_id_text, id_seconds, lowest_id
-from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of, ids_from_the_future
-from .entries import ChunkId, shown
+from .commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of, future_ids_note
+from .entries import ChunkId
 from .errors import (
     BusyError,
     DieselError,
@@ -32,38 +32,39 @@ from .errors import (
 )
 from .folding import (
     FILES_NAMED_MAX,
-    Expected,
+    ExpectedChunks,
     Findings,
-    Folding,
     LostChunks,
     Outcome,
+    RebuildSource,
     absent_chunks,
+    chunk_exists,
     expected_chunks,
-    headers_ahead,
-    is_there,
     loss_lines,
     losses_in,
     lost_text,
-    patiently,
+    prefetch_headers,
+    read_with_retries,
     skipped_entries,
 )
-from .layout import MARKER, chunk_object, dataset_prefix
+from .layout import STORE_MARKER, chunk_object, dataset_prefix
 from .messages import Message
+from .names import shown
 from .pins import used_chunks
-from .repository import Repository, Tell, silent
+from .repository import LocalRepository, ReportProgress, no_progress
 from .snapshot import Snapshot
 from .snapshot_layout import Columns, content_mark
-from .snapshot_match import match
-from .snapshot_merge import merge
-from .storage.metadata import Changes
+from .snapshot_match import diff_snapshots
+from .snapshot_merge import build_snapshot
+from .storage.metadata import MetadataChanges
 from .storage.sqlite import SqliteMetadata
 
 
 def recover(
-    repository: Repository,
+    repository: LocalRepository,
     name: str,
     since_s: float | None = None,
-    tell: Tell = silent,
+    progress: ReportProgress = no_progress,
     *,
     forget_lost: bool = False,
 ) -> Findings:
@@ -81,24 +82,24 @@ def recover(
     if forget_lost and since_s is not None:
         raise UsageError("what is lost is found by looking at all chunks: leave --since out")
     how: Message = {"since_s": since_s, "forget_lost": forget_lost}
-    if (there := repository.elsewhere("recover", name, how, tell)) is not None:
+    if (there := repository.run_job("recover", name, how, progress)) is not None:
         return Findings.from_message(there)
     findings = Findings()
     if isinstance(repository.meta_problem, FormatError):
         _make_metadata_anew(repository, name, findings)
     info = repository.dataset(name)
     meta = repository.meta
-    repository.clock.check_own()  # a version is a time, too
-    if info.marker is None and since_s is not None:
+    repository.clock.check_local_clock()  # a version is a time, too
+    if info.head is None and since_s is not None:
         findings.notes.append("the metadata store does not know the dataset: all is folded in")
         since_s = None
     before: Snapshot | None = None
     if forget_lost:
         with suppress(DieselError):  # it is only told what becomes of it
             before = repository.view_of(info)
-    folding = Folding(
-        repository, meta, name, info.identity, info.marker,
-        forget_lost=forget_lost, tell=tell, report=findings,
+    folding = RebuildSource(
+        repository, meta, name, info.identity, info.head,
+        forget_lost=forget_lost, progress=progress, report=findings,
     )  # fmt: skip
     try:
         if since_s is None:
@@ -117,7 +118,7 @@ def recover(
     repository.publish(name, full=True)
     if before is not None:
         findings.notes += _consequences(before, repository.view(name))
-    marker = meta.marker(name)
+    marker = meta.head(name)
     findings.files, findings.bytes = marker.files, marker.bytes
     return findings
 
@@ -125,13 +126,13 @@ def recover(
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
     """What has become of a dataset by a loss that was accepted: of a file that was replaced, an
     older version may show again, and one that was deleted may be back."""
-    both = match(before, after)
+    both = diff_snapshots(before, after)
     still_there = np.zeros(len(before), np.bool_)
-    still_there[both.met[both.met >= 0]] = True
+    still_there[both.same_path[both.same_path >= 0]] = True
     told = (
         ("forgotten", before, ~still_there),
-        ("an older version shows now", after, (both.was < 0) & (both.met >= 0)),
-        ("it had been deleted, and is back", after, both.met < 0),
+        ("an older version shows now", after, (both.unchanged < 0) & (both.same_path >= 0)),
+        ("it had been deleted, and is back", after, both.same_path < 0),
     )
     lines = [
         f"{what}: {shown(view.path(i))}"
@@ -142,12 +143,12 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
     return lines[:FILES_NAMED_MAX] + ([f"and {more} more entries"] if more > 0 else [])
 
 
-def _make_metadata_anew(repository: Repository, name: str, findings: Findings) -> None:
+def _make_metadata_anew(repository: LocalRepository, name: str, findings: Findings) -> None:
     """Move a damaged metadata store aside, and make it again for all datasets but this one."""
     problem = repository.meta_problem
     assert problem is not None
     findings.notes.append(f"{problem.message}: moved aside and made again")
-    repository.open_metadata(create=True, anew=True)
+    repository.open_metadata(create=True, replace_damaged=True)
     for other in repository.datasets():
         if other.name != name:
             try:
@@ -157,7 +158,11 @@ def _make_metadata_anew(repository: Repository, name: str, findings: Findings) -
 
 
 def verify(
-    repository: Repository, name: str, *, headers_only: bool = False, tell: Tell = silent
+    repository: LocalRepository,
+    name: str,
+    *,
+    headers_only: bool = False,
+    tell: ReportProgress = no_progress,
 ) -> Findings:
     """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
@@ -166,9 +171,9 @@ def verify(
     that a reader of a read-only folder cannot open is left out.
     """
     how: Message = {"headers_only": headers_only}
-    if (there := repository.elsewhere("verify", name, how, tell)) is not None:
+    if (there := repository.run_job("verify", name, how, tell)) is not None:
         return Findings.from_message(there)
-    if not (repository.meta_is_lost or _is_for_others(repository)):
+    if not (repository.meta_is_lost or _metadata_forbidden(repository)):
         _ = repository.meta
     info = repository.dataset(name)
     findings = Findings()
@@ -179,11 +184,11 @@ def verify(
             scratch.create(name, info.identity)
             check = _Check(repository, info, findings, scratch, headers_only=headers_only)
             check.run(tell)
-            lost = _name_lost(repository, info, check, findings)
+            lost = _report_lost_chunks(repository, info, check, findings)
             if check.live is not None and check.is_whole:
                 folded = partial(scratch.changes, info.identity, 0)
                 _compare(check.live, check.live_mark, folded, lost, findings)
-            counts = scratch.marker(name)
+            counts = scratch.head(name)
         finally:
             scratch.close()
     if check.live is not None and published is not None:
@@ -191,14 +196,14 @@ def verify(
     if published is not None and not headers_only:
         _check_kept(repository, info.identity, published.version, check.seen, findings)
     findings.files, findings.bytes = counts.files, counts.bytes
-    _look_around(repository, info, findings)
+    _check_leftovers(repository, info, findings)
     with suppress(DieselError):  # without a metadata store there is no clock to go by
-        if note := ids_from_the_future(check.seen, repository.clock):
+        if note := future_ids_note(check.seen, repository.clock):
             findings.notes.append(note)
     return findings
 
 
-_ROUNDS = 5
+_ATTEMPTS = 5
 
 
 class _Check:
@@ -210,14 +215,14 @@ class _Check:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: LocalRepository,
         info: DatasetInfo,
         findings: Findings,
         scratch: SqliteMetadata,
         *,
         headers_only: bool,
     ) -> None:
-        self.live: Changes | None = None
+        self.live: MetadataChanges | None = None
         self.live_mark = b""
         self.seen: set[ChunkId] = set()  # listed
         self.unusable: dict[ChunkId, str] = {}  # and why
@@ -230,9 +235,9 @@ class _Check:
         self._folded: set[ChunkId] = set()
         self._unreached: set[ChunkId] = set()
 
-    def run(self, tell: Tell) -> None:
+    def run(self, tell: ReportProgress) -> None:
         """Raises BusyError where purges go by faster than this."""
-        for _ in range(_ROUNDS):
+        for _ in range(_ATTEMPTS):
             # Before the listing: what comes later is no orphan
             self.live = _live(self._repository, self._info, self._findings)
             self.live_mark = _mark_of(partial(_as_it_is, self.live)) if self.live else b""
@@ -251,13 +256,13 @@ class _Check:
         """Whether each chunk that is there could be read."""
         return not self._unreached
 
-    def _read(self, known: Collection[ChunkId], tell: Tell) -> None:
+    def _read(self, known: Collection[ChunkId], tell: ReportProgress) -> None:
         identity, findings = self._info.identity, self._findings
         for chunk in sorted(self._entries.keys() & known):  # of a put under way, then
             with suppress(FormatError, ObjectMissing):
                 self._fold(self._repository.read_header(identity, chunk))
                 del self._entries[chunk]
-        listed = self._repository.chunk_names(identity)
+        listed = self._repository.chunk_ids(identity)
         chunks = [chunk for chunk in listed if chunk not in self.seen]
         self.seen.update(chunks)
         outcomes = _outcomes(self._repository, identity, chunks, findings, self._headers_only)
@@ -284,7 +289,9 @@ class _Check:
         except FormatError as error:
             self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
         except ObjectStoreError as error:
-            self._repository.objects.stat(MARKER)  # where all of the store is gone, that is it
+            self._repository.objects.stat(
+                STORE_MARKER
+            )  # where all of the store is gone, that is it
             self._unreached.add(chunk)
             self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
         return None
@@ -300,7 +307,7 @@ class _Check:
 
 
 def _outcomes(
-    repository: Repository,
+    repository: LocalRepository,
     identity: UUID,
     chunks: list[ChunkId],
     findings: Findings,
@@ -308,21 +315,21 @@ def _outcomes(
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """How each chunk's header is had; whole chunks, which are large, one by one."""
     if headers_only:
-        return headers_ahead(repository, identity, chunks)
+        return prefetch_headers(repository, identity, chunks)
     return (
         (chunk, partial(_check_bodies, repository, identity, findings, chunk)) for chunk in chunks
     )
 
 
-def _name_lost(
-    repository: Repository, info: DatasetInfo, check: _Check, findings: Findings
+def _report_lost_chunks(
+    repository: LocalRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
     """Name what the metadata or the newest snapshot say there is, and the store has not, or not
     sound; the chunks."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
 
-    def ask() -> Expected:
+    def ask() -> ExpectedChunks:
         return expected_chunks(repository.snapshots, meta, identity)
 
     expected = ask()
@@ -345,7 +352,7 @@ def _name_lost(
 
 
 def _check_bodies(
-    repository: Repository, identity: UUID, findings: Findings, chunk: ChunkId
+    repository: LocalRepository, identity: UUID, findings: Findings, chunk: ChunkId
 ) -> Header:
     """A chunk's header; what of its bodies is damaged, at a second look too, is a problem."""
     name = chunk_object(identity, chunk)
@@ -356,12 +363,12 @@ def _check_bodies(
         preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
         start = preamble.body_start - preamble.header_stored
         header = parse_header(preamble, data[start : preamble.body_start])
-        places[:] = damaged(header, data[preamble.body_start :])
+        places[:] = damaged_places(header, data[preamble.body_start :])
         return header
 
-    header = patiently(read)
+    header = read_with_retries(read)
     if places:
-        header = patiently(read)
+        header = read_with_retries(read)
     for place in places:
         findings.problems.append(
             f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
@@ -369,12 +376,14 @@ def _check_bodies(
     return header
 
 
-def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Changes | None:
+def _live(
+    repository: LocalRepository, info: DatasetInfo, findings: Findings
+) -> MetadataChanges | None:
     """What the metadata store says, of one moment; None where it cannot."""
-    if info.marker is None:
+    if info.head is None:
         problem = repository.meta_problem
         why = problem.message if problem else "the metadata store does not know the dataset"
-        if _is_for_others(repository):
+        if _metadata_forbidden(repository):
             findings.notes.append(f"the metadata were not looked at: {why}")
             return None
         findings.problems.append(f"{why}: run `dlcmd recover {info.name}`")
@@ -382,7 +391,7 @@ def _live(repository: Repository, info: DatasetInfo, findings: Findings) -> Chan
     return repository.meta.changes(info.identity, 0)
 
 
-def _is_for_others(repository: Repository) -> bool:
+def _metadata_forbidden(repository: LocalRepository) -> bool:
     """Whether this user may read the chunks, and not the metadata beside them."""
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
@@ -396,9 +405,9 @@ def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
 
 
 def _compare(
-    live: Changes,
+    live: MetadataChanges,
     live_mark: bytes,
-    folded: Callable[[], Changes],
+    folded: Callable[[], MetadataChanges],
     lost: Collection[ChunkId],
     findings: Findings,
 ) -> None:
@@ -418,23 +427,25 @@ def _compare(
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
 
 
-def _parts(read: Callable[[], Changes], previous: Snapshot | None = None) -> Sequence[memoryview]:
+def _parts(
+    read: Callable[[], MetadataChanges], previous: Snapshot | None = None
+) -> Sequence[memoryview]:
     """A state in its canonical form, of no version. It is read here, so that the merge may let go
     of its rows: of millions they are much."""
     changes = read()
-    marker, chunks, rows = changes.marker, changes.chunks, [changes.rows]
+    marker, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
-    return merge(
+    return build_snapshot(
         previous, rows.pop(), chunks,
         identity=marker.identity, dataset=marker.name, version=1, digest=0,
     )  # fmt: skip
 
 
-def _as_it_is(changes: Changes) -> Changes:
+def _as_it_is(changes: MetadataChanges) -> MetadataChanges:
     return changes
 
 
-def _mark_of(read: Callable[[], Changes]) -> bytes:
+def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
     """What tells a state from others, whatever its version; nothing where it has no form."""
     try:
         front, *_ = _parts(read)
@@ -443,7 +454,7 @@ def _mark_of(read: Callable[[], Changes]) -> bytes:
     return content_mark(front)
 
 
-def _by_path(changes: Changes) -> dict[bytes, tuple[bytes, bytes, bytes]]:
+def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
     rows = changes.rows
     return {
         rows.path(i): (
@@ -465,10 +476,12 @@ class _Published(NamedTuple):
     load: Callable[[], Snapshot]
 
 
-def _published(repository: Repository, identity: UUID, findings: Findings) -> _Published | None:
+def _published(
+    repository: LocalRepository, identity: UUID, findings: Findings
+) -> _Published | None:
     """The newest published snapshot, as the store has it. One that is damaged is a problem."""
     for version in reversed(repository.snapshots.versions(identity)):
-        load = partial(repository.snapshots.check, identity, version)
+        load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
             found = load()
         except ObjectMissing:  # removed since it was listed
@@ -482,24 +495,24 @@ def _published(repository: Repository, identity: UUID, findings: Findings) -> _P
 
 
 def _check_published(
-    repository: Repository,
+    repository: LocalRepository,
     published: _Published,
-    live: Changes,
+    live: MetadataChanges,
     live_mark: bytes,
     findings: Findings,
 ) -> None:
     """Compare the newest published snapshot with the live metadata, column by column. It was the
     newest before `live` was looked at, so live metadata ought not to be older."""
     meta, identity, version = repository.meta, published.identity, published.version
-    if version > live.marker.version:
+    if version > live.head.version:
         findings.problems.append(
-            f"the metadata are at version {live.marker.version}, behind the published version"
-            f" {version}: run `dlcmd recover {live.marker.name}`"
+            f"the metadata are at version {live.head.version}, behind the published version"
+            f" {version}: run `dlcmd recover {live.head.name}`"
         )
         return
-    for _ in range(_ROUNDS):
+    for _ in range(_ATTEMPTS):
         since = meta.changes(identity, version)
-        if since.marker.version == live.marker.version:
+        if since.head.version == live.head.version:
             break
         live, live_mark = meta.changes(identity, 0), b""
     else:
@@ -508,14 +521,14 @@ def _check_published(
     if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
         return  # a purge has forgotten some since: nothing continues this version
     live_mark = live_mark or _mark_of(partial(_as_it_is, live))
-    if version == live.marker.version and published.mark == live_mark:
+    if version == live.head.version and published.mark == live_mark:
         return
     try:
         found = published.load()
     except ObjectMissing:
         return  # removed since it was checked: there is a newer one
     with suppress(FormatError, UsageError):
-        if version < live.marker.version:
+        if version < live.head.version:
             found = _built(since, found)
         if content_mark(found.buffer) == live_mark:
             return
@@ -526,11 +539,11 @@ def _check_published(
         return
     findings.problems.append(
         f"published version {version} contradicts the metadata: run"
-        f" `dlcmd recover {live.marker.name}`"
+        f" `dlcmd recover {live.head.name}`"
     )
 
 
-def _built(changes: Changes, previous: Snapshot | None) -> Snapshot:
+def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
     return Snapshot(
         memoryview(b"".join(_parts(partial(_as_it_is, changes), previous))), verify=False
     )
@@ -538,13 +551,13 @@ def _built(changes: Changes, previous: Snapshot | None) -> Snapshot:
 
 def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
     """What differs between two snapshots that ought to be equal: paths, or else columns."""
-    both = match(found, wanted)
+    both = diff_snapshots(found, wanted)
     lines = [
-        f"{shown(wanted.path(i))} is " + ("another" if both.met[i] >= 0 else "missing")
-        for i in np.flatnonzero(both.was < 0).tolist()
+        f"{shown(wanted.path(i))} is " + ("another" if both.same_path[i] >= 0 else "missing")
+        for i in np.flatnonzero(both.unchanged < 0).tolist()
     ]
     met = np.zeros(len(found), np.bool_)
-    met[both.met[both.met >= 0]] = True
+    met[both.same_path[both.same_path >= 0]] = True
     lines += [f"{shown(found.path(i))} is too much" for i in np.flatnonzero(~met).tolist()]
     if not lines:
         names = [
@@ -562,7 +575,7 @@ _DIFFERENCES_MAX = 20
 
 
 def _check_kept(
-    repository: Repository, identity: UUID, newest: int, seen: Collection[ChunkId],
+    repository: LocalRepository, identity: UUID, newest: int, seen: Collection[ChunkId],
     findings: Findings,
 ) -> None:  # fmt: skip
     """Look at the older published versions. One that is damaged is a problem; chunks that only they
@@ -572,7 +585,7 @@ def _check_kept(
         if version >= newest:
             continue
         try:
-            view = shelf.check(identity, version)
+            view = shelf.fetch_verified(identity, version)
         except ObjectMissing:
             continue  # removed since it was listed
         except FormatError as error:
@@ -581,7 +594,7 @@ def _check_kept(
         lost = {
             chunk
             for chunk in used_chunks(view).difference(seen)
-            if not is_there(repository.objects, identity, chunk)
+            if not chunk_exists(repository.objects, identity, chunk)
         }
         if lost and version in shelf.versions(identity):
             files = sum(len(loss.files) for loss in losses_in(dict.fromkeys(lost, ""), [view]))
@@ -592,11 +605,11 @@ def _check_kept(
             )
 
 
-def _look_around(repository: Repository, info: DatasetInfo, findings: Findings) -> None:
+def _check_leftovers(repository: LocalRepository, info: DatasetInfo, findings: Findings) -> None:
     """Shadowed files, leftovers and foreign objects."""
     try:
         view = repository.view_of(info)
-        for index in view.shadowed().tolist():
+        for index in view.shadowing_folders().tolist():
             findings.notes.append(
                 f"{shown(view.path(index))} is a file and a folder: the folder shows"
             )

@@ -4,7 +4,7 @@ Owned here: which requests an operation is, and when a snapshot is fetched (a pr
 same version is not fetched again). Not owned: connections (`rpc.py`), the meaning of operations and
 all checks on what a client may do (the server's). Nothing is connected before something is asked.
 
-May be used from several threads and in forked children, as any `Repository`.
+May be used from several threads and in forked children, as any `LocalRepository`.
 """
 
 import os
@@ -21,7 +21,7 @@ import numpy as np
 from .catalogue import DatasetInfo
 from .chunk import parse_header, parse_preamble
 from .chunk_id import IdSource
-from .commits import Admitted, admitted
+from .commits import ValidatedChunk, as_validated
 from .credentials import Credentials
 from .entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
 from .errors import (
@@ -37,26 +37,26 @@ from .messages import Fields, Message
 from .names import check_dataset_name, shown
 from .pins import Deletion
 from .remote_objects import RemoteObjects
-from .repository import Repository, Tell, WriteSession, old_view
-from .rpc import Answer, Calls, Link
+from .repository import LocalRepository, LocalWriteSession, ReportProgress, staleness_text
+from .rpc import Answer, RpcClient, ServerLink
 from .snapshot import Snapshot, Stats
-from .snapshot_pieces import Gathered
+from .snapshot_pieces import SnapshotAssembler
 from .snapshots import (
     NO_TALLIES,
     KeptVersion,
-    SnapshotShelf,
-    keep_private,
-    newest_private,
-    open_private,
+    VersionStore,
+    newest_private_copy,
+    open_private_copy,
+    write_private_copy,
 )
-from .storage.metadata import Marker, MetadataStore
-from .tally import Tally
+from .storage.metadata import DatasetHead, MetadataStore
+from .tally import EntryDigest
 from .urls import RepositoryUrl
 from .wire_values import (
     PATHS_MAX,
-    columns_in,
-    info_in,
-    maps_in,
+    parse_columns,
+    parse_info,
+    parse_list,
     paths_message,
 )
 
@@ -68,34 +68,38 @@ _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _IDS_AT_ONCE = 65_536
 
 
-class RemoteRepository(Repository):
+class RemoteRepository(LocalRepository):
     """Datasets behind a server."""
 
-    def __init__(self, link: Calls, url: RepositoryUrl, credentials: Credentials | None) -> None:
+    def __init__(
+        self, link: RpcClient, url: RepositoryUrl, credentials: Credentials | None
+    ) -> None:
         objects = RemoteObjects(link)
         super().__init__(objects, None, url=url)
         self.credentials = credentials
         self._link = link
-        self._shelf = self.snapshots = RemoteShelf(objects, link)
+        self._versions = self.snapshots = RemoteVersionStore(objects, link)
         self._identities: dict[str, UUID] = {}
-        self.away = ""  # why the server could not tell the last marker that it was asked for
-        self._ahead_s = 0.0  # by how much the server's clock is before ours
+        self.metadata_error = (
+            ""  # why the server could not tell the last marker that it was asked for
+        )
+        self._clock_offset_s = 0.0  # by how much the server's clock is before ours
         self.ids = IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid)
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
         """The repository behind the servers of a URL. Raises ConfigError."""
-        return cls(Link.open(url, credentials), url, credentials)
+        return cls(ServerLink.open(url, credentials), url, credentials)
 
-    def open_metadata(self, *, create: bool, anew: bool = False) -> None:
+    def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
         """The server's own affair."""
 
     def close(self) -> None:
-        self._link.rest()
+        self._link.close_idle()
 
     def _now_s(self) -> float:
         """The time by the clock of the server, which judges the IDs that are made here."""
-        return time.time() + self._ahead_s
+        return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
         return self._link.call({"do": do, **fields}, deadline_s=deadline_s)
@@ -103,7 +107,9 @@ class RemoteRepository(Repository):
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:
-        return [info_in(each) for each in maps_in(self._ask("datasets", {}).message, "datasets")]
+        return [
+            parse_info(each) for each in parse_list(self._ask("datasets", {}).message, "datasets")
+        ]
 
     def dataset(self, name: str) -> DatasetInfo:
         return self._info("dataset", {"dataset": check_dataset_name(name)})
@@ -114,9 +120,9 @@ class RemoteRepository(Repository):
         except NoSuchDataset as error:
             error.message = f"{error.message} in {self.url}"
             raise
-        self.away = Fields(answer, "an answer").text("away", "")
-        self._ahead_s = Fields(answer, "an answer").number("now_s") - time.time()
-        info = info_in(answer.get("info"))
+        self.metadata_error = Fields(answer, "an answer").text("away", "")
+        self._clock_offset_s = Fields(answer, "an answer").number("now_s") - time.time()
+        info = parse_info(answer.get("info"))
         self._identities[info.name] = info.identity
         return info
 
@@ -127,15 +133,19 @@ class RemoteRepository(Repository):
     # Reading
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
-        return self._shelf.current(info.identity)
+        return self._versions.current(info.identity)
 
-    def may_be_old(self, view: Snapshot) -> str:
-        return old_view(view, f"the server says: {self.away}") if self.away else ""
+    def staleness_warning(self, view: Snapshot) -> str:
+        return (
+            staleness_text(view, f"the server says: {self.metadata_error}")
+            if self.metadata_error
+            else ""
+        )
 
     def stat(self, name: str, path: bytes) -> Stat:
         stats = self.stat_many(name, [check_path(path)], missing_ok=True)
         found = next(iter(stats))
-        if found.kind not in _SHOWN:
+        if found.kind not in _VISIBLE_KINDS:
             raise NoSuchPath(f"no {shown(path)} in dataset {name!r}")
         return found
 
@@ -144,10 +154,10 @@ class RemoteRepository(Repository):
         found = []
         for start in range(0, len(paths), PATHS_MAX):
             some = paths[start : start + PATHS_MAX]
-            answer = self._of(name, "stat", {"paths": paths_message(some)})
-            found.append(columns_in(Fields(answer.message, "an answer"), len(some)))
+            answer = self._ask_about(name, "stat", {"paths": paths_message(some)})
+            found.append(parse_columns(Fields(answer.message, "an answer"), len(some)))
         stats = _joined(found)
-        missing = ~np.isin(stats.kind, [int(kind) for kind in _SHOWN])
+        missing = ~np.isin(stats.kind, [int(kind) for kind in _VISIBLE_KINDS])
         if not missing_ok and missing.any():
             raise NoSuchPath(f"no such path: {shown(paths[int(missing.argmax())])}")
         return stats
@@ -159,13 +169,13 @@ class RemoteRepository(Repository):
         check_path(folder)
         while True:
             after = names[-1] if names else b""
-            answer = self._of(name, "list", {"folder": folder, "after": after})
+            answer = self._ask_about(name, "list", {"folder": folder, "after": after})
             fields = Fields(answer.message, "an answer")
             packed = fields.octets("names")
             some = packed.split(b"\0") if packed else []
             if any(b"/" in each or a >= each for a, each in pairwise([after, *some])):
                 raise CorruptError("the server's list of names does not go on")
-            found.append(columns_in(fields, len(some)))
+            found.append(parse_columns(fields, len(some)))
             names += some
             if not fields.flag("more_names", default=False):
                 break
@@ -178,7 +188,7 @@ class RemoteRepository(Repository):
         places = np.zeros(len(names), np.uint32)
         return Rows([folder], places, names, records, places, [ChunkId(bytes(16))])
 
-    def _of(self, name: str, do: str, fields: Message) -> Answer:
+    def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
         """A request about a dataset that may have been made again since it was found."""
         if name in self._identities:
             with suppress(NoSuchDataset):
@@ -188,11 +198,11 @@ class RemoteRepository(Repository):
 
     # Writing
 
-    def begin(self, name: str, *, create: bool = True) -> "RemoteSession":
+    def begin(self, name: str, *, create: bool = True) -> "RemoteWriteSession":
         check_dataset_name(name)
-        return RemoteSession(self, self._info("begin", {"dataset": name, "create": create}))
+        return RemoteWriteSession(self, self._info("begin", {"dataset": name, "create": create}))
 
-    def unreadable(self, name: str) -> Sequence[bytes]:
+    def unreadable_paths(self, name: str) -> Sequence[bytes]:
         message: Message = {"dataset": check_dataset_name(name), "unreadable": True}
         return bytes(self._ask("begin", message).payload).split(b"\0")[:-1]
 
@@ -202,20 +212,20 @@ class RemoteRepository(Repository):
         for start in range(0, len(chunks) or 1, _IDS_AT_ONCE):
             packed = b"".join(chunks[start : start + _IDS_AT_ONCE])
             answer = self._ask("finish", {"identity": identity.bytes, "chunks": packed}, _FINISH_S)
-            version = Fields(answer.message, "an answer").whole("version")
+            version = Fields(answer.message, "an answer").integer("version")
         return version
 
     def publish(self, name: str, *, full: bool = False) -> int:
         return self.finish(self.dataset(name).identity)
 
-    def elsewhere(self, job: str, name: str, fields: Message, tell: Tell) -> Message:
+    def run_job(self, job: str, name: str, fields: Message, tell: ReportProgress) -> Message:
         message: Message = {"do": job, "dataset": check_dataset_name(name), **fields}
         answers = self._link.stream(message, deadline_s=_JOB_ANSWER_S)
         result: Message | None = None
         for answer in answers:
             if answer.message.get("more") is True:
                 progress = Fields(answer.message, "progress")
-                tell(progress.whole("done"), progress.whole("total"))
+                tell(progress.integer("done"), progress.integer("total"))
             else:
                 found = answer.message.get("result")
                 result = found if isinstance(found, dict) else None
@@ -223,23 +233,23 @@ class RemoteRepository(Repository):
             raise CorruptError("the server ended a job without its result")
         return result
 
-    def of_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
+    def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
         """The answer to a request about a task that reads a dataset (`task/registration.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
-    def refuse_recursion(self, source: object) -> None:
+    def check_no_overlap(self, source: object) -> None:
         """The store is not here."""
 
     def delete_dataset(self, name: str) -> Deletion:
         self._identities.pop(name, None)
         answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
         fields = Fields(answer.message, "an answer")
-        done = Deletion(fields.whole("removed"), fields.whole("left", 0))
+        done = Deletion(fields.integer("removed"), fields.integer("left", 0))
         done.tell_left(name)
         return done
 
 
-class RemoteSession(WriteSession):
+class RemoteWriteSession(LocalWriteSession):
     """One writer on one dataset behind a server, which commits each chunk that is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
@@ -247,26 +257,26 @@ class RemoteSession(WriteSession):
         self._remote = repository
         self._finished = 0  # of `_own`, how many the server has acknowledged
 
-    def admit(self, preamble: bytes, header: bytes) -> Admitted:
+    def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
         """What a chunk brought that has been put: the server has checked and committed it."""
         front = parse_preamble(preamble, identity=self.identity)
-        chunk = admitted(parse_header(front, header))
+        chunk = as_validated(parse_header(front, header))
         self._committed(chunk)
         return chunk
 
-    def commit_all(self, chunks: Iterable[Admitted]) -> int:
+    def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
         return 0
 
-    def commit(self, preamble: bytes, header: bytes) -> Admitted:
-        return self.admit(preamble, header)
+    def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        return self.validate_chunk(preamble, header)
 
     def finish(self) -> int:
-        own = list(self._own)
+        own = list(self._committed_ids)
         version = self._remote.finish(self.identity, own[self._finished :])
         self._finished = len(own)
         return version
 
-    def _marker(self) -> Marker:
+    def _head(self) -> DatasetHead:
         end_s, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S
         while True:
             try:
@@ -275,23 +285,23 @@ class RemoteSession(WriteSession):
                 info = None
             if info is None or info.identity != self.identity:
                 raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
-            if info.marker is not None:
-                return info.marker
-            if not self._remote.away:
+            if info.head is not None:
+                return info.head
+            if not self._remote.metadata_error:
                 raise MetadataBehind(
                     f"the server's metadata of {self.name!r} is behind its chunks",
                     advice=f"run `dlcmd recover {self.name}`",
                 )
             if time.monotonic() > end_s:
-                raise MetadataError(self._remote.away, advice="put again to go on")
+                raise MetadataError(self._remote.metadata_error, advice="put again to go on")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
-class RemoteShelf(SnapshotShelf):
+class RemoteVersionStore(VersionStore):
     """Snapshots of the datasets behind a server, and this user's private copies of them."""
 
-    def __init__(self, objects: RemoteObjects, link: Calls) -> None:
+    def __init__(self, objects: RemoteObjects, link: RpcClient) -> None:
         super().__init__(objects)
         self._link = link
 
@@ -299,7 +309,7 @@ class RemoteShelf(SnapshotShelf):
         """The versions that are kept, ascending."""
         message: Message = {"do": "kept", "identity": identity.bytes}
         found = []
-        for each in maps_in(self._link.call(message).message, "kept"):
+        for each in parse_list(self._link.call(message).message, "kept"):
             if not isinstance(each, list) or [type(value) for value in each] != [int] * 4:
                 raise UsageError("a kept version is four numbers")
             found.append(KeptVersion(*each))  # type: ignore[arg-type]  # just checked
@@ -307,34 +317,36 @@ class RemoteShelf(SnapshotShelf):
 
     def newest(self, identity: UUID) -> int:
         message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
-        return Fields(self._link.call(message).message, "an answer").whole("newest")
+        return Fields(self._link.call(message).message, "an answer").integer("newest")
 
     def current(self, identity: UUID) -> Snapshot:
         """The snapshot of the current version."""
-        return self._fetched(identity, 0, newest_private(identity))
+        return self._fetched(identity, 0, newest_private_copy(identity))
 
     def load(self, identity: UUID, version: int) -> Snapshot:
-        return open_private(identity, version) or self._fetched(identity, version, 0)
+        return open_private_copy(identity, version) or self._fetched(identity, version, 0)
 
-    def look(self, identity: UUID, version: int) -> Snapshot:
+    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
         return self.load(identity, version)
 
     def versions(self, identity: UUID) -> list[int]:
         return [each.version for each in self.kept(identity)]
 
-    def check(self, identity: UUID, version: int) -> Snapshot:
+    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
         return self._fetched(identity, version, 0)
 
-    def at(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> Snapshot:
+    def load_current(
+        self, meta: MetadataStore, marker: DatasetHead, *, full: bool = False
+    ) -> Snapshot:
         return self.current(marker.identity)
 
     def publish(
         self,
         meta: MetadataStore,
-        marker: Marker,
+        marker: DatasetHead,
         *,
         full: bool = False,
-        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
+        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
     ) -> int:
         raise UsageError("the server publishes its snapshots itself")
 
@@ -351,7 +363,7 @@ class RemoteShelf(SnapshotShelf):
                 continue
             if parts is not None:
                 return self._checked(identity, current, parts)
-            own = open_private(identity, have)
+            own = open_private_copy(identity, have)
             if own is not None:
                 return own
             have = 0  # somebody has cleaned up meanwhile
@@ -361,16 +373,16 @@ class RemoteShelf(SnapshotShelf):
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": have,
         }  # fmt: skip
-        gathered = Gathered()
+        gathered = SnapshotAssembler()
         for answer in self._link.stream(message):
             fields = Fields(answer.message, "a snapshot's piece")
             if answer.message.get("more") is True:
-                gathered.add(fields.whole("bytes"), answer.payload)
+                gathered.add(fields.integer("bytes"), answer.payload)
                 continue
-            sent, total = fields.whole("version"), fields.whole("total")
+            sent, total = fields.integer("version"), fields.integer("total")
             if not total and have and sent == have:
                 return sent, None
-            return sent, gathered.whole(total)
+            return sent, gathered.joined(total)
         raise CorruptError("the server sent no end of a snapshot")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
@@ -379,10 +391,10 @@ class RemoteShelf(SnapshotShelf):
             raise CorruptError("the server sent another snapshot than it says")
         if not version:
             return found  # of a dataset without any entry
-        return keep_private(identity, version, [content]) or found
+        return write_private_copy(identity, version, [content]) or found
 
 
-_SHOWN = (Kind.FILE, Kind.LINK, Kind.FOLDER)
+_VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)
 
 
 def _joined(stats: Sequence[Stats]) -> Stats:

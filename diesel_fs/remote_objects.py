@@ -17,21 +17,20 @@ import numpy as np
 
 from .chunk import PREAMBLE_BYTES, parse_preamble
 from .chunk_id import id_seconds
-from .entries import ChunkId
+from .entries import Bytes, ChunkId
 from .errors import CorruptError, UsageError
 from .layout import MUTABLE_NAME, chunk_of_object, identity_of_object
 from .messages import Message
-from .rpc import Calls
+from .rpc import RpcClient
 from .settings import READ_DEADLINE_S
 from .storage.objects import (
-    Bytes,
     Leftover,
     ObjectInfo,
     ObjectStore,
     Part,
+    batched_parts,
     check_mutable,
     check_range,
-    together,
 )
 from .wire_values import PARTS_MAX, parts_message
 
@@ -46,10 +45,10 @@ _SECOND_NS = 1_000_000_000
 class RemoteObjects(ObjectStore):
     """Chunks behind a server; they can be read, and put."""
 
-    forks = True
-    joins_reads = True
+    fork_safe = True
+    batches_reads = True
 
-    def __init__(self, link: Calls) -> None:
+    def __init__(self, link: RpcClient) -> None:
         self._link = link
 
     @property
@@ -103,7 +102,7 @@ class RemoteObjects(ObjectStore):
         identity, chunk = _of_chunk(name)
         self._read(identity, [(chunk, start, len(buffer))], memoryview(buffer))
 
-    def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         check_range(name, start, len(buffer))
         identity, chunk = _of_chunk(name)
         part = chunk, start, len(buffer)
@@ -116,7 +115,7 @@ class RemoteObjects(ObjectStore):
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """Many in one request."""
-        for some in together(parts, PARTS_MAX, AT_ONCE_BYTES):
+        for some in batched_parts(parts, PARTS_MAX, AT_ONCE_BYTES):
             yield from self._read_some(some)
 
     def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
@@ -136,7 +135,7 @@ class RemoteObjects(ObjectStore):
         self,
         identity: UUID,
         parts: Sequence[tuple[ChunkId, int, int]],
-        room: memoryview,
+        buffer: memoryview,
         *,
         fresh: bool = False,
     ) -> None:
@@ -146,10 +145,10 @@ class RemoteObjects(ObjectStore):
             "parts": parts_message(parts),
             "fresh": fresh,
         }
-        deadline_s = READ_DEADLINE_S + len(room) / _SLOWEST_BYTES_PER_S
-        answer = self._link.call(message, room=room, deadline_s=deadline_s)
-        if len(answer.payload) != len(room):
-            raise CorruptError(f"the server sent {len(answer.payload)} of {len(room)} bytes")
+        deadline_s = READ_DEADLINE_S + len(buffer) / _SLOWEST_BYTES_PER_S
+        answer = self._link.call(message, room=buffer, deadline_s=deadline_s)
+        if len(answer.payload) != len(buffer):
+            raise CorruptError(f"the server sent {len(answer.payload)} of {len(buffer)} bytes")
 
     def stat(self, name: str) -> ObjectInfo:
         identity, chunk = _of_chunk(name)

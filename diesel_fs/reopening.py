@@ -8,21 +8,19 @@ owned: the dataset itself (`client.py`). Any thread.
 import os
 from dataclasses import dataclass, replace
 from typing import Self
-from uuid import UUID
 
 from .credentials import Credentials
-from .errors import ConfigError, ConflictError, UsageError
-from .repositories import open_repository
-from .repository import Repository
+from .errors import ConfigError, UsageError
+from .repositories import open_repository, same_view
+from .repository import LocalRepository
 from .settings import load_settings
 from .snapshot import Snapshot
-from .snapshots import open_private
 from .task.request import TaskOptions
 from .urls import RepositoryUrl, parse_url
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class DatasetReference:
     """Which version of which dataset is open, as whom, and through which task."""
 
     url: str  # as it is shown where it holds a password
@@ -31,27 +29,30 @@ class Opened:
     dataset: str
     identity: str  # hexadecimal
     version: int
-    joins: TaskOptions  # without its key
+    task_options: TaskOptions  # without its key
     has_task_key: bool
 
     @classmethod
-    def of(cls, repository: Repository, view: Snapshot, joins: TaskOptions) -> Self:
+    def of(cls, repository: LocalRepository, view: Snapshot, joins: TaskOptions) -> Self:
         """This view of a repository. Raises UsageError where another process that has our
         environment would not find the secrets that this takes."""
-        where, who = repository.url, repository.credentials
-        has_password = "@" in where.meta  # anywhere in it: too often is better than not
+        url, credentials = repository.url, repository.credentials
+        has_password = "@" in url.meta  # anywhere in it: too often is better than not
         found = cls(
-            url=str(where) if has_password else where.whole,
+            url=str(url) if has_password else url.full_url,
             has_password=has_password,
-            user=who.user if who is not None else "",
+            user=credentials.user if credentials is not None else "",
             dataset=view.dataset,
             identity=view.identity.hex,
             version=view.version,
-            joins=replace(joins, task_key=""),
+            task_options=replace(joins, task_key=""),
             has_task_key=bool(joins.task_key),
         )
         try:
-            is_found = (found._place(), found.task) == ((where, who), joins)
+            is_found = (found._address(), found.task_options_with_key) == (
+                (url, credentials),
+                joins,
+            )
         except ConfigError:
             is_found = False
         if not is_found:
@@ -62,21 +63,21 @@ class Opened:
         return found
 
     @property
-    def task(self) -> TaskOptions:
+    def task_options_with_key(self) -> TaskOptions:
         """The task, with its key."""
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
-        return replace(self.joins, task_key=key)
+        return replace(self.task_options, task_key=key)
 
-    def repository(self) -> Repository:
+    def repository(self) -> LocalRepository:
         """The repository, open. Raises ConfigError where a secret is missing, and as
         `open_repository`."""
-        return open_repository(*self._place())
+        return open_repository(*self._address())
 
-    def view(self, repository: Repository) -> Snapshot:
-        """The same version. Raises as `same_view`."""
+    def snapshot(self, repository: LocalRepository) -> Snapshot:
+        """The same version. Raises as `open_same_version`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 
-    def _place(self) -> tuple[RepositoryUrl, Credentials | None]:
+    def _address(self) -> tuple[RepositoryUrl, Credentials | None]:
         said = {"user": self.user or None, "url": None if self.has_password else self.url}
         settings = load_settings(said)
         where = parse_url(settings.repository_url)
@@ -85,21 +86,3 @@ class Opened:
                 f"the password of {self.url} is not known here", advice="set DIESEL_URL, too"
             )
         return where, settings.credentials
-
-
-def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """A version that another process of this user shows; most often it has just been fetched.
-
-    Raises NotFoundError where it is kept no longer, and ConflictError where the name is another
-    dataset's now.
-    """
-    found = open_private(UUID(hex=identity), version)
-    if found is None:
-        found = repository.view(dataset)
-    if found.version != version:
-        found = repository.view_at(dataset, version)
-    if found.identity.hex != identity:
-        raise ConflictError(
-            f"{dataset!r} is another dataset now ({found.identity})", advice="mount it anew"
-        )
-    return found

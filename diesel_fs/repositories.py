@@ -1,15 +1,20 @@
 """Which repository an address opens: one of this process's own, or one behind a server."""
 
+from uuid import UUID
+
 from .credentials import Credentials, no_user_named
+from .errors import ConflictError
 from .remote import RemoteRepository
-from .repository import Repository
+from .repository import LocalRepository
 from .settings import Settings
+from .snapshot import Snapshot
+from .snapshots import open_private_copy
 from .urls import SERVER_SCHEMES, RepositoryUrl, parse_url
 
 
 def open_repository(
     url: RepositoryUrl | str, credentials: Credentials | None = None, *, create: bool = False
-) -> Repository:
+) -> LocalRepository:
     """The repository at an address; `create` makes one where there is none and that can be made.
 
     `credentials` are for a server. Raises ConfigError for an address that this process cannot open,
@@ -18,12 +23,30 @@ def open_repository(
     """
     where = parse_url(url) if isinstance(url, str) else url
     if where.scheme not in SERVER_SCHEMES:
-        return Repository.open(where, create=create)
+        return LocalRepository.open(where, create=create)
     if credentials is None:
         raise no_user_named(where)
     return RemoteRepository.at(where, credentials)
 
 
-def open_configured(settings: Settings, *, create: bool = False) -> Repository:
+def open_configured(settings: Settings, *, create: bool = False) -> LocalRepository:
     """The repository that settings name, as whom they name. Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
+
+
+def same_view(repository: LocalRepository, dataset: str, identity: str, version: int) -> Snapshot:
+    """A version that another process of this user shows; most often it has just been fetched.
+
+    Raises NotFoundError where it is kept no longer, and ConflictError where the name is another
+    dataset's now.
+    """
+    found = open_private_copy(UUID(hex=identity), version)
+    if found is None:
+        found = repository.view(dataset)
+    if found.version != version:
+        found = repository.view_at(dataset, version)
+    if found.identity.hex != identity:
+        raise ConflictError(
+            f"{dataset!r} is another dataset now ({found.identity})", advice="mount it anew"
+        )
+    return found

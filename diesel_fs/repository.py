@@ -4,9 +4,9 @@ Owned here: the order of writing (FORMAT.md, section 5), who may commit what, an
 answers a reader. Not owned: bytes of chunks and snapshots, keys of stores. The chunks are the only
 truth; everything else here can be made again (`recovery.py`).
 
-A `Repository` may be used from several threads and in forked children; a `WriteSession` belongs to
-one writer. Readers never need the metadata store: where it cannot be had they go by the newest
-snapshot in the object store.
+A `LocalRepository` may be used from several threads and in forked children; a `LocalWriteSession`
+belongs to one writer. Readers never need the metadata store: where it cannot be had they go by the
+newest snapshot in the object store.
 """
 
 import logging
@@ -26,9 +26,9 @@ from .catalogue import Catalogue, DatasetInfo
 from .chunk import Header, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
 from .chunk_id import LOWEST, IdSource, chunk_id_text
-from .commits import Admitted, StoreClock, admit, batch_of
+from .commits import StoreClock, ValidatedChunk, batch_of, validate_chunk
 from .credentials import Credentials
-from .entries import ChunkId, Kind, Rows, Stat, check_dataset_name, check_path, split
+from .entries import ChunkId, Kind, Rows, Stat, check_path, split
 from .errors import (
     ConfigError,
     ConflictError,
@@ -47,12 +47,12 @@ from .errors import (
     UsageError,
 )
 from .folding import (
-    Comparison,
-    Folding,
-    compare,
+    RebuildSource,
+    UnknownChunks,
+    find_unknown_chunks,
     losses_in,
     lost_chunks_error,
-    patiently,
+    read_with_retries,
     unreadable_paths,
 )
 from .layout import (
@@ -61,13 +61,14 @@ from .layout import (
     chunk_prefix,
 )
 from .messages import Message
+from .names import check_dataset_name
 from .pins import Deletion, remove_dataset
 from .snapshot import Snapshot
-from .snapshots import KeptVersion, SnapshotShelf
-from .storage.metadata import Batch, Marker, MetadataStore, Restarted, chunks_digest
+from .snapshots import KeptVersion, VersionStore
+from .storage.metadata import Batch, DatasetHead, MetadataStore, StoreRestarted, chunks_digest
 from .storage.objects import ObjectStore
-from .stores import open_metadata, open_objects, set_metadata_aside
-from .tally import Tally, tally
+from .stores import open_metadata, open_objects, rename_unusable_metadata
+from .tally import EntryDigest, entry_digest
 from .urls import RepositoryUrl, parse_url
 
 log = logging.getLogger("diesel.repository")
@@ -77,15 +78,15 @@ _TALLIES_MAX = 1 << 16  # of a dataset, some 200 bytes each: of more chunks the 
 _RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
-Tell = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Progress of a job: how much is done, how much there is in all."""
 
 
-def silent(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """No progress."""
 
 
-class Repository:
+class LocalRepository:
     """Datasets over an object store and a metadata store (None: it cannot be had, reading only)."""
 
     def __init__(
@@ -101,10 +102,12 @@ class Repository:
         self._meta_problem: DieselError | None = None
         self.catalogue = Catalogue(objects)
         self.credentials: Credentials | None = None  # who we are to the server behind `objects`
-        self.snapshots = SnapshotShelf(objects)
+        self.snapshots = VersionStore(objects)
         self.ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
         self.clock = StoreClock(self._store_now_s)
-        self._tallies: dict[UUID, dict[ChunkId, Tally]] = {}  # of chunks that are not published yet
+        self._tallies: dict[
+            UUID, dict[ChunkId, EntryDigest]
+        ] = {}  # of chunks that are not published yet
 
     @classmethod
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
@@ -118,18 +121,19 @@ class Repository:
         found.open_metadata(create=create)
         return found
 
-    def open_metadata(self, *, create: bool, anew: bool = False) -> None:
-        """Open the metadata store; `anew` moves an embedded one that cannot be used aside first.
+    def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
+        """Open the metadata store; `replace_damaged` moves an embedded one that cannot be used
+        aside first.
 
         Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
         """
         self._close_metadata()
         self._meta = None  # a problem that is known stays until it is over: other threads look
-        if anew:
-            set_metadata_aside(self.url)
+        if replace_damaged:
+            rename_unusable_metadata(self.url)
         try:
             self._meta = open_metadata(self.url, self.objects, create=create)
-            self._meta.markers()  # a damaged file opens, and fails when it is read
+            self._meta.heads()  # a damaged file opens, and fails when it is read
         except ConfigError:
             raise
         except DieselError as error:
@@ -141,7 +145,7 @@ class Repository:
     def close(self) -> None:
         """Let go of the metadata store, and of what the object store does not need now."""
         self._close_metadata()
-        self.objects.rest()
+        self.objects.close_idle()
 
     def _close_metadata(self) -> None:
         if self._meta is not None:
@@ -178,13 +182,13 @@ class Repository:
 
     def datasets(self) -> list[DatasetInfo]:
         """All datasets that are not deleted, by name. The object store is the truth here."""
-        found, damaged = self.catalogue.all(self._markers())
+        found, damaged = self.catalogue.all(self._heads())
         for error in damaged:
             log.warning("%s", error.message)
         return found
 
-    def _markers(self) -> dict[UUID, Marker]:
-        markers = self._meta.markers() if self._meta is not None else []
+    def _heads(self) -> dict[UUID, DatasetHead]:
+        markers = self._meta.heads() if self._meta is not None else []
         return {marker.identity: marker for marker in markers}
 
     def dataset(self, name: str) -> DatasetInfo:
@@ -192,15 +196,15 @@ class Repository:
         check_dataset_name(name)
         if self._meta is not None:
             try:
-                marker = self._meta.marker(name)
+                head = self._meta.head(name)
             except (NoSuchDataset, MetadataBehind):
                 pass
             else:
                 with suppress(CorruptError):  # then the metadata store's word is as good
-                    info = self.catalogue.one(marker.identity, marker)
+                    info = self.catalogue.describe(head.identity, head)
                     if info is not None and info.name == name:
                         return info
-        known, damaged = self.catalogue.all(self._markers())
+        known, damaged = self.catalogue.all(self._heads())
         same = [info for info in known if info.name == name]
         if not same and damaged:
             raise damaged[0]  # it may be the one that is asked for: absence needs proof
@@ -225,16 +229,16 @@ class Repository:
     def newest_known(self, info: DatasetInfo) -> int:
         """The greatest version that anybody knows of; 0 for none. The metadata store may have lost
         what a snapshot has."""
-        known = info.marker.version if info.marker else 0
+        known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
-    def may_be_old(self, view: Snapshot) -> str:
+    def staleness_warning(self, view: Snapshot) -> str:
         """Why a `view` may not be of the current version, with its own and its age; else nothing.
         Who may read a repository but not its metadata store always goes by snapshots."""
         problem = self._meta_problem
         if problem is None or isinstance(problem, PermissionDenied):
             return ""
-        return old_view(view, problem.message)
+        return staleness_text(view, problem.message)
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""
@@ -245,9 +249,9 @@ class Repository:
 
     def _view_of(self, info: DatasetInfo) -> Snapshot:
         newest = self.snapshots.newest(info.identity)
-        if self._meta is not None and info.marker is not None and newest <= info.marker.version:
+        if self._meta is not None and info.head is not None and newest <= info.head.version:
             try:
-                return self.snapshots.at(self._meta, info.marker)
+                return self.snapshots.load_current(self._meta, info.head)
             except (CorruptError, MetadataError):
                 if not newest:
                     raise
@@ -268,7 +272,7 @@ class Repository:
             )
         return self.snapshots.load(identity, version)
 
-    def kept(self, name: str) -> Sequence[KeptVersion]:
+    def kept_versions(self, name: str) -> Sequence[KeptVersion]:
         """The versions of a dataset that can be read, ascending. Raises NoSuchDataset."""
         return self.snapshots.kept(self.dataset(name).identity)
 
@@ -288,7 +292,7 @@ class Repository:
             with suppress(CorruptError, MetadataBehind):  # it says that it does not know
                 return self._stat(meta, info, path)
         view = self.view_of(info)
-        return view.stat(found(view, path))
+        return view.stat(index_of_path(view, path))
 
     def _stat(self, meta: MetadataStore, info: DatasetInfo, path: bytes) -> Stat:
         rows = meta.lookup(info.identity, [path])
@@ -303,7 +307,7 @@ class Repository:
 
     def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
         """The metadata store, if it knows all that was ever acknowledged of a dataset."""
-        if info.marker is None or self.snapshots.newest(info.identity) > info.marker.version:
+        if info.head is None or self.snapshots.newest(info.identity) > info.head.version:
             return None
         return self._meta
 
@@ -333,7 +337,7 @@ class Repository:
             )
         return parse_header(preamble, stored)
 
-    def chunk_names(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
+    def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
         """The IDs of the durable chunks greater than `since`, ascending."""
         after = "" if since == LOWEST else chunk_object(identity, since)
         for name in self.objects.names(chunk_prefix(identity), after):
@@ -343,7 +347,7 @@ class Repository:
 
     # Writing
 
-    def begin(self, name: str, *, create: bool = True) -> "WriteSession":
+    def begin(self, name: str, *, create: bool = True) -> "LocalWriteSession":
         """A writer's session on a dataset, which is made if it is missing and `create`.
 
         Folds in what the metadata store does not know and no put under way can own. Raises
@@ -353,23 +357,23 @@ class Repository:
         """
         check_dataset_name(name)
         meta = self.meta
-        self.clock.check_own()
+        self.clock.check_local_clock()
         try:
             info = self.dataset(name)
         except NoSuchDataset:
             if not create:
                 raise
             info = self._create(name)
-        if info.marker is None:
-            self.rebuild(Folding(self, meta, name, info.identity, None), info)
+        if info.head is None:
+            self.rebuild(RebuildSource(self, meta, name, info.identity, None), info)
         else:
-            self.vouch(info.identity)
-            compared = compare(self, meta, info.marker, in_doubt=False)
-            for batch in self._batches_of(info.marker, compared):
+            self.repair_metadata(info.identity)
+            compared = find_unknown_chunks(self, meta, info.head, needs_repair=False)
+            for batch in self._batches_of(info.head, compared):
                 self.commit_batches(info.identity, batch)
-        return WriteSession(self, self.dataset(name))
+        return LocalWriteSession(self, self.dataset(name))
 
-    def rebuild(self, folding: Folding, info: DatasetInfo) -> int:
+    def rebuild(self, folding: RebuildSource, info: DatasetInfo) -> int:
         """Replace what the metadata store knows of a dataset by the fold over its chunks; the new
         version, greater than any that is published. Raises as `MetadataStore.rebuild`, LostChunks.
         """
@@ -378,12 +382,12 @@ class Repository:
             info.identity,
             folding.since(LOWEST),
             folding.late,
-            above=self.snapshots.newest(info.identity),
+            newer_than=self.snapshots.newest(info.identity),
         )
         folding.forget_deleted()
         return version
 
-    def unreadable(self, name: str) -> Sequence[bytes]:
+    def unreadable_paths(self, name: str) -> Sequence[bytes]:
         """The paths of a dataset whose chunk is gone or too short, as far as that can be told
         without reading: whoever has them can heal them by putting them again. Raises NoSuchDataset,
         MetadataError.
@@ -395,7 +399,7 @@ class Repository:
         try:
             marker = self.meta.create(name, uuid.uuid4())
         except ConflictError:
-            marker = self.meta.marker(name)
+            marker = self.meta.head(name)
             if self.catalogue.is_deleted(marker.identity):  # by somebody who came no further
                 self.meta.drop(marker.identity)
                 return self._create(name)
@@ -403,15 +407,15 @@ class Repository:
         self.catalogue.add(name, marker.identity, created_ns)
         return DatasetInfo(name, marker.identity, created_ns, marker)
 
-    def vouch(self, identity: UUID, run: str = "") -> None:
+    def repair_metadata(self, identity: UUID, run: str = "") -> None:
         """Mend the metadata store if it is another run than the one that was vouched for."""
-        run = run or self.meta.doubt(identity)
-        marker = self._markers().get(identity) if run else None  # of that run, not from before
+        run = run or self.meta.needs_repair(identity)
+        marker = self._heads().get(identity) if run else None  # of that run, not from before
         if marker is not None:
-            compared = compare(self, self.meta, marker, in_doubt=True)
-            self.meta.mend(identity, run, self._batches_of(marker, compared))
+            compared = find_unknown_chunks(self, self.meta, marker, needs_repair=True)
+            self.meta.repair(identity, run, self._batches_of(marker, compared))
 
-    def _batches_of(self, marker: Marker, compared: Comparison) -> Iterator[Batch]:
+    def _batches_of(self, marker: DatasetHead, compared: UnknownChunks) -> Iterator[Batch]:
         """What the chunks bring that the metadata store does not know. An orphan that cannot be
         read is named and left out: it must not keep all others, and every put, from going in.
         Raises LostChunks for one that was acknowledged."""
@@ -421,13 +425,13 @@ class Repository:
                 yield batch
             elif chunk in compared.acknowledged:
                 newest = self.snapshots.newest(marker.identity)
-                view = self.snapshots.look(marker.identity, newest)
+                view = self.snapshots.load_without_copy(marker.identity, newest)
                 raise lost_chunks_error(marker.name, losses_in({chunk: why}, [view]))
 
     def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[Batch | None, str]:
         """What a chunk of the store brings; None where it cannot be read, and why."""
         try:
-            header = patiently(lambda: self.read_header(identity, chunk))
+            header = read_with_retries(lambda: self.read_header(identity, chunk))
             return batch_of(header, stored=True), ""
         except (FormatError, ObjectMissing) as error:
             log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
@@ -438,12 +442,12 @@ class Repository:
         for _ in range(_RESTARTS_MAX):
             try:
                 return self.meta.commit(identity, *batches)
-            except Restarted as restarted:
-                with suppress(Restarted):  # once more
-                    self.vouch(identity, restarted.run)
+            except StoreRestarted as restarted:
+                with suppress(StoreRestarted):  # once more
+                    self.repair_metadata(identity, restarted.run_id)
         return self.meta.commit(identity, *batches)
 
-    def commit_lost(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
+    def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
         """Commit again what the metadata store has lost of a writer's chunks, as the store has
         them; how many those were. Raises NoSuchDataset.
         """
@@ -457,26 +461,26 @@ class Repository:
                 done += 1
         return done
 
-    def admit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
-        """A durable chunk, checked (`commits.admit`), for `commit_all`."""
-        return admit(self.objects, self.meta, self.clock, identity, preamble, header)
+    def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """A durable chunk, checked (`commits.validate_chunk`), for `commit_all`."""
+        return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
 
-    def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
+    def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
         """Commit chunks together: all of them or none. Idempotent; the version comes back."""
         batches = [chunk.batch for chunk in chunks]
         version = self.commit_batches(identity, *batches)
         tallies = self._tallies.setdefault(identity, {})
-        tallies.update((batch.chunk.id, tally(batch.rows)) for batch in batches)
+        tallies.update((batch.chunk.id, entry_digest(batch.rows)) for batch in batches)
         while len(tallies) > _TALLIES_MAX:
             tallies.pop(next(iter(tallies)), None)
         return version
 
-    def commit(self, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
+    def commit(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
         """Commit a chunk that is durable, from its preamble and stored header. Idempotent.
 
-        Raises CorruptError and StaleChunk as `commits.admit`.
+        Raises CorruptError and StaleChunk as `commits.validate_chunk`.
         """
-        chunk = self.admit(identity, preamble, header)
+        chunk = self.validate_chunk(identity, preamble, header)
         self.commit_all(identity, [chunk])
         return chunk
 
@@ -488,23 +492,23 @@ class Repository:
         compared with their headers; raises CorruptError, and publishes nothing, where it differs.
         """
         info = self.dataset(name)
-        if info.marker is None:
+        if info.head is None:
             raise self._behind(name)
-        self.meta.durable()
+        self.meta.sync()
         tallies = dict(self._tallies.get(info.identity, {}))
-        version = self.snapshots.publish(self.meta, info.marker, full=full, tallies=tallies)
+        version = self.snapshots.publish(self.meta, info.head, full=full, tallies=tallies)
         left = self._tallies.get(info.identity, {})
         for chunk in tallies:
             left.pop(chunk, None)
         return version
 
-    def elsewhere(self, job: str, name: str, fields: Message, tell: Tell) -> Message | None:
+    def run_job(self, job: str, name: str, fields: Message, tell: ReportProgress) -> Message | None:
         """What a job on a dataset came to that a server behind this repository does (`WIRE.md`);
         None where there is none, and the caller does it. Raises DieselError.
         """
         return None
 
-    def refuse_recursion(self, source: Path) -> None:
+    def check_no_overlap(self, source: Path) -> None:
         """Raise UsageError where `source` lies in this repository, or it in `source`."""
         if self.url.scheme != "file":
             return
@@ -524,7 +528,7 @@ class Repository:
         try:
             identities = [self.dataset(name).identity]
         except NoSuchDataset:
-            identities = list(self.catalogue.dying(name))
+            identities = list(self.catalogue.deleted_named(name))
             if not identities:
                 raise
         if not self.meta_is_lost:
@@ -545,26 +549,26 @@ class Repository:
         return done
 
 
-class WriteSession:
+class LocalWriteSession:
     """One writer on one dataset: new IDs, commits, deletions; `finish` makes it acknowledged."""
 
-    def __init__(self, repository: Repository, info: DatasetInfo) -> None:
-        assert info.marker is not None
+    def __init__(self, repository: LocalRepository, info: DatasetInfo) -> None:
+        assert info.head is not None
         self._repository = repository
         self.name = info.name
         self.identity = info.identity
         self.objects = repository.objects
         self._view: Snapshot | None = None
         self._info = info
-        self._own: dict[ChunkId, None] = {}  # what has been committed
+        self._committed_ids: dict[ChunkId, None] = {}  # what has been committed
         self.folders: set[bytes] = set()
         """The folders in which something has been committed."""
 
     @property
     def version(self) -> int:
         """The version at which the session began."""
-        assert self._info.marker is not None
-        return self._info.marker.version
+        assert self._info.head is not None
+        return self._info.head.version
 
     @property
     def view(self) -> Snapshot:
@@ -575,35 +579,35 @@ class WriteSession:
 
     def new_id(self, writer_of: ChunkId | None = None) -> ChunkId:
         """The ID of a chunk that is being sealed now. Raises ConflictError after a deletion."""
-        marker = self._marker()
+        marker = self._head()
         return self._repository.ids.next(marker.newest, writer_of)
 
-    def admit(self, preamble: bytes, header: bytes) -> Admitted:
-        """`Repository.admit`, for the dataset that this session began on."""
-        with self._explained():
-            return self._repository.admit(self.identity, preamble, header)
+    def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """`LocalRepository.validate_chunk`, for the dataset that this session began on."""
+        with self._explain_missing_dataset():
+            return self._repository.validate_chunk(self.identity, preamble, header)
 
-    def commit_all(self, chunks: Iterable[Admitted]) -> int:
-        """`Repository.commit_all`, into the dataset that this session began on."""
+    def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
+        """`LocalRepository.commit_all`, into the dataset that this session began on."""
         committed = list(chunks)
-        with self._explained():
+        with self._explain_missing_dataset():
             version = self._repository.commit_all(self.identity, committed)
         self._committed(*committed)
         return version
 
-    def _committed(self, *chunks: Admitted) -> None:
+    def _committed(self, *chunks: ValidatedChunk) -> None:
         for chunk in chunks:
-            self._own[chunk.batch.chunk.id] = None
+            self._committed_ids[chunk.batch.chunk.id] = None
             self.folders.update(chunk.batch.rows.folders)
 
     @property
-    def chunks(self) -> Set[ChunkId]:
+    def committed_chunks(self) -> Set[ChunkId]:
         """What this session has committed."""
-        return self._own.keys()
+        return self._committed_ids.keys()
 
-    def commit(self, preamble: bytes, header: bytes) -> Admitted:
-        """`Repository.commit`, into the dataset that this session began on."""
-        chunk = self.admit(preamble, header)
+    def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """`LocalRepository.commit`, into the dataset that this session began on."""
+        chunk = self.validate_chunk(preamble, header)
         self.commit_all([chunk])
         return chunk
 
@@ -618,35 +622,35 @@ class WriteSession:
             self._store(builder)
         return len(paths)
 
-    def shows(self, view: Snapshot) -> None:
+    def use_view(self, view: Snapshot) -> None:
         """Take a view that is there already for `view`, if it is of that version."""
         if view.identity == self.identity and view.version == self.version:
             self._view = view
 
-    def others_wrote(self) -> bool:
+    def others_committed(self) -> bool:
         """Whether anybody else has committed or purged chunks since this session began."""
-        before = self._info.marker
+        before = self._info.head
         assert before is not None
-        return self._marker().digest != chunks_digest(self._own, before.digest)
+        return self._head().digest != chunks_digest(self._committed_ids, before.digest)
 
     def finish(self) -> int:
         """Acknowledge: all commits are durable and their snapshot is published, also where the
         metadata store has lost some meanwhile. The version."""
-        own = list(self._own)
-        self._marker()
-        with self._explained():
-            self._repository.vouch(self.identity)
-            self._repository.commit_lost(self.identity, own)
+        own = list(self._committed_ids)
+        self._head()
+        with self._explain_missing_dataset():
+            self._repository.repair_metadata(self.identity)
+            self._repository.recommit_missing(self.identity, own)
             while True:
                 version = self._acknowledge()
-                if not self._repository.commit_lost(self.identity, own):
+                if not self._repository.recommit_missing(self.identity, own):
                     return version
 
     def _acknowledge(self) -> int:
-        version = self._marker().version
+        version = self._head().version
         if self._repository.snapshots.newest(self.identity) != version:
             return self._repository.publish(self.name)
-        self._repository.meta.durable()
+        self._repository.meta.sync()
         return version
 
     def _store(self, builder: ChunkBuilder) -> None:
@@ -661,15 +665,15 @@ class WriteSession:
             builder.clear()
             return
 
-    def _marker(self) -> Marker:
-        with self._explained():
-            marker = self._repository.meta.marker(self.name)
+    def _head(self) -> DatasetHead:
+        with self._explain_missing_dataset():
+            marker = self._repository.meta.head(self.name)
         if marker.identity != self.identity:
             raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
         return marker
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_missing_dataset(self) -> Iterator[None]:
         """Who does not know the dataset says nothing of why: it is deleted, or has been lost."""
         try:
             yield
@@ -691,7 +695,7 @@ def _stat_of(record: np.void) -> Stat:
     )
 
 
-def old_view(view: Snapshot, why: str) -> str:
+def staleness_text(view: Snapshot, why: str) -> str:
     """What is said of a view of which nobody can tell whether it is current."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
     return (
@@ -700,7 +704,7 @@ def old_view(view: Snapshot, why: str) -> str:
     )
 
 
-def found(view: Snapshot, path: bytes) -> int:
+def index_of_path(view: Snapshot, path: bytes) -> int:
     """The index of a path in a view. Raises NoSuchPath."""
     index = view.lookup(check_path(path))
     if index < 0:

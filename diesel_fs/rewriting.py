@@ -8,14 +8,15 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from .chunk import damaged, parse_header, parse_preamble
+from .chunk import damaged_places, parse_header, parse_preamble
 from .chunk_builder import ChunkBuilder
 from .chunk_id import chunk_id_text
 from .commits import batch_of
-from .entries import ChunkId, shown
+from .entries import ChunkId
 from .errors import CorruptError, ObjectExists
 from .layout import chunk_object
-from .repository import Repository, WriteSession
+from .names import shown
+from .repository import LocalRepository, LocalWriteSession
 
 log = logging.getLogger("diesel.housekeeping")
 
@@ -23,21 +24,21 @@ log = logging.getLogger("diesel.housekeeping")
 class Rewriter:
     """Fills new chunks with what is left in old ones; `finish` writes the last.
 
-    `about_to_commit` may raise: then the chunk just written is not committed, and nothing is lost.
+    `before_commit` may raise: then the chunk just written is not committed, and nothing is lost.
     """
 
     def __init__(
         self,
-        repository: Repository,
-        session: WriteSession,
+        repository: LocalRepository,
+        session: LocalWriteSession,
         chunk_bytes: int,
-        about_to_commit: Callable[[], None],
+        before_commit: Callable[[], None],
     ) -> None:
         self.written = 0
         self.copied_bytes = 0
         self._repository = repository
         self._session = session
-        self._about_to_commit = about_to_commit
+        self._about_to_commit = before_commit
         self._builder = ChunkBuilder(session.identity, chunk_bytes, "none")
 
     def copy(self, chunk: ChunkId, dropped: Collection[int]) -> None:
@@ -52,7 +53,7 @@ class Rewriter:
         header = parse_header(preamble, data[start : preamble.body_start])
         if header.faults:
             raise CorruptError("it has entries that are skipped")
-        for place in damaged(header, data[preamble.body_start :]):
+        for place in damaged_places(header, data[preamble.body_start :]):
             if place not in dropped:
                 raise CorruptError(f"the bytes of {shown(header.path(place))} are damaged")
         for place in range(len(header)):
@@ -82,7 +83,9 @@ class Rewriter:
                 continue  # another writer drew the same ID
             break
         self._about_to_commit()
-        self._repository.meta.commit(identity, replace(batch_of(header, stored=True), moved=True))
+        self._repository.meta.commit(
+            identity, replace(batch_of(header, stored=True), by_purge=True)
+        )
         log.debug("%d entries have moved into %s", len(header), chunk_id_text(chunk))
         self.written += 1
         self._builder.clear()

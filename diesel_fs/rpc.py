@@ -3,8 +3,8 @@
 Owned here: which server is asked, which connections are kept, what is sent again and when. Not
 owned: one connection (`rpc_connection.py`), what is asked (`remote.py`).
 
-Concurrency: a `Link` serves many threads, each call on a connection of its own. After a fork, the
-child lets go of its parent's connections before it does anything else, and makes its own.
+Concurrency: a `ServerLink` serves many threads, each call on a connection of its own. After a fork,
+the child lets go of its parent's connections before it does anything else, and makes its own.
 """
 
 import os
@@ -18,26 +18,26 @@ from typing import Protocol, Self
 from uuid import UUID
 
 from .credentials import Credentials
+from .entries import Bytes
 from .errors import DeadlineError, DieselError, MetadataError, PermissionDenied
-from .messages import Message, error_in
+from .messages import Message, parse_error
 from .rpc_connection import (
     Address,
     Answer,
-    Broken,
     Connection,
+    ConnectionBroken,
     Deadline,
-    addresses,
+    parse_addresses,
     tls_context,
 )
-from .storage.objects import Bytes
 from .urls import RepositoryUrl
 
-__all__ = ["Answer", "Calls", "Link"]
+__all__ = ["Answer", "RpcClient", "ServerLink"]
 
 DEADLINE_S = 60.0
 """For a request, its answer, and all attempts at them."""
 
-OPEN_S = 5.0
+FIRST_CONNECT_S = 5.0
 """How long to look for a server where none has answered before: the address may be wrong."""
 
 CONNECT_S = 10.0
@@ -54,7 +54,7 @@ _PAUSE_S = 0.05
 _PAUSE_S_MAX = 2.0
 
 
-class Calls(Protocol):
+class RpcClient(Protocol):
     """Requests to a server and their answers; from many threads at once, in forked children."""
 
     @property
@@ -68,15 +68,15 @@ class Calls(Protocol):
         payload: Sequence[Bytes] = (),
         *,
         room: memoryview | None = None,
-        again: bool = True,
+        may_repeat: bool = True,
         deadline_s: float | None = None,
     ) -> Answer:
         """The answer to a request (`message` without `id`).
 
-        `room` takes the payload, which must fit it exactly. `again`: where a connection breaks, it
-        may be sent once more, to another address where there is one. Raises the error that the
-        answer is; MetadataError where no server can be reached, DeadlineError, CorruptError for an
-        answer that contradicts the wire.
+        `room` takes the payload, which must fit it exactly. `may_repeat`: where a connection
+        breaks, it may be sent once more, to another address where there is one. Raises the error
+        that the answer is; MetadataError where no server can be reached, DeadlineError,
+        CorruptError for an answer that contradicts the wire.
         """
         ...
 
@@ -88,7 +88,7 @@ class Calls(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def close_idle(self) -> None:
         """End the connections that nobody uses now; the next request makes one. Repeatable."""
         ...
 
@@ -97,7 +97,7 @@ class Calls(Protocol):
         ...
 
 
-class Link(Calls):
+class ServerLink(RpcClient):
     """The servers at one address, as one user."""
 
     def __init__(
@@ -106,10 +106,10 @@ class Link(Calls):
         credentials: Credentials,
         *,
         program: str = "diesel-fs",
-        open_s: float = OPEN_S,
+        open_s: float = FIRST_CONNECT_S,
     ) -> None:
         self._url = url
-        self._addresses: Sequence[Address] = addresses(url)
+        self._addresses: Sequence[Address] = parse_addresses(url)
         self._credentials = credentials
         self._program = program
         self._open_s = open_s
@@ -129,7 +129,7 @@ class Link(Calls):
         credentials: Credentials,
         *,
         program: str = "diesel-fs",
-        open_s: float = OPEN_S,
+        open_s: float = FIRST_CONNECT_S,
     ) -> Self:
         """A link to the servers of a URL; nothing is sent before something is asked.
 
@@ -152,12 +152,12 @@ class Link(Calls):
         payload: Sequence[Bytes] = (),
         *,
         room: memoryview | None = None,
-        again: bool = True,
+        may_repeat: bool = True,
         deadline_s: float | None = None,
     ) -> Answer:
-        """See `Calls`."""
+        """See `RpcClient`."""
         deadline = Deadline(DEADLINE_S if deadline_s is None else deadline_s)
-        connection, answer = self._asked(message, payload, room, again, deadline)
+        connection, answer = self._call(message, payload, room, may_repeat, deadline)
         if answer.message.get("more") is True:
             connection.close()
             return answer
@@ -165,16 +165,16 @@ class Link(Calls):
         return answer
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
-        """See `Calls`."""
+        """See `RpcClient`."""
         each_s = DEADLINE_S if deadline_s is None else deadline_s
-        connection, answer = self._asked(message, (), None, True, Deadline(each_s))
+        connection, answer = self._call(message, (), None, True, Deadline(each_s))
         at_end = False
         try:
             while answer.message.get("more") is True:
                 yield answer
                 try:
                     answer = connection.receive(None, Deadline(each_s))
-                except Broken as broken:
+                except ConnectionBroken as broken:
                     raise broken.error from broken
             at_end = True
         finally:
@@ -182,13 +182,13 @@ class Link(Calls):
                 self._give_back(connection)
             else:
                 connection.close()
-        error = error_in(answer.message)
+        error = parse_error(answer.message)
         if error is not None:
             raise error
         yield answer
 
-    def rest(self) -> None:
-        """See `Calls`."""
+    def close_idle(self) -> None:
+        """See `RpcClient`."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -198,7 +198,7 @@ class Link(Calls):
         """End all connections. Repeatable."""
         with self._lock:
             self._closed = True
-        self.rest()
+        self.close_idle()
 
     def __del__(self) -> None:
         for connection in getattr(self, "_idle", ()):  # an address may have been malformed
@@ -206,12 +206,12 @@ class Link(Calls):
 
     # One request
 
-    def _asked(
+    def _call(
         self,
         message: Message,
         payload: Sequence[Bytes],
         room: memoryview | None,
-        again: bool,
+        may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
         """The first answer that is no error, and the connection that it came by."""
@@ -219,18 +219,18 @@ class Link(Calls):
         while True:
             connection = self._taken(deadline)
             try:
-                limit = self._patience(again, deadline)
-                answer = connection.ask(message, payload, room, limit)
-            except Broken as broken:
+                limit = self._server_deadline(may_repeat, deadline)
+                answer = connection.exchange(message, payload, room, limit)
+            except ConnectionBroken as broken:
                 self._leave(connection)
-                if broken.arrived and not again:
+                if broken.was_sent and not may_repeat:
                     raise _unknown(broken.error) from broken
                 error = broken.error
             except BaseException:
                 connection.close()
                 raise
             else:
-                found = error_in(answer.message)
+                found = parse_error(answer.message)
                 if found is None:
                     return connection, answer
                 hint = answer.message.get("retry_after_s")
@@ -247,11 +247,11 @@ class Link(Calls):
                 raise error
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _patience(self, again: bool, deadline: Deadline) -> Deadline:
+    def _server_deadline(self, may_repeat: bool, deadline: Deadline) -> Deadline:
         """How long one server may take, where another could be asked."""
-        if not again or len(self._addresses) == 1:
+        if not may_repeat or len(self._addresses) == 1:
             return deadline
-        return deadline.sooner(max(SILENCE_S, deadline.left_s / 2))
+        return deadline.capped(max(SILENCE_S, deadline.left_s / 2))
 
     # Connections
 
@@ -264,7 +264,7 @@ class Link(Calls):
                 if not self._idle:
                     break
                 connection = self._idle.pop()
-            if time.monotonic() - connection.idle_since_s < IDLE_S and connection.usable:
+            if time.monotonic() - connection.idle_since_s < IDLE_S and connection.is_usable:
                 return connection
             connection.close()
         return self._connected(deadline)
@@ -288,18 +288,18 @@ class Link(Calls):
     def _connected(self, deadline: Deadline) -> Connection:
         """A new connection to the first server that takes us; all are tried, more than once, and
         each has its share of the time: a machine that is gone is silent to the end of it."""
-        patience = deadline if self._store is not None else deadline.sooner(self._open_s)
+        patience = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
-        failed: list[Broken] = []
+        failed: list[ConnectionBroken] = []
         while True:
             before, failed = failed, []
             first, count = self._first, len(self._addresses)
             for k in range(count):
                 at = (first + k) % count
-                share = patience.sooner(patience.left_s / (count - k))
+                share = patience.capped(patience.left_s / (count - k))
                 try:
                     connection = self._open_connection(self._addresses[at], share)
-                except Broken as broken:
+                except ConnectionBroken as broken:
                     failed.append(broken)
                     continue
                 self._first = at
@@ -307,7 +307,7 @@ class Link(Calls):
             self._first = (first + 1) % count  # where the time ends now, the next call goes on
             if before and all(isinstance(broken.error, DeadlineError) for broken in failed):
                 failed = before  # the last attempt, which had little time, says less
-            if all(broken.lasting for broken in failed) or not _paused(pause_s, patience):
+            if all(broken.is_permanent for broken in failed) or not _paused(pause_s, patience):
                 raise _none_of(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
@@ -320,7 +320,7 @@ class Link(Calls):
                 self._tls,
                 self._credentials,
                 self._program,
-                patience.sooner(CONNECT_S),
+                patience.capped(CONNECT_S),
             )
         except PermissionDenied as error:
             error.message = f"{address}: {error.message}"
@@ -331,7 +331,7 @@ class Link(Calls):
                 self._store = connection.store_id
         if connection.store_id != self._store:
             connection.close()
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(
                     f"{address} serves another store ({connection.store_id}) than was there before"
                     f" ({self._store})",
@@ -366,16 +366,16 @@ def _unknown(error: DieselError) -> DieselError:
     return kind(f"{error.message}: whether the request was carried out is not known")
 
 
-def _none_of(failed: Sequence[Broken]) -> DieselError:
+def _none_of(failed: Sequence[ConnectionBroken]) -> DieselError:
     """The error where no server takes us; those that may pass come first."""
-    ordered = sorted(failed, key=lambda broken: broken.lasting)
+    ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:
         first.message = "; ".join(broken.error.message for broken in ordered)
     return first
 
 
-_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+_links: "weakref.WeakSet[ServerLink]" = weakref.WeakSet()
 
 
 def _forget_all() -> None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from . import wire
 from .credentials import Credentials
+from .entries import Bytes
 from .errors import (
     ConfigError,
     CorruptError,
@@ -33,8 +34,7 @@ from .errors import (
     MetadataError,
 )
 from .keys import sign
-from .messages import Message, error_in
-from .storage.objects import Bytes
+from .messages import Message, parse_error
 from .urls import RepositoryUrl
 
 PORT = 9300
@@ -45,7 +45,7 @@ PAYLOAD_BYTES_MAX = 64 << 20
 _BUFFER_BYTES = 16 << 10  # small answers come by one call; of large ones this much is copied
 _TLS_PIECE_BYTES = 256 << 10
 _PARTS_AT_ONCE = 64
-_LAST_WORDS_S = 1.0
+_EARLY_ANSWER_S = 1.0
 """For the answer of a server that does not want to hear the rest of a request."""
 
 _KEEP_ALIVE = (  # a server whose machine is gone is noticed between requests, too
@@ -93,26 +93,26 @@ class Deadline:
         """Seconds that are left; not below 0."""
         return max(0.0, self._end_s - time.monotonic())
 
-    def sooner(self, seconds: float) -> "Deadline":
+    def capped(self, seconds: float) -> "Deadline":
         """This, or so many seconds from now."""
         return Deadline(min(seconds, self.left_s))
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """A connection is of no more use.
 
-    `arrived`: the server may have the whole request. `lasting`: at this address it will not go
-    better soon.
+    `was_sent`: the server may have the whole request. `is_permanent`: at this address it will not
+    go better soon.
     """
 
     def __init__(self, error: DieselError, *, arrived: bool = False, lasting: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
-        self.arrived = arrived
-        self.lasting = lasting
+        self.was_sent = arrived
+        self.is_permanent = lasting
 
 
-def addresses(url: RepositoryUrl) -> list[Address]:
+def parse_addresses(url: RepositoryUrl) -> list[Address]:
     """The servers that a URL names. Raises ConfigError."""
     found = []
     for place in url.host.split(","):
@@ -167,7 +167,7 @@ class Connection:
         except DieselError as error:
             self.close()
             if error.retry:  # its accounts cannot be had just now, say; another server's may
-                raise Broken(error) from error
+                raise ConnectionBroken(error) from error
             raise
         except BaseException:
             self.close()
@@ -180,11 +180,11 @@ class Connection:
             self._socket.close()
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the server, as far as can be told, still waits for a request."""
         return self._start == self._end and not self._readable.poll(0)
 
-    def ask(
+    def exchange(
         self,
         message: Message,
         payload: Sequence[Bytes],
@@ -196,25 +196,25 @@ class Connection:
         self._ids += 1
         views = [memoryview(part).cast("B") for part in payload if len(part)]
         size = sum(view.nbytes for view in views)
-        head = wire.frame({**message, "id": self._ids}, wire.REQUEST, size)
+        head = wire.frame({**message, "id": self._ids}, wire.REQUEST_LIMITS, size)
         self._arrived = False
         try:
             self._send([memoryview(head), *views], deadline)
-        except Broken as broken:
-            with suppress(Broken, CorruptError):
-                return self.receive(room, deadline.sooner(_LAST_WORDS_S))
+        except ConnectionBroken as broken:
+            with suppress(ConnectionBroken, CorruptError):
+                return self.receive(room, deadline.capped(_EARLY_ANSWER_S))
             raise broken from None
         return self.receive(room, deadline)
 
     def receive(self, room: memoryview | None, deadline: Deadline) -> Answer:
         """The next answer to the request. Raises Broken, CorruptError."""
-        answer = self._received(wire.ANSWER, room, deadline)
+        answer = self._received(wire.ANSWER_LIMITS, room, deadline)
         if answer.message.get("id") != self._ids:
-            error = error_in(answer.message)
+            error = parse_error(answer.message)
             if error is not None and "id" not in answer.message:
-                raise Broken(error, arrived=self._arrived, lasting=True)
+                raise ConnectionBroken(error, arrived=self._arrived, lasting=True)
             raise CorruptError(f"{self.address} answered what it had not been asked")
-        wire.check_known(answer.message)
+        wire.check_required_fields(answer.message)
         return answer
 
     # The beginning
@@ -237,7 +237,7 @@ class Connection:
                 connected, server_hostname=self.address.host, do_handshake_on_connect=False
             )
         except (OSError, ValueError) as error:
-            raise Broken(MetadataError(f"{self.address}: {error}")) from error
+            raise ConnectionBroken(MetadataError(f"{self.address}: {error}")) from error
         self._socket = secured
         try:
             while True:
@@ -249,7 +249,7 @@ class Connection:
                 except ssl.SSLWantWriteError:
                     self._wait(self._writable, deadline)
         except ssl.SSLCertVerificationError as error:
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(
                     f"the certificate of {self.address} is refused: {error.verify_message}",
                     advice=_CERTIFICATE_ADVICE.get(error.verify_code, _UNTRUSTED),
@@ -257,14 +257,14 @@ class Connection:
                 lasting=True,
             ) from error
         except ssl.SSLEOFError as error:  # a server that was just stopped, say: not lasting
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(
                     f"{self.address} closed the connection before TLS stood",
                     advice="where this goes on: a server without TLS is diesel://host:port",
                 )
             ) from error
         except ssl.SSLError as error:
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(
                     f"{self.address} does not speak TLS with us: {error.reason or error}",
                     advice="a server without TLS is diesel://host:port",
@@ -272,38 +272,40 @@ class Connection:
                 lasting=True,
             ) from error
         except OSError as error:
-            raise Broken(MetadataError(f"{self.address}: {error.strerror or error}")) from error
+            raise ConnectionBroken(
+                MetadataError(f"{self.address}: {error.strerror or error}")
+            ) from error
 
     def _log_in(self, credentials: Credentials, program: str, deadline: Deadline) -> None:
         self._send([memoryview(wire.greeting())], deadline)
         try:
             head = self._exactly(wire.GREETING_BYTES, deadline)
             goes_on, version, length = wire.parse_welcome(bytes(head))
-        except (Broken, ForeignError) as error:
-            if isinstance(error, Broken) and isinstance(error.error, DeadlineError):
+        except (ConnectionBroken, ForeignError) as error:
+            if isinstance(error, ConnectionBroken) and isinstance(error.error, DeadlineError):
                 raise
-            words = error.error.message if isinstance(error, Broken) else error.message
+            reason = error.error.message if isinstance(error, ConnectionBroken) else error.message
             refused = MetadataError(
-                words if str(self.address) in words else f"{self.address}: {words}",
+                reason if str(self.address) in reason else f"{self.address}: {reason}",
                 advice="" if self._tls else "a server that speaks TLS is diesel+tls://host:port",
             )
-            raise Broken(refused, lasting=isinstance(error, ForeignError)) from error
+            raise ConnectionBroken(refused, lasting=isinstance(error, ForeignError)) from error
         tail = bytes(self._exactly(length, deadline))
         if not goes_on:
-            why = wire.refused(version, tail)
+            why = wire.refusal_error(version, tail)
             why.message = f"{self.address}: {why.message}"
-            raise Broken(why, lasting=version != wire.VERSION)
+            raise ConnectionBroken(why, lasting=version != wire.VERSION)
         user = credentials.user
-        signature = sign(credentials.seed, wire.signed(tail, self._binding(), user))
+        signature = sign(credentials.seed, wire.login_challenge(tail, self._binding(), user))
         login: Message = {
             "do": "login", "user": user, "signature": signature, "program": program,
         }  # fmt: skip
-        self._send([memoryview(wire.frame(login, wire.BEFORE_LOGIN))], deadline)
-        message = self._received(wire.BEFORE_LOGIN, None, deadline).message
-        found = error_in(message)
+        self._send([memoryview(wire.frame(login, wire.BEFORE_LOGIN_LIMITS))], deadline)
+        message = self._received(wire.BEFORE_LOGIN_LIMITS, None, deadline).message
+        found = parse_error(message)
         if found is not None:
             raise found
-        wire.check_known(message)
+        wire.check_required_fields(message)
         try:
             self.store_id = UUID(str(message.get("store")))
         except ValueError:
@@ -353,9 +355,11 @@ class Connection:
             room = room[count:]
 
     def _receive_some(self, room: memoryview, deadline: Deadline) -> int:
-        count = self._patiently(lambda: self._socket.recv_into(room), self._readable, deadline)
+        count = self._retry_until_ready(
+            lambda: self._socket.recv_into(room), self._readable, deadline
+        )
         if not count:
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(f"{self.address} has closed the connection"), arrived=self._arrived
             )
         return count
@@ -366,7 +370,7 @@ class Connection:
             if self._tls:
                 piece = views[at][:_TLS_PIECE_BYTES]
                 self._arrived = at == len(views) - 1 and piece.nbytes == views[at].nbytes
-                sent = self._patiently(
+                sent = self._retry_until_ready(
                     lambda piece=piece: self._socket.send(piece),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
                     deadline,
@@ -374,7 +378,7 @@ class Connection:
             else:
                 some = views[at : at + _PARTS_AT_ONCE]
                 self._arrived = at + len(some) == len(views)
-                sent = self._patiently(
+                sent = self._retry_until_ready(
                     lambda some=some: self._socket.sendmsg(some),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
                     deadline,
@@ -385,7 +389,9 @@ class Connection:
             if sent:
                 views[at] = views[at][sent:]
 
-    def _patiently(self, work: Callable[[], T], ready: select.poll, deadline: Deadline) -> T:
+    def _retry_until_ready(
+        self, work: Callable[[], T], ready: select.poll, deadline: Deadline
+    ) -> T:
         """What a call on the socket gives, as soon as it need not wait. Raises Broken."""
         try:
             while True:
@@ -398,14 +404,14 @@ class Connection:
                 except ssl.SSLWantWriteError:
                     self._wait(self._writable, deadline)
         except OSError as error:
-            raise Broken(
+            raise ConnectionBroken(
                 MetadataError(f"the connection to {self.address} broke: {_why(error)}"),
                 arrived=self._arrived,
             ) from error
 
     def _wait(self, ready: select.poll, deadline: Deadline) -> None:
         if not ready.poll(deadline.left_s * 1000):
-            raise Broken(
+            raise ConnectionBroken(
                 DeadlineError(f"{self.address} did not answer in time"), arrived=self._arrived
             )
 
@@ -413,7 +419,7 @@ class Connection:
 def _connected(address: Address, deadline: Deadline) -> socket.socket:
     """A socket that is connected to one of an address's places. Raises Broken."""
     why = "it has no address"
-    for family, place in _places(address, deadline):
+    for family, place in _resolve_in_time(address, deadline):
         found = None
         try:
             found = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -424,17 +430,19 @@ def _connected(address: Address, deadline: Deadline) -> socket.socket:
             why = _why(error)
             if found is not None:
                 found.close()
-    raise Broken(MetadataError(f"cannot reach the server {address}: {why}"))
+    raise ConnectionBroken(MetadataError(f"cannot reach the server {address}: {why}"))
 
 
-_Place = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+_SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
-def _places(address: Address, deadline: Deadline) -> Sequence[tuple[socket.AddressFamily, _Place]]:
+def _resolve_in_time(
+    address: Address, deadline: Deadline
+) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
     """What a host's name means. Looking that up has no time-out of its own, hence the thread."""
     with suppress(OSError):
         return _looked_up(address, socket.AI_NUMERICHOST)
-    found: list[tuple[socket.AddressFamily, _Place]] = []
+    found: list[tuple[socket.AddressFamily, _SocketAddress]] = []
     failed: list[OSError] = []
 
     def look_up() -> None:
@@ -449,15 +457,15 @@ def _places(address: Address, deadline: Deadline) -> Sequence[tuple[socket.Addre
     thread.start()
     thread.join(deadline.left_s)
     if thread.is_alive():
-        raise Broken(DeadlineError(f"looking up {address.host} took too long"))
+        raise ConnectionBroken(DeadlineError(f"looking up {address.host} took too long"))
     if failed:
-        raise Broken(
+        raise ConnectionBroken(
             MetadataError(f"cannot reach the server {address}: {_why(failed[0])}")
         ) from failed[0]
     return found
 
 
-def _looked_up(address: Address, flags: int) -> list[tuple[socket.AddressFamily, _Place]]:
+def _looked_up(address: Address, flags: int) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
     with suppress(UnicodeError):
         answers = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=flags)
         return [(answer[0], answer[4]) for answer in answers]

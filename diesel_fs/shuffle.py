@@ -54,7 +54,7 @@ WORLD_MAX = 1 << 20
 """Ranks that a mount is asked for: more than any job has, and no product with it leaves 64 bits."""
 
 BATCH_FILES = 256
-"""Files in a batch, where `quality` looks at batches."""
+"""Files in a batch, where `measure_quality` looks at batches."""
 
 _U8 = npt.NDArray[np.uint64]
 
@@ -64,7 +64,7 @@ _WORD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class GroupedOrder:
     """Files in the order of reading, and where in it each group ends (ascending positions).
 
     A part of a rank begins and ends within groups; the files that it repeats from the start of the
@@ -75,7 +75,7 @@ class Order:
     ends: Indices
 
 
-class Part(TypedDict, total=False):
+class OrderSelection(TypedDict, total=False):
     """Which files of an epoch are meant: what is left out is as in `chunk_order`."""
 
     rank: int
@@ -91,13 +91,15 @@ def chunk_shuffle(
     epoch: int,
     *,
     group_size: int = GROUP_SIZE_DEFAULT,
-    **part: Unpack[Part],
+    **part: Unpack[OrderSelection],
 ) -> Indices:
     """The indices of `chunk_order` alone. Raises UsageError."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
-def full_shuffle(snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[Part]) -> Indices:
+def full_shuffle(
+    snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
+) -> Indices:
     """As `chunk_shuffle`, with all chunks in one group: every order is as likely as another."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
@@ -114,7 +116,7 @@ def chunk_order(
     drop_last: bool = False,
     position: int = 0,
     below: int = ROOT_INDEX,
-) -> Order:
+) -> GroupedOrder:
     """A rank's files in chunk-wise order, from `position` in its part on, and its groups' ends.
 
     `below` is the index of a folder, whose files alone are meant. Raises UsageError for numbers
@@ -129,13 +131,13 @@ def chunk_order(
     per_rank = len(files) // world if drop_last else -(-len(files) // world)
     _check("position", position, 0, per_rank)
     if not len(files):
-        return Order(files, np.empty(0, np.int64))
+        return GroupedOrder(files, np.empty(0, np.int64))
     group = _groups(snapshot, snapshot.chunk_of(files), seed, epoch, group_size)
     sequence = np.argsort(_file_keys(files, group, seed, epoch), kind="stable")
     # What torch appends is the list's start once more, which is short: one step beyond the end.
     part = np.arange(rank * per_rank + position, (rank + 1) * per_rank) % len(files)
     chosen = sequence[part]
-    return Order(files[chosen], _ends(group[chosen]))
+    return GroupedOrder(files[chosen], _ends(group[chosen]))
 
 
 def _check(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> None:
@@ -209,8 +211,9 @@ def _ends(group: _U8) -> Indices:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """How random an order is (`quality`); `_expected` is what a full shuffle has on average."""
+class OrderQuality:
+    """How random an order is (`measure_quality`); `_expected` is what a full shuffle has on
+    average."""
 
     files: int
     chunks: int
@@ -223,7 +226,7 @@ class Quality:
     chunks_open_max: int
 
 
-def quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_INDEX) -> Quality:
+def measure_quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_INDEX) -> OrderQuality:
     """How random an order of files is, and what that costs in memory.
 
     - folders (chunks) in batch: the mean number of different folders (chunks) that the files of a
@@ -242,7 +245,7 @@ def quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_INDEX) -> Q
     all_homes = np.bincount(columns.parent[files], minlength=1)
     all_chunks = np.bincount(snapshot.chunk_of(files), minlength=1)
     packed = np.lexsort((columns.offset[order], chunks))
-    return Quality(
+    return OrderQuality(
         files=len(order),
         chunks=len(np.unique(chunks)),
         folders=len(np.unique(homes)),

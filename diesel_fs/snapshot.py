@@ -21,8 +21,9 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from . import snapshot_layout as layout
-from .entries import ROOT, AnySlice, ChunkId, Kind, Stat, shown
+from .entries import ROOT, AnySlice, ChunkId, Kind, Stat
 from .errors import CorruptError, NoSuchPath
+from .names import shown
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -463,7 +464,7 @@ class Snapshot:
             start, end = first.start, last.stop
         return np.concatenate(ranges)
 
-    def shadowed(self) -> Indices:
+    def shadowing_folders(self) -> Indices:
         """The indices of folders at whose path there is a file or link too, which does not show."""
         return self.columns.shadowed["entry"].astype(np.int64)
 

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from .chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, no_places
-from .entries import DATASET_NAME, MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Kind
+from .chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, impossible_bodies
+from .entries import MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Kind
 from .errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
+from .names import DATASET_NAME
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -497,7 +498,7 @@ def _check_data(columns: Columns) -> None:
         _corrupt("a chunk of a length that none has")
     if (chunk[one] >= c).any() or (many & (kind != Kind.FILE)).any():
         _corrupt("a file in a chunk that it does not name")
-    if no_places(
+    if impossible_bodies(
         codecs(flags[one]), stored[one], size[one], offset[one], object_bytes[chunk[one]]
     ).any():
         _corrupt("a file where its chunk cannot hold it")
@@ -557,5 +558,5 @@ def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_byte
     ):
         _corrupt("the extents of a file do not make it up")
     places = (extents["codec"], extents["stored"], size, extents["offset"])
-    if no_places(*places, object_bytes[extents["chunk"]]).any():
+    if impossible_bodies(*places, object_bytes[extents["chunk"]]).any():
         _corrupt("a part of a file where its chunk cannot hold it")

@@ -20,63 +20,63 @@ from . import snapshot_layout as layout
 from .entries import MODE_MASK, Kind
 from .snapshot import ROOT_INDEX, Indices, Snapshot
 
-Places = npt.NDArray[np.int32]
+OldIndices = npt.NDArray[np.int32]
 """Of each entry of the later version an index in the earlier one, -1 for none."""
 
 _EXTENT_FIELDS = ["start", "size", "checksum"]
 
 
 @dataclass(frozen=True, slots=False, eq=False)
-class Match:
+class SnapshotDiff:
     """The entries of `new` and what they were in `old`; both of one dataset."""
 
     old: Snapshot
     new: Snapshot
-    met: Places
+    same_path: OldIndices
     """By path and kind alone."""
-    was: Places
+    unchanged: OldIndices
     """Unchanged ones. Folders that were met always are."""
 
     @cached_property
-    def gone(self) -> layout.Mask:
+    def removed_or_changed(self) -> layout.Mask:
         """Of each entry of `old`, whether it is not in `new`, or no longer the same."""
         gone = np.ones(len(self.old), np.bool_)
-        gone[self.was[self.was >= 0]] = False
+        gone[self.unchanged[self.unchanged >= 0]] = False
         return gone
 
     @cached_property
     def changed_folders(self) -> Indices:
         """The folders, by their index in `new`, that were there and list something else now."""
         differs = np.zeros(len(self.new), np.bool_)
-        differs[self.new.columns.parent[self.was < 0]] = True
-        places = np.flatnonzero(self.was >= 0)
+        differs[self.new.columns.parent[self.unchanged < 0]] = True
+        places = np.flatnonzero(self.unchanged >= 0)
         now = np.full(len(self.old), -1, np.int64)
-        now[self.was[places]] = places
-        emptied = now[self.old.columns.parent[self.gone]]
+        now[self.unchanged[places]] = places
+        emptied = now[self.old.columns.parent[self.removed_or_changed]]
         differs[emptied[emptied >= 0]] = True
         kinds = layout.kinds(self.new.columns.flags)
-        found: Indices = np.flatnonzero(differs & (self.was >= 0) & (kinds == Kind.FOLDER))
+        found: Indices = np.flatnonzero(differs & (self.unchanged >= 0) & (kinds == Kind.FOLDER))
         return found
 
     @cached_property
-    def touched_folders(self) -> Indices:
+    def folders_with_new_attributes(self) -> Indices:
         """Those of the folders that were there whose own mode or time is another."""
         old, new = self.old.columns, self.new.columns
-        folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.was >= 0))
-        before = self.was[folders]
+        folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
+        before = self.unchanged[folders]
         same = new.mtime_ns[folders] == old.mtime_ns[before]
         same &= (new.flags[folders] ^ old.flags[before]) & MODE_MASK == 0
         found: Indices = folders[~same]
         return found
 
 
-def match(old: Snapshot, new: Snapshot) -> Match:
+def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
     """What the entries of a later version were in an earlier one."""
     met = _met(old, new)
-    return Match(old, new, met, _unchanged(old, new, met))
+    return SnapshotDiff(old, new, met, _unchanged(old, new, met))
 
 
-def _met(old: Snapshot, new: Snapshot) -> Places:
+def _met(old: Snapshot, new: Snapshot) -> OldIndices:
     """By path and kind: candidates by their fingerprints, which depend on the path alone, checked
     by name and by folder, level by level.
     """
@@ -85,7 +85,7 @@ def _met(old: Snapshot, new: Snapshot) -> Places:
     candidates[there[~_same_names(old, candidates[there], new, there)]] = -1
     parent_before = old.columns.parent
     kind_before, kind = layout.kinds(old.columns.flags), layout.kinds(new.columns.flags)
-    met: Places = np.full(len(new), -1, np.int32)
+    met: OldIndices = np.full(len(new), -1, np.int32)
     met[ROOT_INDEX] = ROOT_INDEX
     start, above = 1, 1  # of this level, and where the one above ends
     while start < len(new):
@@ -102,9 +102,9 @@ def _met(old: Snapshot, new: Snapshot) -> Places:
     return met
 
 
-def _candidates(old: Snapshot, new: Snapshot) -> tuple[Places, layout.Mask]:
+def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
     """Of each entry the first in `old` of its fingerprint, and whether there are others."""
-    found: Places = np.full(len(new), -1, np.int32)
+    found: OldIndices = np.full(len(new), -1, np.int32)
     several = np.zeros(len(new), np.bool_)
     before, now = old.columns, new.columns
     if len(before.fingerprint):
@@ -117,7 +117,7 @@ def _candidates(old: Snapshot, new: Snapshot) -> tuple[Places, layout.Mask]:
 
 
 def _same_names(
-    old: Snapshot, before: "Places | Indices", new: Snapshot, now: Indices
+    old: Snapshot, before: "OldIndices | Indices", new: Snapshot, now: Indices
 ) -> layout.Mask:
     """Whether entries have the same names: 8 bytes at a time, of those that are still equal."""
     sides = []
@@ -139,9 +139,9 @@ def _same_names(
     return same
 
 
-def _unchanged(old: Snapshot, new: Snapshot, met: Places) -> Places:
+def _unchanged(old: Snapshot, new: Snapshot, met: OldIndices) -> OldIndices:
     columns, before = new.columns, old.columns
-    was: Places = met.copy()
+    was: OldIndices = met.copy()
     kinds = layout.kinds(columns.flags)
     some = np.flatnonzero((met >= 0) & (kinds != Kind.FOLDER))
     place = met[some]

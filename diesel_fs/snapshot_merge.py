@@ -18,28 +18,19 @@ from uuid import UUID
 import numpy as np
 
 from . import snapshot_layout as layout
-from .chunk import no_places
-from .entries import (
-    EXTENT,
-    MODE_MASK,
-    PATH_BYTES_MAX,
-    ChunkId,
-    ChunkInfo,
-    Kind,
-    Rows,
-    check_dataset_name,
-    shown,
-)
+from .chunk import impossible_bodies
+from .entries import EXTENT, MODE_MASK, PATH_BYTES_MAX, ChunkId, ChunkInfo, Kind, Rows
 from .errors import CorruptError, UsageError
+from .names import check_dataset_name, shown
 from .snapshot import Indices, Snapshot
-from .snapshot_plan import Folders, Order, Plan, order_of
-from .tally import Tally, check_tallies
+from .snapshot_plan import ChangedFolders, EntryOrder, MergePlan, order_of
+from .tally import EntryDigest, check_entry_digests
 
 _NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries of which more than a few columns are made at one time
 
 
-def merge(
+def build_snapshot(
     previous: Snapshot | None,
     rows: Rows,
     chunks: Sequence[ChunkInfo],
@@ -48,15 +39,15 @@ def merge(
     dataset: str,
     version: int,
     digest: int,
-    tallies: Mapping[ChunkId, Tally] = MappingProxyType({}),
+    entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
     """The next snapshot, as parts to be written one behind the other.
 
     `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` is the whole chunk
     table, in any order. A row of the root's own path, `b""`, gives its mode and time. What the
-    result says of chunks is compared with their `tallies`. Raises UsageError for rows that are no
-    entries, CorruptError for a file whose chunk is not in `chunks`, or says otherwise.
-    Of many rows it takes least memory if the caller keeps none of them: they go on the way.
+    result says of chunks is compared with their `entry_digests`. Raises UsageError for rows that
+    are no entries, CorruptError for a file whose chunk is not in `chunks`, or says otherwise. Of
+    many rows it takes least memory if the caller keeps none of them: they go on the way.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -65,13 +56,13 @@ def merge(
     table = sorted(chunks)
     if len({chunk.id for chunk in table}) != len(table):
         raise UsageError("a chunk stands twice in the chunk table")
-    plan = Plan(old, rows, Folders(old, rows))
+    plan = MergePlan(old, rows, ChangedFolders(old, rows))
     del rows
     order = order_of(plan)
     del plan.hash, plan.ascends, plan.coming_rows  # the order has what is needed of them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
-    check_tallies(columns, tallies)
+    check_entry_digests(columns, entry_digests)
     return layout.write(layout.header_of(columns, identity, dataset, version, digest), columns)
 
 
@@ -127,7 +118,7 @@ class _Assembly:
     than a number for each entry is in memory.
     """
 
-    def __init__(self, plan: Plan, order: Order, table: Sequence[ChunkInfo]) -> None:
+    def __init__(self, plan: MergePlan, order: EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
         self.old, self.old_count = plan.old.columns, plan.old.entry_count
         self.numbers = {chunk.id: number for number, chunk in enumerate(table)}
@@ -224,10 +215,10 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
-        was = np.zeros(self.old_count, np.uint32)
-        was[self.old.slot] = self.old.fingerprint
+        old_fingerprints = np.zeros(self.old_count, np.uint32)
+        old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
-        keys[self.kept_index] = was[self.kept]
+        keys[self.kept_index] = old_fingerprints[self.kept]
         keys[self.order.new_index] = self.order.new_hash >> np.uint64(32)
         keys <<= np.uint64(32)
         keys |= np.arange(self.count, dtype=np.uint64)
@@ -370,7 +361,7 @@ class _Assembly:
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
         places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
-        wrong = no_places(*places, data.offset[new], object_bytes)
+        wrong = impossible_bodies(*places, data.offset[new], object_bytes)
         if wrong.any():
             path = self._path(int(data_source[new[wrong.argmax()]]))
             raise CorruptError(f"{shown(path)} lies where its chunk cannot hold it")
@@ -382,7 +373,7 @@ class _Assembly:
             return plan.rows.path(data - plan.first_row)
         if data < self.old_count:
             return plan.old.path(data)
-        return plan.old.path(int(plan.old.shadowed()[data - self.old_count]))
+        return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
         path = self._path(int(data_source[at]))

@@ -47,21 +47,21 @@ _HEAD = struct.Struct("<8sQIIQ")  # magic, version, pieces, zero, checksum of th
 _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
-class Piece(NamedTuple):
+class SnapshotPiece(NamedTuple):
     """A piece of a snapshot, in order: `block` decodes to `raw_bytes`."""
 
     raw_bytes: int
     block: bytes | memoryview
 
 
-def compressed(view: Snapshot) -> Iterator[Piece]:
+def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
     """The pieces of a snapshot."""
     for start in range(0, len(view.buffer), PIECE_BYTES):
         raw = view.buffer[start : start + PIECE_BYTES]
-        yield Piece(len(raw), lz4.block.compress(raw, store_size=False))
+        yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
-class SnapshotPieces:
+class CompressedSnapshots:
     """The pieces of versions that are asked for, each made once (see the module)."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -72,7 +72,7 @@ class SnapshotPieces:
         self._making: dict[tuple[UUID, int], threading.Lock] = {}
         self.made = 0
 
-    def pieces(self, view: Snapshot) -> Iterator[Piece]:
+    def pieces(self, view: Snapshot) -> Iterator[SnapshotPiece]:
         """The pieces of a snapshot, in order. Raises CorruptError where a kept one turns out to be
         damaged; asked again, they are made anew."""
         identity, version = view.identity, view.version
@@ -91,7 +91,7 @@ class SnapshotPieces:
         assert file is not None
         yield from file
 
-    def _find(self, identity: UUID, version: int) -> "Iterator[Piece] | None":
+    def _find(self, identity: UUID, version: int) -> "Iterator[SnapshotPiece] | None":
         if self._folder is None:
             return None
         try:
@@ -102,7 +102,7 @@ class SnapshotPieces:
             log.warning("the pieces of a snapshot cannot be read, and are made again: %s", error)
             return None
 
-    def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[Piece]:
+    def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[SnapshotPiece]:
         """The pieces, from the file where one can be written, else from the snapshot."""
         self.made += 1
         try:
@@ -126,7 +126,7 @@ class SnapshotPieces:
             old.unlink(missing_ok=True)
 
 
-def _write(path: Path, version: int, pieces: Iterator[Piece]) -> None:
+def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
     """A file of pieces: whole or not at all. The table of all comes last. Raises OSError."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -144,7 +144,7 @@ def _write(path: Path, version: int, pieces: Iterator[Piece]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _opened(path: Path, version: int) -> Iterator[Piece]:
+def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
     """The pieces in a file, whose table has been checked. Raises OSError, CorruptError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -171,7 +171,7 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
     return rows
 
 
-def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[Piece]:
+def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
     """Raises CorruptError, and removes the file, where a block is damaged: the next who asks gets
     new ones. (What has been given out cannot be taken back.)"""
     try:
@@ -182,13 +182,13 @@ def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterat
                 with contextlib.suppress(OSError):
                     path.unlink()
                 raise CorruptError(f"{path}: a piece of a snapshot is damaged")
-            yield Piece(raw_bytes, block)
+            yield SnapshotPiece(raw_bytes, block)
             at += size
     finally:
         os.close(file)
 
 
-class Gathered:
+class SnapshotAssembler:
     """The other end: pieces that come from a server, put together. Not thread-safe."""
 
     def __init__(self, bytes_max: int = SNAPSHOT_BYTES_MAX) -> None:
@@ -217,7 +217,7 @@ class Gathered:
             raise CorruptError(f"{self._bytes} bytes of a snapshot have come, not {total}")
         return self._raw
 
-    def whole(self, total: int) -> memoryview:
+    def joined(self, total: int) -> memoryview:
         """The same in one buffer. Raises CorruptError."""
         parts = self.parts(total)
         held = np.empty(total, np.uint8).data

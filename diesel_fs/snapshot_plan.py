@@ -19,14 +19,15 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from . import snapshot_layout as layout
-from .entries import PATH_BYTES_MAX, Kind, Names, Rows, shown
+from .entries import PATH_BYTES_MAX, Kind, Names, Rows
 from .errors import CorruptError, UsageError
+from .names import shown
 from .snapshot import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
 _BLOCK_ROWS = 1 << 16  # of which the names are objects at one time
 
 
-class Folders:
+class ChangedFolders:
     """The paths that rows are in and all above them, in directory order; 0 is the root.
 
     They are kept as (folder, name), not as whole paths: of a very deep path the latter would take
@@ -55,11 +56,11 @@ class Folders:
             (int(self._rank[parent]), name): int(self._rank[at])
             for (parent, name), at in ids.items()
         }
-        self.old, self.hash = [ROOT_INDEX], [ROOT_HASH]
+        self.old_index, self.hash = [ROOT_INDEX], [ROOT_HASH]
         for parent, name in zip(self.parent[1:], self.name[1:], strict=True):
             self.hash.append(xxh3_64_intdigest(name, self.hash[parent]))
-            above = self.old[parent]
-            self.old.append(old.child(above, name) if above >= 0 else -1)
+            above = self.old_index[parent]
+            self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
         self._rank = np.zeros(len(levels), np.int64)
@@ -78,14 +79,14 @@ class Folders:
         return len(self.name)
 
 
-class Plan:
+class MergePlan:
     """What happens to each path: which data shows, what goes, what comes.
 
     Data is numbered: shown entries of the previous snapshot, its shadowed ones, the rows, and last
     an implicit folder.
     """
 
-    def __init__(self, old: Snapshot, rows: Rows, folders: Folders) -> None:
+    def __init__(self, old: Snapshot, rows: Rows, folders: ChangedFolders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
         self.names = Names.of(rows.names)
         self.old_kind = layout.kinds(old.columns.flags)
@@ -95,12 +96,12 @@ class Plan:
         """By old index."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
-            entry: old.entry_count + j for j, entry in enumerate(old.shadowed().tolist())
+            entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
         """Data by old index."""
         self.new_shadow: dict[int, int] = {}
         """Data by folder."""
-        self.live = np.zeros(len(folders), np.int64)
+        self.live_counts = np.zeros(len(folders), np.int64)
         """By folder, how many entries it holds."""
         self.new_data: dict[int, int] = {}
         """By folder that is new, the data that it shows."""
@@ -171,11 +172,11 @@ class Plan:
         if old.entry_count == 1:  # there is nothing but the root, which is no leaf
             self.coming_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
             counted = folders.of_row[self.coming_rows]
-            self.live += np.bincount(counted, minlength=len(folders))
+            self.live_counts += np.bincount(counted, minlength=len(folders))
             return
         leaf_rows = np.flatnonzero(leaf)
         folder = folders.of_row[leaf_rows].astype(np.int64)
-        above = np.array(folders.old, np.int64)[folder]
+        above = np.array(folders.old_index, np.int64)[folder]
         names = self.names
         if own_row:
             names = Names.of(compress(names, leaf.tolist()))
@@ -185,8 +186,8 @@ class Plan:
         self.coming_rows = leaf_rows[comes]
         self._change(at[there], leaf_rows[there], kind[there])
         goes = folder[there][self.removed[at[there]]]
-        self.live += np.bincount(folder[comes], minlength=len(folders))
-        self.live -= np.bincount(goes, minlength=len(folders))
+        self.live_counts += np.bincount(folder[comes], minlength=len(folders))
+        self.live_counts -= np.bincount(goes, minlength=len(folders))
 
     def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> None:
         """Rows whose path exists; each is no folder, or one whose content stays as it is."""
@@ -206,10 +207,10 @@ class Plan:
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
         """Folders that hold changed rows, the deepest first: they may go with their last entry."""
-        old, folders, live = self.old, self.folders, self.live
+        old, folders, live = self.old, self.folders, self.live_counts
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
-            at = folders.old[number]
+            at = folders.old_index[number]
             own, own_kind = self._own(at)
             if number in own_row:
                 own = self.first_row + own_row[number]
@@ -245,26 +246,26 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EntryOrder:
     """Where entries stand in the result. `new_*` are the new entries in directory order.
 
     They come of **items**: the folders that are made, then all rows.
     """
 
     made: list[int]
-    """Numbers of `Folders`: those that are made."""
+    """Numbers of `ChangedFolders`: those that are made."""
     new_folder: layout.U4
-    """A number of `Folders`."""
+    """A number of `ChangedFolders`."""
     new_item: layout.U4
     new_hash: layout.U8
     new_index: layout.U4
     old_index: Indices
     """Of each old entry its new index; meaningless for removed ones."""
     folder_index: Indices
-    """The new index of each of `Folders`; meaningless for those that do not exist."""
+    """The new index of each of `ChangedFolders`; meaningless for those that do not exist."""
 
 
-def order_of(plan: Plan) -> Order:
+def order_of(plan: MergePlan) -> EntryOrder:
     """The order of what the plan keeps and adds. Raises UsageError for a path that stands twice."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
@@ -284,10 +285,10 @@ def order_of(plan: Plan) -> Order:
     come = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
     old_index = np.arange(n) - gone[:-1] + come
     new_index = (places - gone[places] + np.arange(len(places))).astype(np.uint32)
-    folder_index = old_index[np.array(folders.old, np.int64)]
+    folder_index = old_index[np.array(folders.old_index, np.int64)]
     folder_index[made] = new_index[position]
     made_hash = np.array([folders.hash[number] for number in made], np.uint64)
-    return Order(
+    return EntryOrder(
         made=made,
         new_folder=folder,
         new_item=item,
@@ -298,7 +299,7 @@ def order_of(plan: Plan) -> Order:
     )
 
 
-def _names_of(plan: Plan, made: list[int], item: layout.U4) -> list[bytes]:
+def _names_of(plan: MergePlan, made: list[int], item: layout.U4) -> list[bytes]:
     """The names of items."""
     is_row = item >= len(made)
     of_rows = iter(plan.names.take(item[is_row].astype(np.int64) - len(made)))
@@ -306,7 +307,9 @@ def _names_of(plan: Plan, made: list[int], item: layout.U4) -> list[bytes]:
     return [next(of_rows if each else of_made) for each in is_row.tolist()]
 
 
-def _sorted_by_name(plan: Plan, made: list[int], folder: layout.U4, item: layout.U4) -> Indices:
+def _sorted_by_name(
+    plan: MergePlan, made: list[int], folder: layout.U4, item: layout.U4
+) -> Indices:
     """The order of items by folder, then name. Rows of a folder mostly are in order already."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
@@ -336,7 +339,11 @@ def _runs(values: layout.U4) -> tuple[Indices, Indices]:
 
 
 def _places(
-    plan: Plan, made: list[int], folder: layout.U4, item: layout.U4, made_position: dict[int, int]
+    plan: MergePlan,
+    made: list[int],
+    folder: layout.U4,
+    item: layout.U4,
+    made_position: dict[int, int],
 ) -> Indices:
     """Before which old entry each new one comes (the old count: at the end); ascending."""
     old, folders = plan.old, plan.folders
@@ -345,7 +352,7 @@ def _places(
     for start, count in zip(*(each.tolist() for each in _runs(folder)), strict=True):
         end = start + count
         number = int(folder[start])
-        at = folders.old[number]
+        at = folders.old_index[number]
         if at >= 0 and plan.old_kind[at] == Kind.FOLDER:
             inside = old.children(at)
             if len(inside):

@@ -34,7 +34,7 @@ from .errors import (
     UsageError,
 )
 from .layout import snapshot_object, snapshot_prefix, version_of_object
-from .leases import EVERY_VERSION, Policy, leased_versions, read_policy
+from .leases import EVERY_VERSION, RetentionPolicy, leased_versions, read_retention_policy
 from .settings import cache_folder, private_folder
 from .snapshot import Snapshot
 from .snapshot_layout import (
@@ -45,11 +45,11 @@ from .snapshot_layout import (
     content_mark,
     parse_front,
 )
-from .snapshot_merge import merge
-from .storage.metadata import Marker, MetadataStore
+from .snapshot_merge import build_snapshot
+from .storage.metadata import DatasetHead, MetadataStore
 from .storage.objects import ObjectStore
-from .tally import Tally
-from .whole_files import unwritable, whole_file
+from .tally import EntryDigest
+from .whole_files import atomic_file, write_error
 
 log = logging.getLogger("diesel.repository")
 
@@ -69,7 +69,7 @@ the last of so many parts of it: a dataset may be put to every second."""
 Part = bytes | bytearray | memoryview
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
-NO_TALLIES: Mapping[ChunkId, Tally] = MappingProxyType({})
+NO_TALLIES: Mapping[ChunkId, EntryDigest] = MappingProxyType({})
 
 NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
 
@@ -95,7 +95,7 @@ def current_within(published: Mapping[int, int], now_s: float, grace_s: float) -
     return {*young[-_RECENT:], *last_of.values(), *before[-1:], *versions[-1:]}
 
 
-class SnapshotShelf:
+class VersionStore:
     """Snapshots of the datasets of one object store."""
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -164,11 +164,11 @@ class SnapshotShelf:
 
     def load(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot of a version that the store has. Raises FormatError, ObjectMissing."""
-        own = open_private(identity, version)
+        own = open_private_copy(identity, version)
         if own is not None:
             return own
-        checked = self.check(identity, version)
-        return keep_private(identity, version, [checked.buffer]) or checked
+        checked = self.fetch_verified(identity, version)
+        return write_private_copy(identity, version, [checked.buffer]) or checked
 
     def save(self, view: Snapshot, file: Path) -> None:
         """Write a snapshot to a file of the user's: whole or not at all, durable on return.
@@ -178,19 +178,23 @@ class SnapshotShelf:
         try:
             _write_whole(file, [view.buffer], sync=True)
         except OSError as error:
-            raise unwritable(file, error) from error
+            raise write_error(file, error) from error
 
     def empty(self, identity: UUID, name: str) -> Snapshot:
         """The snapshot of a dataset without any entry, version 0."""
-        parts = merge(None, NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0)
+        parts = build_snapshot(
+            None, NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0
+        )
         return Snapshot(memoryview(b"".join(parts)), verify=True)
 
-    def at(self, meta: MetadataStore, marker: Marker, *, full: bool = False) -> Snapshot:
+    def load_current(
+        self, meta: MetadataStore, marker: DatasetHead, *, full: bool = False
+    ) -> Snapshot:
         """The snapshot of the metadata store's current version, made where there is none yet."""
         if marker.version == 0:
             return self.empty(marker.identity, marker.name)
         if not full:
-            own = open_private(marker.identity, marker.version)
+            own = open_private_copy(marker.identity, marker.version)
             if own is not None:
                 return own
             if marker.version in self._versions(marker.identity):
@@ -200,17 +204,17 @@ class SnapshotShelf:
                     self._damaged.add(snapshot_object(marker.identity, marker.version))
                     log.warning("a snapshot is damaged, and made again: %s", error.message)
         made, parts = self._export(meta, marker, full=full)
-        return keep_private(marker.identity, made, parts) or Snapshot(
+        return write_private_copy(marker.identity, made, parts) or Snapshot(
             memoryview(b"".join(parts)), verify=False
         )
 
     def publish(
         self,
         meta: MetadataStore,
-        marker: Marker,
+        marker: DatasetHead,
         *,
         full: bool = False,
-        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
+        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
     ) -> int:
         """Put the snapshot of the current version into the store; its version comes back.
 
@@ -234,35 +238,35 @@ class SnapshotShelf:
                     advice=f"run `dlcmd recover {marker.name}`, which makes another version",
                 ) from None
         self._damaged.discard(name)
-        self._thin(marker.identity)
+        self._remove_expired_versions(marker.identity)
         return version
 
-    def staying(
+    def retained_versions(
         self,
         identity: UUID,
         published: Mapping[int, int],
-        policy: Policy,
+        policy: RetentionPolicy,
         grace_s: float,
-        coming: Mapping[int, int] = NOTHING,
+        planned: Mapping[int, int] = NOTHING,
     ) -> set[int]:
         """The published versions that are kept, whoever reads them (FORMAT.md, section 6).
 
-        `coming`: as if these, of the newest one's content, had been published by now.
+        `planned`: as if these, of the newest one's content, had been published by now.
         """
         versions = [*published]
         last = self.last(identity, versions, policy.keep)
-        if coming:
+        if planned:
             last.difference_update(versions[-1:])  # the last of them takes its place
-        return last | current_within({**published, **coming}, time.time(), grace_s)
+        return last | current_within({**published, **planned}, time.time(), grace_s)
 
-    def _thin(self, identity: UUID) -> None:
+    def _remove_expired_versions(self, identity: UUID) -> None:
         """Remove versions that need not be kept, but not the one before the newest."""
         try:
             published = self.published(identity)
             if len(published) <= 2:
                 return
-            policy = read_policy(self._objects, identity)
-            stay = self.staying(identity, published, policy, max(GRACE_S, policy.grace_s))
+            policy = read_retention_policy(self._objects, identity)
+            stay = self.retained_versions(identity, published, policy, max(GRACE_S, policy.grace_s))
             going = [old for old in [*published][:-2] if old not in stay]
             leased = leased_versions(self._objects, identity, time.time()) if going else ()
         except DieselError as error:
@@ -276,18 +280,18 @@ class SnapshotShelf:
         """Remove a published version."""
         self._objects.delete(snapshot_object(identity, version))
 
-    def look(self, identity: UUID, version: int) -> Snapshot:
+    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
         """`load`, without a private copy being made."""
-        return open_private(identity, version) or self.check(identity, version)
+        return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
     def _content(self, identity: UUID, version: int) -> bytes:
         """What tells a published version's content; nothing where it is damaged."""
         try:
-            return content_mark(self.check(identity, version).buffer)
+            return content_mark(self.fetch_verified(identity, version).buffer)
         except FormatError:
             return b""
 
-    def check(self, identity: UUID, version: int) -> Snapshot:
+    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot object of a version, in memory, checked whole. Raises FormatError."""
         data = memoryview(self._objects.get(snapshot_object(identity, version)))
         found = Snapshot(data, verify=True)
@@ -298,10 +302,10 @@ class SnapshotShelf:
     def _export(
         self,
         meta: MetadataStore,
-        marker: Marker,
+        marker: DatasetHead,
         *,
         full: bool,
-        tallies: Mapping[ChunkId, Tally] = NO_TALLIES,
+        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
     ) -> tuple[int, Sequence[Part]]:
         """The current version's snapshot: the previous one, and what changed since."""
         previous = None if full else self._previous(marker)
@@ -310,10 +314,10 @@ class SnapshotShelf:
             # The metadata store has forgotten chunks since: this is no continuation of `previous`
             previous = None
             changes = meta.changes(marker.identity, 0)
-        now, chunks, rows = changes.marker, changes.chunks, [changes.rows]
+        now, chunks, rows = changes.head, changes.chunks, [changes.rows]
         del changes  # so that the merge can let go of the rows: of millions they are much
         try:
-            parts = merge(
+            parts = build_snapshot(
                 previous,
                 rows.pop(),
                 chunks,
@@ -321,7 +325,7 @@ class SnapshotShelf:
                 dataset=now.name,
                 version=now.version,
                 digest=now.digest,
-                tallies=tallies,
+                entry_digests=tallies,
             )
         except CorruptError as error:
             if previous is None:
@@ -330,7 +334,7 @@ class SnapshotShelf:
             return self._export(meta, marker, full=True, tallies=tallies)
         return now.version, parts
 
-    def _previous(self, marker: Marker) -> Snapshot | None:
+    def _previous(self, marker: DatasetHead) -> Snapshot | None:
         """The best snapshot to start from: none is as good as any that cannot be read."""
         for version in sorted(self._versions(marker.identity), reverse=True):
             if version <= marker.version:
@@ -347,7 +351,7 @@ class SnapshotShelf:
                 yield version
 
 
-def adopt(file: Path) -> Snapshot:
+def open_snapshot_file(file: Path) -> Snapshot:
     """The snapshot in a file of somebody's, checked whole; then only our own copy is used.
 
     Raises FormatError, NotFoundError, PermissionDenied, UsageError.
@@ -364,12 +368,12 @@ def adopt(file: Path) -> Snapshot:
     except OSError as error:
         raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
     checked = Snapshot(data, verify=True)
-    return keep_private(checked.identity, checked.version, [data]) or checked
+    return write_private_copy(checked.identity, checked.version, [data]) or checked
 
 
 def _write_whole(file: Path, parts: Sequence[Part], *, sync: bool) -> None:
     """Write a file whole or not at all; `sync`: durably. Raises OSError, UsageError."""
-    with whole_file(file, sync=sync) as handle:
+    with atomic_file(file, sync=sync) as handle:
         for part in parts:
             handle.write(part)
 
@@ -413,7 +417,7 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
         return descriptor
 
 
-def open_private(identity: UUID, version: int) -> Snapshot | None:
+def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
     """This user's private copy of a version, mapped; None where there is none.
 
     A process compares all checksums of a copy before it uses any of it. It removes one that does
@@ -432,7 +436,7 @@ def open_private(identity: UUID, version: int) -> Snapshot | None:
     return found if (found.identity, found.version) == (identity, version) else None
 
 
-def newest_private(identity: UUID) -> int:
+def newest_private_copy(identity: UUID) -> int:
     """The greatest version of which this user has a private copy; 0 for none."""
     try:
         folder = _private_path(identity, 0).parent
@@ -442,7 +446,7 @@ def newest_private(identity: UUID) -> int:
     return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
 
 
-def keep_private(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
+def write_private_copy(identity: UUID, version: int, parts: Sequence[Part]) -> Snapshot | None:
     """Write a checked snapshot to the private folder and map it; None where that is impossible.
 
     It is not synced, which would take as long as making it. So it counts only until the machine

@@ -3,21 +3,20 @@
 Owned here: the choice. Not owned: what an address means (`urls.py`), the stores (`storage/`). The
 library that speaks to buckets hangs in a forked child, and users' training processes fork: so they
 leave buckets to a helper (`storage/cloud_proxy.py`). Programs of ours that do not fork bring along
-functions that open them directly (`can_open`).
+functions that open them directly (`register_opener`).
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import ConfigError, MetadataError, UsageError
+from .errors import ConfigError, MetadataError
 from .storage.accounts import FILE, AccountFile, AccountTable
 from .storage.cloud_proxy import CloudProxy
 from .storage.folder import FolderStore
 from .storage.metadata import MetadataStore
 from .storage.objects import ObjectStore
 from .storage.sqlite import SqliteMetadata
-from .task.registration import Registrations
 from .urls import CLOUD_SCHEMES, RepositoryUrl
 
 METADATA_FILE = "meta.sqlite"
@@ -34,7 +33,7 @@ def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:
 _OPENERS: dict[str, ObjectsOpener] = {"file": _folder}
 
 
-def can_open(scheme: str, opener: ObjectsOpener) -> None:
+def register_opener(scheme: str, opener: ObjectsOpener) -> None:
     """This process may open addresses of a scheme."""
     _OPENERS[scheme] = opener
 
@@ -45,7 +44,7 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
     if opener is not None:
         return opener(url, create)
     if url.scheme in CLOUD_SCHEMES:  # this process may fork
-        return CloudProxy.open(url.place, create=create)
+        return CloudProxy.open(url.objects_url, create=create)
     raise ConfigError(
         f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
     )
@@ -93,23 +92,7 @@ def check_accounts_place(url: RepositoryUrl) -> None:
         )
 
 
-def open_registrations(
-    url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
-) -> Registrations:
-    """Where the masters of tasks register, in a repository whose objects are open. `deadline_s` is
-    for each call. Raises UsageError where there is no such place; ConfigError, MetadataError.
-    """
-    if not url.meta:
-        raise UsageError(
-            f"the nodes of a task find each other through Redis, and {url} has none",
-            advice="name all nodes by --peers host:port,..., with a --task-key-file",
-        )
-    from .storage.redis_tasks import DEADLINE_S, RedisTasks  # noqa: PLC0415  # as above
-
-    return RedisTasks.open(url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S)
-
-
-def set_metadata_aside(url: RepositoryUrl) -> None:
+def rename_unusable_metadata(url: RepositoryUrl) -> None:
     """Moves an embedded metadata store that cannot be used out of the way; others stay."""
     if url.meta or url.scheme != "file":
         return

@@ -33,14 +33,14 @@ _LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
 _BLOCK_ENTRIES = 1 << 20  # of a snapshot, at once
 
 
-class Tally(NamedTuple):
+class EntryDigest(NamedTuple):
     """How many places a chunk has, and the sum (mod 2^64) of their hashes."""
 
-    places: int
+    entry_count: int
     digest: int
 
 
-def tally(rows: Rows) -> Tally:
+def entry_digest(rows: Rows) -> EntryDigest:
     """The tally of what one chunk brings (`Header.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
@@ -53,15 +53,15 @@ def tally(rows: Rows) -> Tally:
     parts = np.flatnonzero(files & (records["extents"] > 1)).tolist()
     extents = np.frombuffer(b"".join(rows.tails[i] for i in parts), EXTENT)
     total = int(hashes.sum()) + int(_hashed_extents(extents).sum())
-    return Tally(len(whole) + len(parts), total % (1 << 64))
+    return EntryDigest(len(whole) + len(parts), total % (1 << 64))
 
 
-def check_tallies(columns: Columns, tallies: Mapping[ChunkId, Tally]) -> None:
+def check_entry_digests(columns: Columns, tallies: Mapping[ChunkId, EntryDigest]) -> None:
     """Raise CorruptError where the places of a chunk in a snapshot are not those of its tally."""
     ids = columns.chunk_id.tobytes() if tallies else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
     group = np.full(len(table), -1, np.int64)  # by number of a chunk
-    wanted: list[tuple[ChunkId, Tally]] = []
+    wanted: list[tuple[ChunkId, EntryDigest]] = []
     for chunk, expected in tallies.items():
         number = bisect_left(table, chunk)
         if number < len(table) and table[number] == chunk:
@@ -82,9 +82,9 @@ def check_tallies(columns: Columns, tallies: Mapping[ChunkId, Tally]) -> None:
     of_wanted = columns.extents[group[columns.extents["chunk"]] >= 0]
     sums.add(of_wanted["chunk"], _hashed_extents(of_wanted))
     for at, (chunk, expected) in enumerate(wanted):
-        found = Tally(int(sums.places[at]), int(sums.digests[at]))
-        if found.places > expected.places or (
-            found.places == expected.places and found.digest != expected.digest
+        found = EntryDigest(int(sums.places[at]), int(sums.digests[at]))
+        if found.entry_count > expected.entry_count or (
+            found.entry_count == expected.entry_count and found.digest != expected.digest
         ):
             raise CorruptError(
                 f"the metadata of chunk {chunk_id_text(chunk)} are not what its header says",

@@ -28,7 +28,7 @@ AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
 ReadHeader = Callable[[ChunkId], Header]
 
 
-class Standing(NamedTuple):
+class ActiveTombstone(NamedTuple):
     """A tombstone that stands."""
 
     stamp: Stamp
@@ -36,14 +36,21 @@ class Standing(NamedTuple):
     place: int
 
 
-def standing(header: Header, holes: Collection[int]) -> Iterator[tuple[bytes, Standing]]:
+def active_tombstones(
+    header: Header, holes: Collection[int]
+) -> Iterator[tuple[bytes, ActiveTombstone]]:
     """The tombstones in a chunk that are no holes, by path."""
     for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
         if place not in holes:
-            yield header.path(place), Standing(header.stamp(place), header.preamble.id, place)
+            yield (
+                header.path(place),
+                ActiveTombstone(header.stamp(place), header.preamble.id, place),
+            )
 
 
-def old_enough(tombstones: Mapping[bytes, Standing], began_s: float) -> dict[bytes, Standing]:
+def old_enough(
+    tombstones: Mapping[bytes, ActiveTombstone], began_s: float
+) -> dict[bytes, ActiveTombstone]:
     """Those that nothing on its way can be older than; `began_s` is from before the listing."""
     limit_s = began_s - AGE_S
     return {
@@ -53,8 +60,10 @@ def old_enough(tombstones: Mapping[bytes, Standing], began_s: float) -> dict[byt
     }
 
 
-def due(
-    tombstones: Mapping[bytes, Standing], suspects: Iterable[ChunkId], read_header: ReadHeader
+def droppable_tombstones(
+    tombstones: Mapping[bytes, ActiveTombstone],
+    suspects: Iterable[ChunkId],
+    read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
     """By chunk, the places of the tombstones (`old_enough`) that have nothing left to hide.
 

@@ -5,8 +5,8 @@
     s3://bucket/prefix?meta=...          an object store (gs://, az:// likewise)
     diesel://host:port                   a server (diesel+tls:// encrypted)
 
-Such a URL may hold a password. Nothing here shows one: `str` and `repr` leave it out; `whole`, for
-processes of our own, has it.
+Such a URL may hold a password. Nothing here shows one: `str` and `repr` leave it out; `full_url`,
+for processes of our own, has it.
 """
 
 import re
@@ -43,19 +43,23 @@ class RepositoryUrl:
     meta: str = ""  # the URL of the metadata store; empty: the embedded one
 
     @property
-    def place(self) -> str:
+    def objects_url(self) -> str:
         """The address of the objects alone."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
-    def whole(self) -> str:
+    def full_url(self) -> str:
         """The address with all that it holds."""
-        return f"{self.place}?meta={quote(self.meta, safe=':/@,')}" if self.meta else self.place
+        return (
+            f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
+            if self.meta
+            else self.objects_url
+        )
 
     def __str__(self) -> str:
-        place = shown_url(self.place)
+        place = shown_url(self.objects_url)
         return f"{place}?meta={shown_url(self.meta)}" if self.meta else place
 
     def __repr__(self) -> str:

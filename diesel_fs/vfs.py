@@ -29,9 +29,10 @@ import numpy.typing as npt
 import trio
 
 from .chunk_id import chunk_id_text
-from .entries import NAME_BYTES_MAX, Kind, shown
+from .entries import NAME_BYTES_MAX, Bytes, Kind
 from .errors import CorruptError, DeadlineError, DieselError, ObjectMissing
-from .hidden import HiddenFile, HiddenFolder, Readers
+from .hidden import HiddenFile, HiddenFolder, ListObserver
+from .names import shown
 from .nodes import (
     ABSENT,
     FOREVER_S,
@@ -39,10 +40,9 @@ from .nodes import (
     HIDDEN_ROOT,
     ROOT,
     Attributes,
-    Bytes,
+    FuseErrno,
     Listing,
     Owner,
-    Refused,
 )
 from .settings import READ_DEADLINE_S
 from .snapshot import Snapshot
@@ -56,7 +56,7 @@ RETRY_REFUSED_S = 0.5
 """After a READ ahead has failed the kernel asks once more at once. Where the deadline has passed,
 that one is refused, or the reader would wait for two of them."""
 
-GIVEN_UP_MAX = 4096
+TIMED_OUT_MAX = 4096
 
 LISTING_ENTRIES = 1024
 """Entries of a folder that are looked at together; one READDIR answer holds 24 to some 6,000."""
@@ -64,7 +64,7 @@ LISTING_ENTRIES = 1024
 LISTINGS_KEPT = 64
 """So many such parts are kept: as many readers can list large folders at once without repeating."""
 
-STATS_STILL_S = 1.0
+STATS_MAX_AGE_S = 1.0
 """A program that stats, opens and reads `.diesel/stats` finds one content."""
 
 BLOCK_BYTES = 4096
@@ -72,14 +72,14 @@ BLOCK_BYTES = 4096
 _TYPE_BITS = np.array([stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR, 0], np.uint32)  # by Kind
 
 
-class ContentReader(Protocol):
+class EntryReader(Protocol):
     """Checked bytes of entries, by index. Every method may be called from any thread."""
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
         """`size` bytes from `offset` on, checked. May block. Raises DieselError."""
         ...
 
-    def cached(self, index: int, offset: int, size: int) -> memoryview | None:
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """The same if it is in memory, else None. Never blocks."""
         ...
 
@@ -116,21 +116,21 @@ class Space(NamedTuple):
 class Vfs:
     """One dataset at one version as a file system."""
 
-    counted_from = HIDDEN_ROOT
-    """The nodes from this one on want `remember` and `forget`."""
+    first_counted_node = HIDDEN_ROOT
+    """The nodes from this one on want `count_lookup` and `forget`."""
 
     def __init__(
         self,
         snapshot: Snapshot,
-        reader: ContentReader,
+        reader: EntryReader,
         owner: Owner,
         *,
-        about: Mapping[str, object] | None = None,
+        mount_info: Mapping[str, object] | None = None,
         hidden: Mapping[bytes, HiddenFile] | None = None,
-        readers: Readers | None = None,
-        control: Callable[[], bytes] = bytes,
-        residency: Callable[[], Mapping[str, object]] | None = None,
-        besides: Callable[[], Mapping[str, object]] = dict,
+        list_observer: ListObserver | None = None,
+        control_path: Callable[[], bytes] = bytes,
+        prefetch_stats: Callable[[], Mapping[str, object]] | None = None,
+        extra_stats: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,22 +141,22 @@ class Vfs:
         self.waiting = 0
         self._asking = 0
         self._reader = reader
-        self._about = dict(about or {})
-        self._residency = residency
-        self._besides = besides
+        self._mount_info = dict(mount_info or {})
+        self._prefetch_stats = prefetch_stats
+        self._extra_stats = extra_stats
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
-        self._given_up: dict[int, float] = {}
-        self._settled = trio.lowlevel.ParkingLot()
+        self._timed_out_until_s: dict[int, float] = {}
+        self._drained = trio.lowlevel.ParkingLot()
         self._clock = clock
         self._started_s = clock()
         self._listings: OrderedDict[tuple[int, int], Listing] = OrderedDict()
         self._hidden = HiddenFolder(
             snapshot,
-            {b"stats": HiddenFile(self._stats_text, STATS_STILL_S), **(hidden or {})},
+            {b"stats": HiddenFile(self._stats_text, STATS_MAX_AGE_S), **(hidden or {})},
             owner,
-            readers=readers,
-            control=control,
+            list_observer=list_observer,
+            control_path=control_path,
             clock=clock,
         )
 
@@ -165,19 +165,19 @@ class Vfs:
     def lookup(self, folder: int, name: bytes) -> Attributes:
         """What `name` in a folder of the dataset leads to.
 
-        Who tells the kernel of it calls `remember`. What is asked of folders of ours may wait: that
-        is `lookup_hidden`.
+        Who tells the kernel of it calls `count_lookup`. What is asked of folders of ours may wait:
+        that is `lookup_hidden`.
         """
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
         index = self.snapshot.child(self._index(folder), name)
         if index < 0 and len(name) > NAME_BYTES_MAX:
-            raise Refused(errno.ENAMETOOLONG)
+            raise FuseErrno(errno.ENAMETOOLONG)
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
         """The same in `.diesel` and below it."""
-        with self._waits(asks=1):
+        with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
@@ -188,13 +188,13 @@ class Vfs:
             return Attributes(node, mode, found.size, found.mtime_ns, FOREVER_S)
         return self._hidden.attributes(node)
 
-    def remember(self, node: int) -> None:
+    def count_lookup(self, node: int) -> None:
         """Counts that the kernel has been given the node; only hidden ones are counted."""
         if node > HIDDEN_ROOT:
-            self._hidden.remember(node)
+            self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Takes back `count` of what `remember` counted."""
+        """Takes back `count` of what `count_lookup` counted."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
@@ -206,7 +206,7 @@ class Vfs:
         entries = self.snapshot.entry_count
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
-    def remember_listed(self, folder: int, place: int, count: int) -> None:
+    def count_listed(self, folder: int, place: int, count: int) -> None:
         """Counts that the kernel has been given so many children of a folder, from a place on."""
 
     def link_target(self, node: int) -> bytes:
@@ -230,7 +230,7 @@ class Vfs:
             return ROOT
         return self.snapshot.parent(self._index(node)) + 1
 
-    def listing_from(self, folder: int, offset: int) -> tuple[int, int]:
+    def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
         """Where a listing goes on that the kernel has come to an offset of: what to add to all of a
         folder's offsets, and the offset without it. In one version each is good for ever.
         """
@@ -287,20 +287,20 @@ class Vfs:
 
     async def hidden_listing(self, folder: int) -> Listing:
         """All that is in a folder of ours."""
-        with self._waits(asks=1):
+        with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
     # content ----------------------------------------------------------------------------------
 
-    def read_now(self, node: int, offset: int, size: int) -> Bytes | None:
+    def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
         """The bytes if they are in memory, in full up to the file's end; None where `read` must."""
         if node >= HIDDEN_ROOT:
-            return self._hidden.read_now(node, offset, size)
+            return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
         wanted = self._wanted(index, offset, size)
         if wanted == 0:
             return b""
-        found = self._reader.cached(index, offset, wanted)
+        found = self._reader.read_nowait(index, offset, wanted)
         if found is None:
             return None
         if len(found) != wanted:
@@ -316,17 +316,17 @@ class Vfs:
         """
         if node >= HIDDEN_ROOT:
             return await self._read_hidden(node, offset, size)
-        found = self.read_now(node, offset, size)
+        found = self.read_nowait(node, offset, size)
         if found is not None:
             return found
         index = node - 1
         wanted = self._wanted(index, offset, size)
-        late = DeadlineError(f"no answer within {self._deadline_s:g} s")
-        if self._clock() < self._given_up.pop(index, -math.inf):
-            raise self._failed(index, offset, late)
+        timeout_error = DeadlineError(f"no answer within {self._deadline_s:g} s")
+        if self._clock() < self._timed_out_until_s.pop(index, -math.inf):
+            raise self._failed(index, offset, timeout_error)
         self.reads["misses"] += 1
         try:
-            with self._waits(), trio.fail_after(self._deadline_s):
+            with self._counted_wait(), trio.fail_after(self._deadline_s):
                 view = await trio.to_thread.run_sync(
                     self._reader.read,
                     index,
@@ -336,10 +336,10 @@ class Vfs:
                     limiter=self._threads,
                 )
         except trio.TooSlowError:
-            if len(self._given_up) >= GIVEN_UP_MAX:
-                self._given_up.clear()
-            self._given_up[index] = self._clock() + RETRY_REFUSED_S
-            raise self._failed(index, offset, late) from None
+            if len(self._timed_out_until_s) >= TIMED_OUT_MAX:
+                self._timed_out_until_s.clear()
+            self._timed_out_until_s[index] = self._clock() + RETRY_REFUSED_S
+            raise self._failed(index, offset, timeout_error) from None
         except DieselError as error:
             raise self._failed(index, offset, error) from None
         if len(view) != wanted:
@@ -349,29 +349,29 @@ class Vfs:
 
     async def _read_hidden(self, node: int, offset: int, size: int) -> Bytes:
         try:
-            with self._waits(), trio.fail_after(self._deadline_s):
+            with self._counted_wait(), trio.fail_after(self._deadline_s):
                 return await self._hidden.read(node, offset, size)
         except trio.TooSlowError:
-            log.error("%s was not made within %g s", self._where(node), self._deadline_s)
-            raise Refused(errno.EIO) from None
+            log.error("%s was not made within %g s", self._describe_node(node), self._deadline_s)
+            raise FuseErrno(errno.EIO) from None
 
     @contextmanager
-    def _waits(self, asks: int = 0) -> Iterator[None]:
-        """Somebody waits meanwhile: a reader, or one that `asks` for a name."""
+    def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
+        """Somebody waits meanwhile: a reader, or one that `lookups` for a name."""
         self.waiting += 1
-        self._asking += asks
+        self._asking += lookups
         try:
             yield
         finally:
             self.waiting -= 1
-            self._asking -= asks
+            self._asking -= lookups
             if not self.waiting:
-                self._settled.unpark_all()
+                self._drained.unpark_all()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Returns when no read waits."""
         while self.waiting:
-            await self._settled.park()
+            await self._drained.park()
 
     def _wanted(self, index: int, offset: int, size: int) -> int:
         return max(0, min(size, self.snapshot.size(index) - offset))
@@ -380,9 +380,9 @@ class Vfs:
 
     def errno_of(self, fault: BaseException, request: str, node: int) -> int:
         """What a session answers for an exception: one bad request never ends a mount."""
-        if isinstance(fault, Refused):
+        if isinstance(fault, FuseErrno):
             return fault.errno
-        log.error("%s of %s failed: %r", request, self._where(node), fault, exc_info=fault)
+        log.error("%s of %s failed: %r", request, self._describe_node(node), fault, exc_info=fault)
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
@@ -393,15 +393,15 @@ class Vfs:
             "version": self.snapshot.version,
             "entries": self.snapshot.entry_count,
             "bytes": self.snapshot.byte_count,
-            **self._about,
+            **self._mount_info,
             "uptime_s": round(self._clock() - self._started_s, 3),
             "requests": dict(sorted(self.requests.items())),
             "reads": dict(self.reads),
             "waiting": self.waiting - self._asking,
             "cache": self._reader.stats(),
             "lists": self._hidden.stats(),
-            **({} if self._residency is None else {"residency": self._residency()}),
-            **self._besides(),
+            **({} if self._prefetch_stats is None else {"residency": self._prefetch_stats()}),
+            **self._extra_stats(),
         }
 
     def close(self) -> None:
@@ -411,24 +411,24 @@ class Vfs:
     def _stats_text(self) -> bytes:
         return json.dumps(self.stats(), indent=2).encode() + b"\n"
 
-    def _failed(self, index: int, offset: int, fault: DieselError) -> Refused:
+    def _failed(self, index: int, offset: int, fault: DieselError) -> FuseErrno:
         self.reads["failed"] += 1
         log.error(
             "cannot read %s at %d (%s): %s%s",
-            self._where(index + 1),
+            self._describe_node(index + 1),
             offset,
             self._chunk_at(index, offset),
             fault,
             self._too_old if isinstance(fault, ObjectMissing) else "",
         )
-        return Refused(errno.EIO)
+        return FuseErrno(errno.EIO)
 
     @property
     def _too_old(self) -> str:
         version = self.snapshot.version
         return f" (snapshot too old: purged since, perhaps; the mount shows version {version})"
 
-    def _where(self, node: int) -> str:
+    def _describe_node(self, node: int) -> str:
         """Dataset and path of a node, for people; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
@@ -442,7 +442,7 @@ class Vfs:
 
     def _index(self, node: int) -> int:
         if not 0 < node <= self.snapshot.entry_count:
-            raise Refused(errno.ESTALE)
+            raise FuseErrno(errno.ESTALE)
         return node - 1
 
     def _permissions(self, kind: Kind, mode: int) -> int:

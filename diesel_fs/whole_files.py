@@ -62,7 +62,7 @@ def named_file(descriptor: int, shown: str) -> BinaryIO:
     return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
 
 
-def unwritable(file: Path | str, error: OSError) -> DieselError:
+def write_error(file: Path | str, error: OSError) -> DieselError:
     """Why a file cannot be written, as an error of ours."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
@@ -75,7 +75,7 @@ _STRANGERS_S = 86_400
 
 
 @contextmanager
-def whole_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
 
     A new file has `mode`, less the umask. Raises OSError with `path` as its file name, UsageError

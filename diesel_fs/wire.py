@@ -14,8 +14,8 @@ import msgpack
 from .errors import CorruptError, UsageError
 from .greeting import GREETING_BYTES as GREETING_BYTES
 from .greeting import NONCE_BYTES as NONCE_BYTES
-from .greeting import Greetings
-from .messages import Message, unpacked
+from .greeting import GreetingCodec
+from .messages import Message, unpack
 
 VERSION = 1
 
@@ -23,7 +23,7 @@ BINDING_BYTES = 32
 NO_BINDING = bytes(BINDING_BYTES)
 USER_BYTES_MAX = 64
 
-_GREETINGS = Greetings(b"\x93DIESNET", VERSION, "client", "server")
+_GREETINGS = GreetingCodec(b"\x93DIESNET", VERSION, "client", "server")
 _LENGTHS = struct.Struct("<II")
 LENGTHS_BYTES = _LENGTHS.size
 _LOGIN = b"diesel-fs login 1\0"
@@ -38,9 +38,12 @@ class Limits:
     payload_bytes: int
 
 
-BEFORE_LOGIN = Limits(4 << 10, 64, 0)
-REQUEST = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
-ANSWER = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
+BEFORE_LOGIN_LIMITS = Limits(4 << 10, 64, 0)
+REQUEST_LIMITS = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
+READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
+"""What one request may read: a whole chunk is one range."""
+
+ANSWER_LIMITS = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
 # greeting -----------------------------------------------------------------------------------------
@@ -48,16 +51,16 @@ ANSWER = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
 welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
-refusal, refused = _GREETINGS.refusal, _GREETINGS.refused
+refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
-def other_version(version: int) -> str:
+def version_mismatch(version: int) -> str:
     """What to tell a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
 
 
-def signed(nonce: bytes, binding: bytes, user: str) -> bytes:
+def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
     """What a login signs; `binding` is SHA-256 of the server's certificate, or `NO_BINDING`.
 
     Raises UsageError for a name that no user has.
@@ -98,10 +101,10 @@ def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
 
 def parse_head(content: bytes | bytearray | memoryview, limits: Limits) -> Message:
     """The message of a frame. Raises CorruptError."""
-    return unpacked(content, limits.items)
+    return unpack(content, limits.items)
 
 
-def check_known(message: Message) -> None:
+def check_required_fields(message: Message) -> None:
     """Raises UsageError where a message has a field that must be understood and is not."""
     for name in message:
         if name.endswith("!"):

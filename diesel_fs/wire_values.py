@@ -9,39 +9,31 @@ from collections.abc import Sequence
 from uuid import UUID
 
 import numpy as np
-import numpy.typing as npt
 
 from .catalogue import DatasetInfo
-from .entries import ChunkId, Kind
+from .entries import CHUNK_RANGE, ChunkId, ChunkRanges, Kind
 from .errors import UsageError
 from .messages import Fields, Message, Value
 from .names import check_dataset_name
 from .snapshot import Stats
-from .storage.metadata import Marker
-from .wire import REQUEST
-
-PART = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
-"""A part of a chunk object: its bytes from `start` on."""
+from .storage.metadata import DatasetHead
+from .wire import READ_BYTES_MAX
 
 PARTS_MAX = 65_536
-READ_BYTES_MAX = REQUEST.payload_bytes
-"""A whole chunk is one part."""
 
 PATHS_MAX = 1 << 18
 NO_KIND = 255
 """In a column of kinds: there is no such entry."""
-
-Parts = npt.NDArray[np.void]
 
 _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8"))
 
 
 def info_message(info: DatasetInfo) -> Message:
     """A dataset as it travels."""
-    found = info.marker
-    marker: Message | None = None
+    found = info.head
+    head_message: Message | None = None
     if found is not None:
-        marker = {
+        head_message = {
             "version": found.version,
             "files": found.files,
             "bytes": found.bytes,
@@ -53,31 +45,33 @@ def info_message(info: DatasetInfo) -> Message:
         "name": info.name,
         "identity": info.identity.bytes,
         "created_ns": info.created_ns,
-        "marker": marker,
+        "marker": head_message,
     }
 
 
-def info_in(value: Value) -> DatasetInfo:
+def parse_info(value: Value) -> DatasetInfo:
     """The dataset that a message describes."""
     fields = Fields(_map(value, "a dataset"), "a dataset")
     name = check_dataset_name(fields.text("name"))
-    identity = identity_in(fields)
-    created_ns = fields.whole("created_ns")
+    identity = parse_identity(fields)
+    created_ns = fields.integer("created_ns")
     assert isinstance(value, dict)
     described = value.get("marker")
-    marker = None
+    head = None
     if described is not None:
-        of = Fields(_map(described, "a marker"), "a marker")
-        version, files, content, chunks = map(of.whole, ("version", "files", "bytes", "chunks"))
-        digest, newest = (octets(of, each, 16) for each in ("digest", "newest"))
-        marker = Marker(
+        head_fields = Fields(_map(described, "a marker"), "a marker")
+        version, files, content, chunks = map(
+            head_fields.integer, ("version", "files", "bytes", "chunks")
+        )
+        digest, newest = (octets(head_fields, each, 16) for each in ("digest", "newest"))
+        head = DatasetHead(
             identity, name, version, files, content, chunks, int.from_bytes(digest, "big"),
             ChunkId(newest),
         )  # fmt: skip
-    return DatasetInfo(name, identity, created_ns, marker)
+    return DatasetInfo(name, identity, created_ns, head)
 
 
-def identity_in(fields: Fields) -> UUID:
+def parse_identity(fields: Fields) -> UUID:
     """The field `identity`."""
     return UUID(bytes=octets(fields, "identity", 16))
 
@@ -90,7 +84,7 @@ def octets(fields: Fields, name: str, length: int) -> bytes:
     return found
 
 
-def maps_in(answer: Message, name: str) -> list[Value]:
+def parse_list(answer: Message, name: str) -> list[Value]:
     """A field that is a list."""
     found = answer.get(name)
     if not isinstance(found, list):
@@ -100,19 +94,19 @@ def maps_in(answer: Message, name: str) -> list[Value]:
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
     """Parts (chunk, start, size) as they travel."""
-    found = np.zeros(len(parts), PART)
+    found = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         found[i] = (np.void(chunk), start, size)
     return found.tobytes()
 
 
-def parts_in(fields: Fields) -> Parts:
+def parse_parts(fields: Fields) -> ChunkRanges:
     """The field `parts`."""
     packed = fields.octets("parts")
-    count, rest = divmod(len(packed), PART.itemsize)
+    count, rest = divmod(len(packed), CHUNK_RANGE.itemsize)
     if rest or count > PARTS_MAX:
-        fields.bad("parts", f"it is at most {PARTS_MAX} records of {PART.itemsize} bytes")
-    found = np.frombuffer(packed, PART)
+        fields.bad("parts", f"it is at most {PARTS_MAX} records of {CHUNK_RANGE.itemsize} bytes")
+    found = np.frombuffer(packed, CHUNK_RANGE)
     if int(found["size"].sum(dtype=np.uint64)) > READ_BYTES_MAX:
         fields.bad("parts", f"they have at most {READ_BYTES_MAX} bytes together")
     return found
@@ -123,7 +117,7 @@ def paths_message(paths: Sequence[bytes]) -> bytes:
     return b"\0".join(paths)
 
 
-def paths_in(fields: Fields) -> list[bytes]:
+def parse_paths(fields: Fields) -> list[bytes]:
     """The field `paths`."""
     packed = fields.octets("paths")
     if packed.count(b"\0") >= PATHS_MAX:
@@ -143,7 +137,7 @@ def columns_message(stats: Stats) -> Message:
     }
 
 
-def columns_in(fields: Fields, count: int) -> Stats:
+def parse_columns(fields: Fields, count: int) -> Stats:
     """The columns of `count` entries."""
     found = {}
     for name, kind in _COLUMNS:

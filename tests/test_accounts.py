@@ -19,18 +19,18 @@ from diesel_fs.accounts import (
     Role,
     account_line,
     accounts_text,
-    added,
     check_admin_left,
     check_public_key,
     check_user_name,
-    granted,
-    merged,
     parse_accounts,
     parse_public_key,
     parse_role,
     public_key_text,
-    renewed,
-    without,
+    with_account,
+    with_accounts,
+    with_new_key,
+    with_role,
+    without_account,
 )
 from diesel_fs.credentials import key_text
 from diesel_fs.errors import (
@@ -163,20 +163,20 @@ def test_other_bytes_are_no_signature() -> None:
 
 
 def test_changes() -> None:
-    assert added({}, ANN) == {"ann": ANN}
+    assert with_account({}, ANN) == {"ann": ANN}
     with pytest.raises(ConflictError):
-        added(BOTH, Account("ann", OTHER))
-    new = renewed(BOTH, "bob", PUBLIC, admin=False)
+        with_account(BOTH, Account("ann", OTHER))
+    new = with_new_key(BOTH, "bob", PUBLIC, admin=False)
     assert (new["bob"].public_key, new["bob"].grants) == (PUBLIC, BOB.grants)
-    assert renewed(BOTH, "ann", OTHER, admin=False)["ann"].admin
-    assert set(without(BOTH, "ann")) == {"bob"}
-    assert granted(BOTH, "bob", "pets", Role.WRITE)["bob"].grants["pets"] is Role.WRITE
-    assert granted(BOTH, "bob", "pets", Role.NONE)["bob"].grants == {"cars": Role.ADMIN}
-    assert merged(BOTH, [Account("bob", PUBLIC)])["bob"].grants == {}
+    assert with_new_key(BOTH, "ann", OTHER, admin=False)["ann"].admin
+    assert set(without_account(BOTH, "ann")) == {"bob"}
+    assert with_role(BOTH, "bob", "pets", Role.WRITE)["bob"].grants["pets"] is Role.WRITE
+    assert with_role(BOTH, "bob", "pets", Role.NONE)["bob"].grants == {"cars": Role.ADMIN}
+    assert with_accounts(BOTH, [Account("bob", PUBLIC)])["bob"].grants == {}
     unknown: list[Callable[[], object]] = [
-        lambda: without(BOTH, "eve"),
-        lambda: renewed(BOTH, "eve", PUBLIC, admin=True),
-        lambda: granted(BOTH, "eve", "pets", Role.READ),
+        lambda: without_account(BOTH, "eve"),
+        lambda: with_new_key(BOTH, "eve", PUBLIC, admin=True),
+        lambda: with_role(BOTH, "eve", "pets", Role.READ),
     ]
     for work in unknown:
         with pytest.raises(NotFoundError):
@@ -185,19 +185,19 @@ def test_changes() -> None:
 
 
 def test_the_last_administrator_is_told_apart() -> None:
-    check_admin_left(BOTH, without(BOTH, "bob"))
+    check_admin_left(BOTH, without_account(BOTH, "bob"))
     check_admin_left({}, {"bob": BOB})
     with pytest.raises(ConflictError):
-        check_admin_left(BOTH, without(BOTH, "ann"))
+        check_admin_left(BOTH, without_account(BOTH, "ann"))
 
 
 def test_there_are_limits() -> None:
     many = {f"u{i}": Account(f"u{i}", PUBLIC) for i in range(ACCOUNTS_MAX)}
     with pytest.raises(UsageError):
-        added(many, ANN)
+        with_account(many, ANN)
     full = Account("eve", PUBLIC, grants={f"d{i}": Role.READ for i in range(GRANTS_MAX)})
     with pytest.raises(UsageError):
-        granted({"eve": full}, "eve", "one-more", Role.READ)
+        with_role({"eve": full}, "eve", "one-more", Role.READ)
 
 
 # Text

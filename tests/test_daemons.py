@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs import daemons
-from diesel_fs.daemons import LOG_LINES_SHOWN, add_last_lines
+from diesel_fs.daemons import LOG_LINES_SHOWN, add_log_tail
 from diesel_fs.errors import (
     BusyError,
     DeadlineError,
@@ -23,7 +23,7 @@ LOG = b"2026-01-01 INFO starts\n2026-01-01 ERROR what failed; what to do\n  | of
 
 
 def said(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
-    add_last_lines(error, BytesIO(log), start)
+    add_log_tail(error, BytesIO(log), start)
     return str(error)
 
 
@@ -52,6 +52,8 @@ def test_a_program_that_ends_without_a_word(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('a word for the log alone')"]
     with daemons.log_file(log) as file:
         with pytest.raises(DieselError) as ended:
-            daemons.start(command, b"", file, logging.getLogger("x"), what="it", deadline_s=30)
-        add_last_lines(ended.value, file, 0)
+            daemons.start(
+                command, b"", file, logging.getLogger("x"), daemon_name="it", deadline_s=30
+            )
+        add_log_tail(ended.value, file, 0)
     assert str(ended.value) == "it did not come up\n  | a word for the log alone"

@@ -8,29 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.differences import Differences, between, from_folder
+from diesel_fs.differences import Differences, compare_folder, compare_versions
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
-from tests.snapshot.oracle import Own, Shown, build, shown
+from tests.snapshot.oracle import OwnEntry, ShownEntry, build, shown
 from tests.snapshot.test_model import apply, batches, chunks_of
 
 from .trees import facts, odd_tree, write
 
-Told = tuple[list[bytes], list[bytes], list[bytes], int]
+DifferenceSummary = tuple[list[bytes], list[bytes], list[bytes], int]
 """Paths that were added, changed and removed; and how many entries are as they were."""
 
 
-def told(found: Differences) -> Told:
+def told(found: Differences) -> DifferenceSummary:
     assert not found.failed
     return sorted(found.added), sorted(found.changed), sorted(found.removed), found.unchanged
 
 
 def dicts_differ(
     then: Mapping[bytes, tuple[object, object]], now: Mapping[bytes, tuple[object, object]]
-) -> Told:
+) -> DifferenceSummary:
     """The same of two dicts: by path, an entry's kind, and all else that a reader sees of it."""
     kept = {path for path in then.keys() & now.keys() if then[path][0] == now[path][0]}
     changed = {path for path in kept if then[path] != now[path]}
@@ -38,8 +38,8 @@ def dicts_differ(
     return added, sorted(changed), removed, len(kept - changed)
 
 
-def seen(state: Mapping[bytes, Own], top: bytes) -> dict[bytes, tuple[object, object]]:
-    def rest(each: Shown) -> tuple[object, ...]:
+def seen(state: Mapping[bytes, OwnEntry], top: bytes) -> dict[bytes, tuple[object, object]]:
+    def rest(each: ShownEntry) -> tuple[object, ...]:
         content = [(part.size, part.checksum) for part in each.parts]
         return each.mode, each.mtime_ns, each.size, content, each.target
 
@@ -52,9 +52,9 @@ def seen(state: Mapping[bytes, Own], top: bytes) -> dict[bytes, tuple[object, ob
 
 @given(batches, batches, st.data())
 def test_two_versions_differ_as_their_entries_do(
-    first: dict[bytes, Own | None], second: dict[bytes, Own | None], data: st.DataObject
+    first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None], data: st.DataObject
 ) -> None:
-    before: dict[bytes, Own] = {}
+    before: dict[bytes, OwnEntry] = {}
     apply(before, first)
     after = dict(before)
     apply(after, second)
@@ -64,8 +64,10 @@ def test_two_versions_differ_as_their_entries_do(
         Snapshot(build(None, state, chunks_of(state, 0), version=version))
         for version, state in ((1, before), (2, after))
     )
-    assert told(between(old, new, top)) == dicts_differ(seen(before, top), seen(after, top))
-    assert told(between(old, old, top))[:3] == ([], [], [])
+    assert told(compare_versions(old, new, top)) == dicts_differ(
+        seen(before, top), seen(after, top)
+    )
+    assert told(compare_versions(old, old, top))[:3] == ([], [], [])
 
 
 def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
@@ -73,20 +75,20 @@ def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    return Repository.open((tmp_path / "store").as_uri(), create=True)
+def repository(tmp_path: Path) -> LocalRepository:
+    return LocalRepository.open((tmp_path / "store").as_uri(), create=True)
 
 
-def unseen(_: int) -> None:
+def no_progress(_: int) -> None:
     """No progress."""
 
 
 def folder_differs(view: Snapshot, folder: Path, below: bytes = b"", **how: bool) -> Differences:
     checksum = how.get("checksum", False)
-    return from_folder(view, below, folder, checksum=checksum, looked=unseen)
+    return compare_folder(view, below, folder, checksum=checksum, progress=no_progress)
 
 
-def test_a_folder_differs_as_its_files_do(repository: Repository, tmp_path: Path) -> None:
+def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path: Path) -> None:
     """And after a put of it the versions differ in just that."""
     source = odd_tree(tmp_path / "source")
     write(source, {"gone/a/b": b"", "to folder": b"1", "to file/x": b"2", "to link": b"3"})
@@ -114,7 +116,7 @@ def test_a_folder_differs_as_its_files_do(repository: Repository, tmp_path: Path
     assert told(folder_differs(before, source)) == differ
     put_tree(repository, "ds", source, options=PutOptions(delete=True))
     after = repository.view("ds")
-    assert told(between(before, after)) == differ
+    assert told(compare_versions(before, after)) == differ
     assert told(folder_differs(after, source)) == ([], [], [], len(now))
     assert told(folder_differs(after, source / "sub", b"sub"))[:3] == ([], [], [])
     assert told(folder_differs(after, source / "sub", b"elsewhere"))[0] == sorted(
@@ -123,7 +125,7 @@ def test_a_folder_differs_as_its_files_do(repository: Repository, tmp_path: Path
 
 
 def test_contents_of_equal_size_and_time_differ_when_they_are_read(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {"a": b"one", "b": b"two"})
     put_tree(repository, "ds", source)
@@ -134,14 +136,14 @@ def test_contents_of_equal_size_and_time_differ_when_they_are_read(
     assert told(folder_differs(view, source, checksum=True))[1] == [b"b"]
 
 
-def test_an_empty_folder_lacks_everything(repository: Repository, tmp_path: Path) -> None:
+def test_an_empty_folder_lacks_everything(repository: LocalRepository, tmp_path: Path) -> None:
     put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
     found = folder_differs(repository.view("ds"), write(tmp_path / "empty", {}))
     assert list(found.removed) == [b"a", b"a/b"]  # folders before what is in them
     assert list(found.added) == []
 
 
-def test_what_cannot_be_compared(repository: Repository, tmp_path: Path) -> None:
+def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) -> None:
     put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
     view = repository.view("ds")
     with pytest.raises(NotFoundError):
@@ -149,15 +151,17 @@ def test_what_cannot_be_compared(repository: Repository, tmp_path: Path) -> None
     with pytest.raises(ConflictError):
         folder_differs(view, tmp_path / "source", b"a/b")
     with pytest.raises(NoSuchPath):
-        between(view, view, b"nowhere")
+        compare_versions(view, view, b"nowhere")
     os.mkfifo(tmp_path / "source/pipe")
     assert [path for path, _ in folder_differs(view, tmp_path / "source").failed] == [b"pipe"]
 
 
-def test_paths_are_a_collection(repository: Repository, tmp_path: Path) -> None:
+def test_paths_are_a_collection(repository: LocalRepository, tmp_path: Path) -> None:
     put_tree(repository, "ds", write(tmp_path / "source", {"a": b"1"}))
     view = repository.view("ds")
-    added: Collection[bytes] = between(repository.snapshots.empty(view.identity, "ds"), view).added
+    added: Collection[bytes] = compare_versions(
+        repository.snapshots.empty(view.identity, "ds"), view
+    ).added
     assert b"a" in added
     assert b"b" not in added
     assert (len(added), view.stat(1).kind) == (1, Kind.FILE)

@@ -17,7 +17,7 @@ import pytest
 
 import diesel_fs
 from diesel_fs import errors
-from diesel_fs.task.request import TaskWords
+from diesel_fs.task.request import TaskKwargs
 from diesel_server import main as server
 from diesel_server import options as server_options
 from dlcmd import main
@@ -111,7 +111,7 @@ def test_the_python_interface_is_documented() -> None:
         home = diesel_fs if match[1] == "diesel_fs" else diesel_fs.Dataset
         if match[4] is not None:
             known = set(inspect.signature(getattr(home, match[2])).parameters)
-            known |= TaskWords.__annotations__.keys() if "task" in known else set()
+            known |= TaskKwargs.__annotations__.keys() if "task" in known else set()
             assert set(match[4].split(", ")) - {"", "..."} <= known, call
     kinds = {kind.__name__ for kind in all_kinds()}
     parts = {name for name in dir(diesel_fs.Dataset) if not name.startswith("_")}
@@ -265,7 +265,7 @@ def left_out(tree: ast.AST) -> Iterator[str]:
     """The fields of a message for which some code has a default."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(attr="flag" | "whole"), [ast.Constant(str(name)), *more]):
+            case ast.Call(ast.Attribute(attr="flag" | "integer"), [ast.Constant(str(name)), *more]):
                 if more or "default" in {each.arg for each in node.keywords}:
                     yield name
 
@@ -276,7 +276,7 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
     ]
     for name, parts in (
-        ("diesel_fs/task/registration.py", {"join_in", "_member"}),
+        ("diesel_fs/task/registration.py", {"parse_join", "_member"}),
         ("diesel_fs/housekeeping.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body

@@ -12,8 +12,8 @@ import pytest
 
 from diesel_fs import errors
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import described
-from diesel_fs.storage.cloud_requests import ExpiredCredentials, StoreGone
+from diesel_fs.messages import error_message
+from diesel_fs.storage.cloud_requests import ExpiredCredentials, PermanentStoreError
 
 from .test_layers import modules
 
@@ -111,11 +111,11 @@ def test_a_path_that_is_missing_is_an_error_of_a_file_too() -> None:
         assert str(error) == "no 'x' in dataset 'd'; look"
         assert (error.errno, error.strerror) == (errno.ENOENT, os.strerror(errno.ENOENT))
         assert (error.message, error.advice, error.exit_code) == (made.message, "look", 10)
-        assert described(error)["error"] == "NoSuchPath"
-    assert type(errors.revived("NoSuchPath", "what", "do")) is errors.NoSuchPath
+        assert error_message(error)["error"] == "NoSuchPath"
+    assert type(errors.error_by_class_name("NoSuchPath", "what", "do")) is errors.NoSuchPath
 
 
-class _Told(errors.BusyError):
+class _ErrorWithPaths(errors.BusyError):
     """As leaves elsewhere: one that wants more than words."""
 
     def __init__(self, message: str, paths: list[str]) -> None:
@@ -128,13 +128,13 @@ class _Told(errors.BusyError):
         ("NoSpaceError", errors.NoSpaceError),
         ("MetadataBehind", errors.MetadataBehind),
         ("DieselError", DieselError),
-        ("_Told", errors.BusyError),
+        ("_ErrorWithPaths", errors.BusyError),
         ("KeyError", DieselError),
         ("", DieselError),
     ],
 )
 def test_an_error_of_another_process_is_known_again(name: str, kind: type[DieselError]) -> None:
-    error = errors.revived(name, "what", "do this")
+    error = errors.error_by_class_name(name, "what", "do this")
     assert type(error) is kind
     assert (error.message, error.advice) == ("what", "do this")
 
@@ -142,8 +142,8 @@ def test_an_error_of_another_process_is_known_again(name: str, kind: type[Diesel
 def test_an_error_travels_as_a_kind_that_everybody_knows() -> None:
     """What one module alone knows would be an error of no kind, exit 1, where that is missing."""
     for kind, ancestor in (
-        (StoreGone, "ObjectStoreError"),
+        (PermanentStoreError, "ObjectStoreError"),
         (ExpiredCredentials, "ObjectStoreRefused"),
     ):
-        assert described(kind("words")) == {"error": ancestor, "message": "words", "advice": ""}
-    assert described(errors.NoSpaceError("words", advice="do"))["error"] == "NoSpaceError"
+        assert error_message(kind("words")) == {"error": ancestor, "message": "words", "advice": ""}
+    assert error_message(errors.NoSpaceError("words", advice="do"))["error"] == "NoSpaceError"

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from diesel_fs import snapshot_layout as layout
-from diesel_fs.cache.content_file import ContentFile
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.content_file import EntryFile
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.extract import GetReport, get, get_tar, in_chunk_order
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
 from tests.trees import facts, write
@@ -24,15 +24,20 @@ MEMORY_BYTES = 1 << 20
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.open((tmp_path / "store").as_uri(), create=True) as opened:
+def repository(tmp_path: Path) -> Iterator[LocalRepository]:
+    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
         yield opened
 
 
 def got(
-    repository: Repository, view: Snapshot, dest: Path, path: bytes = b"", *, force: bool = False
+    repository: LocalRepository,
+    view: Snapshot,
+    dest: Path,
+    path: bytes = b"",
+    *,
+    force: bool = False,
 ) -> GetReport:
-    reader = ContentReader(view, repository.objects, MEMORY_BYTES)
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     try:
         return get(view, reader, path, dest, force=force)
     finally:
@@ -45,7 +50,7 @@ def got(
      (b"@@@x", b"../x"), (b"@x", b"/x")],
 )  # fmt: skip
 def test_M1_names_are_checked_again_by_the_writer(
-    repository: Repository, tmp_path: Path, name: bytes, evil: bytes
+    repository: LocalRepository, tmp_path: Path, name: bytes, evil: bytes
 ) -> None:
     """Even a snapshot that nobody has verified leads nowhere but into the destination."""
     source = write(tmp_path / "src", {f"sub/{name.decode()}": b"evil", "sub/good": b"good"})
@@ -67,7 +72,7 @@ def test_M1_names_are_checked_again_by_the_writer(
 
 
 def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     """A snapshot that nobody has verified says more than its chunks have: no byte is made up."""
     source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
@@ -83,14 +88,14 @@ def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
     assert "3000 bytes" in report.failed[0][1]
     assert (report.files, report.content_bytes) == (1, 4)
     assert os.listdir(tmp_path / "out") == ["good"]
-    with closing(ContentReader(bad, repository.objects, MEMORY_BYTES)) as reader:
+    with closing(EntryReader(bad, repository.objects, MEMORY_BYTES)) as reader:
         report = get_tar(bad, reader, b"", io.BytesIO())
         assert [path for path, _ in report.failed] == [b"liar"]
         assert (report.files, report.content_bytes) == (1, 4)
 
 
 def test_M4_a_device_is_replaced_and_never_opened(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "src", {"zero": b""})
     os.utime(source / "zero", ns=(0, 0))
@@ -116,7 +121,7 @@ def test_M4_a_device_is_replaced_and_never_opened(
     assert b"zero" not in opened
 
 
-def test_equal_means_equal_content(repository: Repository, tmp_path: Path) -> None:
+def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
     put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
     out, view = tmp_path / "out", repository.view("pets")
@@ -130,7 +135,7 @@ def test_equal_means_equal_content(repository: Repository, tmp_path: Path) -> No
 
 
 def test_files_of_many_extents_come_back_piece_by_piece(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "src", {"big": os.urandom(300_000), "small": b"s", "z": b""})
     put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
@@ -138,15 +143,15 @@ def test_files_of_many_extents_come_back_piece_by_piece(
     assert len(view.extents(view.lookup(b"big"))) == 5
     got(repository, view, tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
-    reader = ContentReader(view, repository.objects, MEMORY_BYTES)
-    with ContentFile(reader, view.lookup(b"big")) as file:
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
+    with EntryFile(reader, view.lookup(b"big")) as file:
         assert file.read(100) == (source / "big").read_bytes()[:100]
         assert file.readall() == (source / "big").read_bytes()[100:]
     reader.close()
 
 
 def test_files_are_read_in_the_order_of_their_chunks(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     for name in ("z", "m", "a"):  # the last comes first in directory order
         put_tree(repository, "pets", write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"}))
@@ -157,7 +162,7 @@ def test_files_are_read_in_the_order_of_their_chunks(
 
 
 def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
     whole = os.write
@@ -175,7 +180,7 @@ def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
 
 
 def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
     view = repository.view("pets")
@@ -189,7 +194,7 @@ def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
     assert [path for path, _ in report.failed] == [b"a", b"b"]
 
 
-def test_implicit_folders_keep_no_time(repository: Repository, tmp_path: Path) -> None:
+def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Path) -> None:
     """A folder that nobody put has no time of its own: 1970 would be a lie."""
     put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1"}), b"one/two")
     got(repository, repository.view("pets"), tmp_path / "out")
@@ -197,7 +202,9 @@ def test_implicit_folders_keep_no_time(repository: Repository, tmp_path: Path) -
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
 
 
-def test_folders_that_are_there_stay_as_they_are(repository: Repository, tmp_path: Path) -> None:
+def test_folders_that_are_there_stay_as_they_are(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     """A home folder's `.ssh` is not opened to everybody because a dataset has one."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
@@ -222,10 +229,12 @@ def test_folders_that_are_there_stay_as_they_are(repository: Repository, tmp_pat
     assert (home / ".ssh").stat().st_mtime_ns == (source / ".ssh").stat().st_mtime_ns
 
 
-def test_a_tar_that_cannot_be_written_is_an_error(repository: Repository, tmp_path: Path) -> None:
+def test_a_tar_that_cannot_be_written_is_an_error(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1" * (2 << 20)}))
     view = repository.view("pets")
-    reader = ContentReader(view, repository.objects, MEMORY_BYTES)
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):
         get_tar(view, reader, b"", out)
     reader.close()

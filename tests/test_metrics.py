@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diesel_fs import metrics
-from diesel_fs.metrics import Cells, cells_bytes, text, unshared
+from diesel_fs.metrics import MetricCells, cells_bytes, exposition, private_cells
 
 LINE = re.compile(
     r"# (HELP \S+ .+|TYPE \S+ (counter|gauge|histogram))"
@@ -21,10 +21,10 @@ def value(said: str, line: str) -> float:
 
 
 def test_the_text_is_what_Prometheus_reads() -> None:
-    cells = unshared()
+    cells = private_cells()
     cells.add("diesel_requests_total", "read", "ok")
     cells.observe("diesel_request_seconds", "read", value=0.003)
-    said = text([cells])
+    said = exposition([cells])
     assert said.endswith("\n")
     for line in said.splitlines():
         assert LINE.fullmatch(line), line
@@ -36,12 +36,14 @@ def test_the_text_is_what_Prometheus_reads() -> None:
 
 def test_a_total_is_the_sum_over_processes() -> None:
     memory = memoryview(bytearray(2 * cells_bytes()))
-    first, second = (Cells(memory[i * cells_bytes() : (i + 1) * cells_bytes()]) for i in range(2))
+    first, second = (
+        MetricCells(memory[i * cells_bytes() : (i + 1) * cells_bytes()]) for i in range(2)
+    )
     first.add("diesel_commits_total", amount=2)
     second.add("diesel_commits_total", amount=3)
     second.add("diesel_refusals_total", "login")
     assert first.get("diesel_commits_total") == 2
-    said = text([first, second])
+    said = exposition([first, second])
     assert value(said, "diesel_commits_total") == 5
     assert value(said, 'diesel_refusals_total{reason="login"}') == 1
 
@@ -51,9 +53,9 @@ def test_a_total_is_the_sum_over_processes() -> None:
     [(0.0, 9), (0.0005, 9), (0.0006, 8), (1.0, 4), (29.0, 2), (31.0, 1)],
 )
 def test_a_histogram_counts_up(seconds: float, buckets: int) -> None:
-    cells = unshared()
+    cells = private_cells()
     cells.observe("diesel_request_seconds", "put", value=seconds)
-    said = text([cells])
+    said = exposition([cells])
     found = re.findall(r'^diesel_request_seconds_bucket{do="put",.*} (\d+)$', said, re.MULTILINE)
     assert found == ["0"] * (9 - buckets) + ["1"] * buckets
     assert value(said, 'diesel_request_seconds_count{do="put"}') == 1
@@ -61,12 +63,12 @@ def test_a_histogram_counts_up(seconds: float, buckets: int) -> None:
 
 
 def test_no_client_makes_a_new_line() -> None:
-    cells = unshared()
-    before = len(text([cells]).splitlines())
+    cells = private_cells()
+    before = len(exposition([cells]).splitlines())
     for name in ('x"} 1\nevil 2', "a" * 10_000, ""):
         cells.add("diesel_requests_total", name, "ok")
         cells.observe("diesel_request_seconds", name, value=1)
-    said = text([cells])
+    said = exposition([cells])
     assert len(said.splitlines()) == before
     assert value(said, 'diesel_requests_total{do="other",outcome="ok"}') == 3
     assert "evil" not in said
@@ -74,18 +76,18 @@ def test_no_client_makes_a_new_line() -> None:
 
 def test_another_process_goes_on_counting_in_the_same_cells() -> None:
     memory = memoryview(bytearray(cells_bytes()))
-    before = Cells(memory)
+    before = MetricCells(memory)
     before.add("diesel_logins_total")
     before.set("diesel_connections", value=7)
     before.clear_gauges()
-    after = Cells(memory)
+    after = MetricCells(memory)
     after.add("diesel_logins_total")
-    assert value(text([before]), "diesel_logins_total") == 2
-    assert value(text([before]), "diesel_connections") == 0
+    assert value(exposition([before]), "diesel_logins_total") == 2
+    assert value(exposition([before]), "diesel_connections") == 0
 
 
 def test_threads_lose_no_count() -> None:
-    cells = unshared()
+    cells = private_cells()
 
     def count(_: int) -> None:
         for _ in range(500):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.extract import get
 from diesel_fs.fuse import MountRequest, mount, umount
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import put_tree
 
 from .trees import Facts, facts, odd_tree, write
@@ -42,15 +42,15 @@ def mounted(tmp_path: Path, url: str) -> Iterator[Path]:
 
 
 def put(url: str, source: Path) -> None:
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         report = put_tree(repository, "ds", source)
         assert report.failed == []
 
 
 def got(url: str, destination: Path) -> Facts:
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         view = repository.view("ds")
-        reader = ContentReader(view, repository.objects, 64 << 20)
+        reader = EntryReader(view, repository.objects, 64 << 20)
         get(view, reader, b"", destination)
     return facts(destination)
 
@@ -62,7 +62,7 @@ def test_pythons_library_there_and_back(
     assert len(expected) > 1000
     put(url, source)
     assert got(url, tmp_path / "back") == expected
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         assert verify(repository, "ds").problems == []
         recover(repository, "ds")
     assert facts(request.getfixturevalue("mounted")) == expected

@@ -11,7 +11,7 @@ from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, PermissionDenied
 from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
 from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.task.request import key_in
+from diesel_fs.task.request import read_key_file
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
@@ -168,7 +168,7 @@ def _redis_password(path: Path) -> str:
 
 
 SECRET = key_text(bytes(range(32)))
-SECRET_FILES = {"key": _account_key, "task's key": key_in, "Redis password": _redis_password}
+SECRET_FILES = {"key": _account_key, "task's key": read_key_file, "Redis password": _redis_password}
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])

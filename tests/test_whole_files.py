@@ -10,7 +10,7 @@ import pytest
 from diesel_fs.client import connect
 from diesel_fs.daemons import log_file
 from diesel_fs.errors import PermissionDenied, UsageError
-from diesel_fs.whole_files import whole_file
+from diesel_fs.whole_files import atomic_file
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
@@ -18,7 +18,7 @@ from .ordinary_user import USER, needs_root
 
 
 def write(path: Path, content: bytes, *, sync: bool = True) -> None:
-    with whole_file(path, sync=sync) as file:
+    with atomic_file(path, sync=sync) as file:
         file.write(content)
 
 
@@ -27,7 +27,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
     path = tmp_path / "file"
     write(path, b"1", sync=sync)
     before = path.open("rb")
-    with whole_file(path, mode=0o640, sync=sync) as file:
+    with atomic_file(path, mode=0o640, sync=sync) as file:
         file.write(b"22")
         file.flush()
         assert path.read_bytes() == b"1"
@@ -112,7 +112,7 @@ def append(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-WAYS = {"whole": write, "log": append}
+WRITERS = {"whole": write, "log": append}
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def planted(path: Path) -> Path:
 
 
 @needs_root
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITERS)
 @pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
 def test_a_link_that_another_user_has_planted_is_not_followed(
     tmp_path: Path, shared: Path, way: str, mode: int
@@ -145,13 +145,13 @@ def test_a_link_that_another_user_has_planted_is_not_followed(
         link.symlink_to(tmp_path / target)
         planted(link)
         with pytest.raises(PermissionDenied, match="somebody else may have planted"):
-            WAYS[way](link, b"theirs")
+            WRITERS[way](link, b"theirs")
     assert (tmp_path / "ours").read_bytes() == b"ours"
     assert not (tmp_path / "new").exists()
 
 
 @needs_root
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITERS)
 def test_a_link_on_the_way_that_another_user_has_planted_is_not_followed(
     tmp_path: Path, shared: Path, way: str
 ) -> None:
@@ -162,23 +162,23 @@ def test_a_link_on_the_way_that_another_user_has_planted_is_not_followed(
     (tmp_path / "ours").symlink_to(shared / "folder/file")
     for path in (shared / "folder/file", tmp_path / "ours", shared / "folder/../folder/file"):
         with pytest.raises(PermissionDenied, match="somebody else may have planted"):
-            WAYS[way](path, b"theirs")
+            WRITERS[way](path, b"theirs")
     assert not [*(tmp_path / "private").iterdir()]
 
 
 @needs_root
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITERS)
 def test_links_that_nobody_else_has_made_are_followed(
     tmp_path: Path, shared: Path, way: str
 ) -> None:
     (shared / "ours").symlink_to(tmp_path / "file")
-    WAYS[way](shared / "ours", b"1")
+    WRITERS[way](shared / "ours", b"1")
     assert (tmp_path / "file").read_bytes() == b"1"
     private = tmp_path / "private"
     private.mkdir(mode=0o755)
     (private / "link").symlink_to(tmp_path / "other")
     planted(private / "link")  # somebody has made it who may not write there any more
-    WAYS[way](private / "link", b"2")
+    WRITERS[way](private / "link", b"2")
     assert (tmp_path / "other").read_bytes() == b"2"
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from diesel_fs import wire
 from diesel_fs.errors import CorruptError, ForeignError, UsageError
-from diesel_fs.wire import ANSWER, BEFORE_LOGIN, REQUEST, VERSION, Lengths, Limits
+from diesel_fs.wire import (
+    ANSWER_LIMITS,
+    BEFORE_LOGIN_LIMITS,
+    REQUEST_LIMITS,
+    VERSION,
+    Lengths,
+    Limits,
+)
 
 NONCE = bytes(range(32))
 BINDING = bytes(range(32, 64))
@@ -19,8 +26,11 @@ def test_golden_bytes() -> None:
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"
-    assert wire.frame({"a": 1}, REQUEST, 7) == b"\4\0\0\0\7\0\0\0\x81\xa1a\1"
-    assert wire.signed(NONCE, BINDING, "me") == b"diesel-fs login 1\0" + NONCE + BINDING + b"me"
+    assert wire.frame({"a": 1}, REQUEST_LIMITS, 7) == b"\4\0\0\0\7\0\0\0\x81\xa1a\1"
+    assert (
+        wire.login_challenge(NONCE, BINDING, "me")
+        == b"diesel-fs login 1\0" + NONCE + BINDING + b"me"
+    )
 
 
 def test_a_greeting_is_understood() -> None:
@@ -34,20 +44,20 @@ def test_another_version_is_refused_with_a_sentence(version: int) -> None:
     """G4: the client's next version and the one before, and what an old client makes of it."""
     other = wire.greeting()[:8] + struct.pack("<H", version) + bytes(6)
     assert wire.parse_greeting(other) == version
-    sentence = wire.other_version(version)
+    sentence = wire.version_mismatch(version)
     assert f"version {VERSION}" in sentence
     assert str(version) in sentence
     assert ("newer client" in sentence) is (version < VERSION)
     said = wire.refusal(sentence)
     goes_on, server, length = wire.parse_welcome(said[:16])
     assert (goes_on, server, length) == (False, VERSION, len(said) - 16)
-    assert sentence in str(wire.refused(server, said[16:]))
+    assert sentence in str(wire.refusal_error(server, said[16:]))
 
 
 def test_a_server_of_another_version_that_says_nothing_is_named() -> None:
     said = b"\x93DIESNET" + struct.pack("<HHI", 9, 1, 0)
     assert wire.parse_welcome(said) == (False, 9, 0)
-    assert "version 9" in str(wire.refused(9, b""))
+    assert "version 9" in str(wire.refusal_error(9, b""))
     with pytest.raises(ForeignError):  # it takes us, and speaks otherwise
         wire.parse_welcome(b"\x93DIESNET" + struct.pack("<HHI", 9, 0, 32))
 
@@ -80,7 +90,7 @@ def test_F7_another_protocol_is_foreign_and_named(other: bytes, named: str) -> N
             parse(other[:16])
 
 
-@pytest.mark.parametrize("limits", [BEFORE_LOGIN, REQUEST, ANSWER])
+@pytest.mark.parametrize("limits", [BEFORE_LOGIN_LIMITS, REQUEST_LIMITS, ANSWER_LIMITS])
 def test_limits_hold_at_both_ends(limits: Limits) -> None:
     fits = Lengths(limits.head_bytes, limits.payload_bytes)
     assert wire.parse_lengths(struct.pack("<II", *fits), limits) == fits
@@ -105,16 +115,16 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
 def test_what_is_sent_is_read(message: dict[str, object]) -> None:
-    sent = wire.frame(message, REQUEST, 5)  # type: ignore[arg-type]  # a plain dict is a message
-    lengths = wire.parse_lengths(sent[:8], REQUEST)
+    sent = wire.frame(message, REQUEST_LIMITS, 5)  # type: ignore[arg-type]  # a plain dict is a message
+    lengths = wire.parse_lengths(sent[:8], REQUEST_LIMITS)
     assert lengths == (len(sent) - 8, 5)
-    assert wire.parse_head(sent[8:], REQUEST) == message
+    assert wire.parse_head(sent[8:], REQUEST_LIMITS) == message
 
 
 @given(st.binary(max_size=200))
 def test_any_head_is_a_message_or_corrupt(content: bytes) -> None:
     try:
-        wire.parse_head(content, BEFORE_LOGIN)
+        wire.parse_head(content, BEFORE_LOGIN_LIMITS)
     except CorruptError:
         return
 
@@ -122,31 +132,31 @@ def test_any_head_is_a_message_or_corrupt(content: bytes) -> None:
 def test_a_head_of_too_many_items_is_refused_before_it_is_built() -> None:
     many = b"\x81\xa1a\xdd\xff\xff\xff\xff"
     with pytest.raises(CorruptError, match="too many"):
-        wire.parse_head(many, ANSWER)
-    inside = wire.frame({"a": [0] * 100}, REQUEST)[8:]
-    assert wire.parse_head(inside, REQUEST)
+        wire.parse_head(many, ANSWER_LIMITS)
+    inside = wire.frame({"a": [0] * 100}, REQUEST_LIMITS)[8:]
+    assert wire.parse_head(inside, REQUEST_LIMITS)
     with pytest.raises(CorruptError, match="too many"):
-        wire.parse_head(inside, BEFORE_LOGIN)
+        wire.parse_head(inside, BEFORE_LOGIN_LIMITS)
 
 
 def test_a_field_that_must_be_understood() -> None:
-    wire.check_known({"id": 1, "do": "x", "later": 2})
+    wire.check_required_fields({"id": 1, "do": "x", "later": 2})
     with pytest.raises(UsageError, match="later!"):
-        wire.check_known({"id": 1, "do": "x", "later!": 2})
+        wire.check_required_fields({"id": 1, "do": "x", "later!": 2})
 
 
 @pytest.mark.parametrize("user", ["", "x" * 65, "\u00e9" * 33])
 def test_names_that_no_user_has(user: str) -> None:
     with pytest.raises(UsageError):
-        wire.signed(NONCE, BINDING, user)
+        wire.login_challenge(NONCE, BINDING, user)
 
 
 def test_a_login_is_for_one_connection_and_user() -> None:
     """S2: neither another nonce, nor another certificate, nor another name fits."""
-    mine = wire.signed(NONCE, BINDING, "me")
+    mine = wire.login_challenge(NONCE, BINDING, "me")
     others = [
-        wire.signed(bytes(32), BINDING, "me"),
-        wire.signed(NONCE, wire.NO_BINDING, "me"),
-        wire.signed(NONCE, BINDING, "mE"),
+        wire.login_challenge(bytes(32), BINDING, "me"),
+        wire.login_challenge(NONCE, wire.NO_BINDING, "me"),
+        wire.login_challenge(NONCE, BINDING, "mE"),
     ]
     assert mine not in others

@@ -24,15 +24,15 @@ from diesel_fs.administration import Administration, open_administration
 from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
-from diesel_fs.whole_files import is_stdout, unwritable, whole_file
+from diesel_fs.whole_files import atomic_file, is_stdout, write_error
 
-from .options import HELP_NAMES, dataset, flags, global_options, verb
+from .options import HELP_NAMES, dataset, global_flags, global_options, verb
 from .output import count_text, emit, remark, say, say_json
 
 
 def _opened(*, create: bool = False) -> Administration:
-    clouds.enable()
-    settings = flags().settings()
+    clouds.open_buckets_directly()
+    settings = global_flags().settings()
     return open_administration(
         parse_url(settings.repository_url), settings.credentials, create=create
     )
@@ -83,7 +83,7 @@ def user_add(
         if seed is not None and key_out is not None:
             _write_key(key_out, seed)
         try:
-            (accounts.renew if renew else accounts.add)(name, public, admin=admin)
+            (accounts.replace_key if renew else accounts.add)(name, public, admin=admin)
         except BaseException:
             if seed is not None and key_out is not None:
                 key_out.unlink()  # no account has it, or one that --renew can give another
@@ -97,7 +97,7 @@ def user_add(
         described["key_file"] = str(key_out)
     elif seed is not None:
         described["key"] = key_text(seed)
-    if flags().json:
+    if global_flags().json:
         say_json(described)
         return
     if "key" in described:
@@ -132,11 +132,11 @@ def user_rm(name: str) -> None:
     """
     with _opened() as accounts:
         accounts.remove(name)
-        if parse_url(flags().settings().repository_url).scheme not in SERVER_SCHEMES:
+        if parse_url(global_flags().settings().repository_url).scheme not in SERVER_SCHEMES:
             left = accounts.accounts()
             if not any(account.admin for account in left.values()):
                 remark("there is no administrator now: dlcmd user add NAME --admin")
-    if flags().json:
+    if global_flags().json:
         say_json({"removed": name})
     else:
         say(f"removed {name}")
@@ -153,7 +153,7 @@ def user_ls() -> None:
     """
     with _opened() as opened:
         accounts = opened.accounts()
-    if flags().json:
+    if global_flags().json:
         for account in accounts.values():
             say_json(_described(account))
         return
@@ -189,18 +189,18 @@ def user_export(file: str) -> None:
       dlcmd user export | ssh backup "cat > accounts.jsonl"
     """
     with _opened() as accounts:
-        text = accounts.text()
+        text = accounts.export_text()
     count = len(parse_accounts(text))
     path = Path(file)
     if file == "-" or is_stdout(path):
         emit([text])
         return
     try:
-        with whole_file(path) as opened:
+        with atomic_file(path) as opened:
             opened.write(text)
     except OSError as error:
-        raise unwritable(path, error) from error
-    if flags().json:
+        raise write_error(path, error) from error
+    if global_flags().json:
         say_json({"users": count, "file": file})
     else:
         say(f"wrote {count_text(count, 'user')} to {file}")
@@ -222,8 +222,8 @@ def user_import(file: str, replace: bool) -> None:
     text = _content(file)
     more = parse_accounts(text)
     with _opened(create=True) as accounts:
-        accounts.load(text, replace=replace)
-    if flags().json:
+        accounts.import_text(text, replace=replace)
+    if global_flags().json:
         say_json({"users": len(more), "replaced": replace})
     else:
         say(f"imported {count_text(len(more), 'user')}")
@@ -245,9 +245,9 @@ for _command in user.commands.values():
 
 @verb("grant")
 @click.argument("name", type=dataset, metavar="DATASET")
-@click.argument("who", type=check_user_name, metavar="USER")
+@click.argument("user_name", type=check_user_name, metavar="USER")
 @click.argument("role", type=parse_role, metavar="ROLE")
-def grant(name: str, who: str, role: Role) -> None:
+def grant(name: str, user_name: str, role: Role) -> None:
     """Give a user a role on a dataset, in place of the one before; it need not be there yet.
 
     \b
@@ -260,11 +260,11 @@ def grant(name: str, who: str, role: Role) -> None:
       dlcmd grant pets ann none
     """
     with _opened() as accounts:
-        accounts.grant(name, who, role)
-    if flags().json:
-        say_json({"dataset": name, "user": who, "role": role.text})
+        accounts.grant(name, user_name, role)
+    if global_flags().json:
+        say_json({"dataset": name, "user": user_name, "role": role.text})
     else:
-        say(f"{who} may {_MAY[role]} {name}")
+        say(f"{user_name} may {_MAY[role]} {name}")
 
 
 _MAY = {

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import click
 
 from diesel_fs import clouds
-from diesel_fs.cache.store import ContentReader
-from diesel_fs.entries import check_path, shown
+from diesel_fs.cache.store import EntryReader
+from diesel_fs.entries import check_path
 from diesel_fs.errors import ObjectMissing
-from diesel_fs.names import versioned
+from diesel_fs.names import parse_versioned_name, shown
 from diesel_fs.repositories import open_configured
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 
-from .options import ALL_VERSIONS, dataset, flags, no_path
+from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 from .output import remark
 
 MEMORY_BYTES = 256 << 20
@@ -28,24 +28,25 @@ _OLD_VIEW = f"{__name__}.old_view"  # whether a command has said so
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`DATASET[@VERSION][/path]`; `into` where it ends in a slash, so can only mean a folder."""
+    """`DATASET[@VERSION][/path]`; `must_be_folder` where it ends in a slash, so can only mean a
+    folder."""
 
     dataset: str
     path: bytes = b""
-    into: bool = False
+    must_be_folder: bool = False
     version: int = 0  # 0: the current one
 
     def __str__(self) -> str:
         name = f"{self.dataset}@{self.version}" if self.version else self.dataset
         return f"{name}/{shown(self.path)}" if self.path else name
 
-    def view(self, repository: Repository) -> Snapshot:
+    def view(self, repository: LocalRepository) -> Snapshot:
         """The version that is meant. Raises NotFoundError."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
         view = repository.view(self.dataset)
         said = click.get_current_context().meta  # of this command
-        if (warning := repository.may_be_old(view)) and not said.get(_OLD_VIEW):
+        if (warning := repository.staleness_warning(view)) and not said.get(_OLD_VIEW):
             said[_OLD_VIEW] = True
             remark(warning)
         return view
@@ -56,12 +57,12 @@ def address(text: str) -> Address:
 
     Raises UsageError before anything is made of the name.
     """
-    return _address(text, dataset(no_path(text).partition("/")[0]), 0)
+    return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
     """Read an address of what is only read. Raises UsageError as `address`."""
-    return _address(text, *versioned(no_path(text).partition("/")[0]))
+    return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
@@ -78,13 +79,15 @@ def _address(text: str, name: str, version: int) -> Address:
 
 
 @contextmanager
-def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repository]:
+def open_repository_from_flags(
+    *, create: bool = False, rebuild: bool = False
+) -> Iterator[LocalRepository]:
     """The repository that the options name. Raises DieselError.
 
     With `create` a new one is made where there is none, with `rebuild` a new metadata store.
     """
-    clouds.enable()
-    settings = flags().settings()
+    clouds.open_buckets_directly()
+    settings = global_flags().settings()
     try:
         if rebuild:
             open_configured(settings).close()  # never make a store of what is only not mounted
@@ -100,9 +103,9 @@ def opened(*, create: bool = False, rebuild: bool = False) -> Iterator[Repositor
 
 
 @contextmanager
-def reading(repository: Repository, view: Snapshot) -> Iterator[ContentReader]:
+def entry_reader(repository: LocalRepository, view: Snapshot) -> Iterator[EntryReader]:
     """A reader of a dataset's contents."""
-    reader = ContentReader(view, repository.objects, MEMORY_BYTES)
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     try:
         yield reader
     finally:

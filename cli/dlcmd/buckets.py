@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectMissing, ObjectStoreError
-from diesel_fs.storage.cloud_place import parse_place
+from diesel_fs.storage.cloud_place import parse_bucket_url
 from diesel_fs.storage.cloud_requests import (
     ChangedObject,
+    CloudObject,
     CloudRequests,
-    EmptyRange,
-    Found,
+    RangeNotSatisfiable,
     UnlistableKey,
 )
-from diesel_fs.storage.retries import Clock, Retrying, RetryPolicy
+from diesel_fs.storage.retries import RetryClock, RetryLoop, RetryPolicy
 from diesel_fs.urls import RepositoryUrl
 from diesel_fs.writer import BucketObject
 
@@ -30,11 +30,11 @@ class CloudBucket:
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends nothing yet. Raises ConfigError."""
         self._url = url
-        self._requests = CloudRequests(parse_place(url.place))
+        self._requests = CloudRequests(parse_bucket_url(url.objects_url))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
 
     @cached_property
-    def one(self) -> Found | None:
+    def single_object(self) -> CloudObject | None:
         """The object at the very key that the URL names, where nothing lies below that as a
         prefix. Asks the store."""
         key = self._url.prefix
@@ -51,7 +51,7 @@ class CloudBucket:
         What consoles make to show a folder is an empty object named like it: where something lies
         below, its key gets its slash back, which the library takes off.
         """
-        if (one := self.one) is not None:
+        if (one := self.single_object) is not None:
             yield BucketObject(b"", one.bytes, one.modified_ns, one.etag or "")
             return
         last: BucketObject | None = None
@@ -72,7 +72,7 @@ class CloudBucket:
         if not is_there:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
-    def _listed(self) -> Iterator[Found]:
+    def _listed(self) -> Iterator[CloudObject]:
         """The listing, begun again behind its last key where it breaks."""
         after, retrying = "", self._retrying(0)
         while True:
@@ -87,7 +87,7 @@ class CloudBucket:
                 error.advice = "rename or remove that object, or put the prefixes beside it"
                 raise
             except ObjectStoreError as error:
-                retrying.failed(error)
+                retrying.wait_or_raise(error)
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
         """Just so many bytes of an object as it was listed.
@@ -107,13 +107,13 @@ class CloudBucket:
                 body.fill(room, until_s)
         except ObjectMissing as error:
             raise NotFoundError(error.message) from None
-        except (ChangedObject, EmptyRange) as error:
+        except (ChangedObject, RangeNotSatisfiable) as error:
             raise ConflictError(f"it changed while it was being read: {error.message}") from None
 
-    def _retrying(self, size: int) -> Retrying:
-        return Retrying(
+    def _retrying(self, size: int) -> RetryLoop:
+        return RetryLoop(
             _POLICY,
-            Clock(),
+            RetryClock(),
             deadline_s=_POLICY.deadline_for(size),
             attempt_s=self._requests.limits.attempt_s(size, put=False),
         )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from diesel_fs.differences import Differences, between, from_folder
+from diesel_fs.differences import Differences, compare_folder, compare_versions
 from diesel_fs.errors import NoSuchDataset, UsageError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 
-from .addresses import Address, opened, versioned_address
-from .options import flags, verb
-from .output import emit, end_partial, json_name, name_line, say, say_json
+from .addresses import Address, open_repository_from_flags, versioned_address
+from .options import global_flags, verb
+from .output import emit, json_name, name_line, raise_if_partial, say, say_json
 from .progress import Progress, shown_progress
 
 _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
@@ -52,23 +52,23 @@ def diff(first: Address, second: Address | Path, checksum: bool) -> None:
       dlcmd diff pets/train ~/images/train
       dlcmd diff --json pets ./images | tail -n 1
     """
-    with opened() as repository, shown_progress(f"diff {first}") as show:
+    with open_repository_from_flags() as repository, shown_progress(f"diff {first}") as show:
         old = first.view(repository)
         if isinstance(second, Path):
             total = len(old)
-            found = from_folder(
+            found = compare_folder(
                 old, first.path, second, checksum=checksum,
-                looked=lambda done: show(Progress(done, max(done, total))),
+                progress=lambda done: show(Progress(done, max(done, total))),
             )  # fmt: skip
         else:
             new = _view(repository, second)
-            found = between(old, new, first.path)
+            found = compare_versions(old, new, first.path)
     emit(_lines(found))
     _sum_up(found)
-    end_partial(found.failed, str(second), "compared")
+    raise_if_partial(found.failed, str(second), "compared")
 
 
-def _view(repository: Repository, second: Address) -> Snapshot:
+def _view(repository: LocalRepository, second: Address) -> Snapshot:
     try:
         return second.view(repository)
     except NoSuchDataset as error:
@@ -81,7 +81,7 @@ def _lines(found: Differences) -> Iterator[bytes]:
     sides = (found.added, found.changed, found.removed)
     for (event, sign), paths in zip(_SIGNS, sides, strict=True):
         for path in paths:
-            if flags().json:
+            if global_flags().json:
                 yield json.dumps({"event": event, **json_name(path)}).encode() + b"\n"
             else:
                 yield sign + name_line(path or b".")
@@ -94,7 +94,7 @@ def _sum_up(found: Differences) -> None:
         "removed": len(found.removed),
         "unchanged": found.unchanged,
     }
-    if flags().json:
+    if global_flags().json:
         say_json({"event": "done", **counts})
     else:
         say(", ".join(f"{count:,} {what}" for what, count in counts.items()))

@@ -13,12 +13,21 @@ from diesel_fs import extract
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.extract import GetReport
-from diesel_fs.repository import Repository, found
-from diesel_fs.whole_files import is_stdout, named_file, unwritable, whole_file
+from diesel_fs.repository import LocalRepository, index_of_path
+from diesel_fs.whole_files import atomic_file, is_stdout, named_file, write_error
 
-from .addresses import Address, opened, reading, versioned_address
-from .options import flags, verb
-from .output import STDOUT, bytes_text, count_text, emit, end_partial, json_failed, say, say_json
+from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
+from .options import global_flags, verb
+from .output import (
+    STDOUT,
+    bytes_text,
+    count_text,
+    emit,
+    json_failed,
+    raise_if_partial,
+    say,
+    say_json,
+)
 from .progress import Progress, shown_progress
 
 
@@ -42,26 +51,28 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
     if (dest is None) == (tar is None):
         raise UsageError("get takes either DEST or --tar FILE", advice="see --help")
     to_stdout = tar is not None and (tar == "-" or is_stdout(Path(tar)))
-    with opened() as repository, shown_progress(f"get {source}") as show:
+    with open_repository_from_flags() as repository, shown_progress(f"get {source}") as show:
 
         def progress(report: GetReport) -> None:
-            if not (to_stdout and flags().json):  # there the tar has stdout for itself
+            if not (to_stdout and global_flags().json):  # there the tar has stdout for itself
                 show(Progress(report.entries, report.total, report.content_bytes))
 
         view = source.view(repository)
-        with reading(repository, view) as reader:
+        with entry_reader(repository, view) as reader:
             if tar is not None:
                 with _tar_file("-" if to_stdout else tar, force=force) as out:
                     report = extract.get_tar(view, reader, source.path, out, progress)
             else:
-                where = _destination(repository, str(dest), view.name(found(view, source.path)))
+                where = _destination(
+                    repository, str(dest), view.name(index_of_path(view, source.path))
+                )
                 report = extract.get(
                     view, reader, source.path, where, force=force, progress=progress
                 )
     _tell(report, source, quiet=to_stdout)
 
 
-def _destination(repository: Repository, dest: str, name: bytes) -> Path:
+def _destination(repository: LocalRepository, dest: str, name: bytes) -> Path:
     """DEST, which may end in a slash. Raises UsageError where it lies in the repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
@@ -86,17 +97,17 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
     if path.is_file() and not force:
         raise ConflictError(f"{name} is there", advice="--force replaces it")
     try:
-        with whole_file(path, mode=0o666, sync=False) as file:
+        with atomic_file(path, mode=0o666, sync=False) as file:
             yield file
     except OSError as error:
         if error.filename != str(path):  # not `name`: it may be `./x`
             raise
-        raise unwritable(name, error) from error
+        raise write_error(name, error) from error
 
 
 def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
     """The result, and on stderr what was left out. Raises PartialError."""
-    if flags().json and not quiet:
+    if global_flags().json and not quiet:
         say_json(
             {
                 "event": "done",
@@ -112,7 +123,7 @@ def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
             f"got {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)});"
             f" {report.unchanged:,} unchanged"
         )
-    end_partial(report.failed, str(source), "written")
+    raise_if_partial(report.failed, str(source), "written")
 
 
 @verb("cat")
@@ -127,21 +138,21 @@ def cat(sources: tuple[Address, ...]) -> None:
       dlcmd cat pets/README
       dlcmd cat pets/train/cats/1.jpg > cat.jpg
     """
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         for source in sources:
             _each_piece(repository, source, lambda piece: emit([piece]))
 
 
 def _each_piece(
-    repository: Repository, source: Address, take: Callable[[memoryview], None]
+    repository: LocalRepository, source: Address, take: Callable[[memoryview], None]
 ) -> None:
     view = source.view(repository)
-    index = found(view, source.path)
+    index = index_of_path(view, source.path)
     kind = view.stat(index).kind
     if kind == Kind.LINK:
         raise UsageError(f"{source} is a link to {os.fsdecode(view.link(index))!r}")
     if kind == Kind.FOLDER:
         raise UsageError(f"{source} is a folder", advice="`dlcmd get` writes folders")
-    with reading(repository, view) as reader:
+    with entry_reader(repository, view) as reader:
         for extent in view.extents(index):
             take(reader.read(index, extent.start, extent.size))

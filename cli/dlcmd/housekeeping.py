@@ -11,8 +11,8 @@ from diesel_fs.errors import UsageError
 from diesel_fs.housekeeping import PurgeOptions, PurgeReport
 from diesel_fs.snapshots import GRACE_S
 
-from .addresses import opened
-from .options import dataset, duration, flags, verb
+from .addresses import open_repository_from_flags
+from .options import dataset, duration, global_flags, verb
 from .output import bytes_text, count_text, say, say_json
 from .progress import Progress, shown_progress
 
@@ -108,11 +108,14 @@ def _purge(
         as_before if grace is None else grace,
         dry_run,
     )
-    with opened() as repository, shown_progress(f"purge {name}", "chunks") as show:
+    with (
+        open_repository_from_flags() as repository,
+        shown_progress(f"purge {name}", "chunks") as show,
+    ):
         report = housekeeping.purge(
             repository, name, options, tell=lambda done, total: show(Progress(done, total))
         )
-    if flags().json:
+    if global_flags().json:
         say_json({"dataset": name, "dry_run": dry_run, **report.to_message()})
     else:
         _tell(report, dry_run=dry_run)

@@ -13,14 +13,15 @@ from diesel_fs import housekeeping
 from diesel_fs import snapshot_layout as layout
 from diesel_fs.catalogue import DatasetInfo
 from diesel_fs.chunk_id import chunk_id_text, id_seconds
-from diesel_fs.entries import Codec, Kind, Stat, shown
+from diesel_fs.entries import Codec, Kind, Stat
 from diesel_fs.errors import DieselError, UsageError
-from diesel_fs.repository import Repository, found
+from diesel_fs.names import shown
+from diesel_fs.repository import LocalRepository, index_of_path
 from diesel_fs.snapshot import Indices, Snapshot
 from diesel_fs.snapshots import KeptVersion
 
-from .addresses import Address, listed_address, opened, versioned_address
-from .options import ALL_VERSIONS, flags, verb
+from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
+from .options import ALL_VERSIONS, global_flags, verb
 from .output import Value, bytes_text, emit, json_name, name_line, say_json, time_text
 
 _SECOND_NS = 1_000_000_000
@@ -49,19 +50,21 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
       dlcmd ls pets@
       dlcmd ls pets@1790000000000000/train
     """
-    with opened() as repository:
-        if nul and (target is None or target.version == ALL_VERSIONS or long or flags().json):
+    with open_repository_from_flags() as repository:
+        if nul and (
+            target is None or target.version == ALL_VERSIONS or long or global_flags().json
+        ):
             raise UsageError("-0 is for names of entries alone")
         if target is None:
             _list_datasets(repository, long=long)
             return
         if target.version == ALL_VERSIONS:
-            _list_versions(repository.kept(target.dataset))
+            _list_versions(repository.kept_versions(target.dataset))
             return
         view = target.view(repository)
-        top = found(view, target.path)
+        top = index_of_path(view, target.path)
         is_folder = view.stat(top).kind == Kind.FOLDER
-        if target.into and not is_folder:
+        if target.must_be_folder and not is_folder:
             raise UsageError(f"{target} is not a folder")
         if not is_folder:
             chosen = np.array([top], np.int64)
@@ -77,7 +80,7 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
 
 
 def _list_versions(versions: Sequence[KeptVersion]) -> None:
-    if flags().json:
+    if global_flags().json:
         for each in versions:
             say_json(
                 {
@@ -101,9 +104,9 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
         emit("\t".join(row).encode() + b"\n" for row in rows)
 
 
-def _list_datasets(repository: Repository, *, long: bool) -> None:
+def _list_datasets(repository: LocalRepository, *, long: bool) -> None:
     found_datasets = repository.datasets()
-    if flags().json:
+    if global_flags().json:
         for info in found_datasets:
             say_json(_dataset_json(info))
         return
@@ -122,7 +125,7 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
     """A dataset of which the metadata store knows nothing has question marks."""
-    marker = info.marker
+    marker = info.head
     numbers = (
         ["?"] * 4
         if marker is None
@@ -132,7 +135,7 @@ def _dataset_row(info: DatasetInfo) -> list[str]:
 
 
 def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
-    marker = info.marker
+    marker = info.head
     return {
         "dataset": info.name,
         "identity": str(info.identity),
@@ -155,7 +158,7 @@ def _lines(
     view: Snapshot, chosen: Indices, top: bytes, *, long: bool, whole: bool
 ) -> Iterator[bytes]:
     """The lines of a listing; `whole`: paths below `top` in place of names."""
-    start, as_json = len(top) + 1 if top else 0, flags().json
+    start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]
         paths = view.paths(batch)
@@ -206,10 +209,10 @@ def stat(target: Address) -> None:
       dlcmd stat pets
       dlcmd stat pets/train/cats/1.jpg
     """
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         info = repository.dataset(target.dataset)
         view = target.view(repository) if target.version else repository.view_of(info)
-        index = found(view, target.path)
+        index = index_of_path(view, target.path)
         described = _entry_json(view, index, target.path, view.stat(index))
         if not target.path:
             described |= _dataset_json(info)
@@ -218,7 +221,7 @@ def stat(target: Address) -> None:
                 described |= {"files": view.file_count, "bytes": view.byte_count}
                 described["chunks"] = view.chunk_count
         described["extents"] = _extents(view, index)
-    if flags().json:
+    if global_flags().json:
         say_json(described)
     else:
         emit(_described(described, view.stat(index)))
@@ -274,13 +277,13 @@ def du(targets: tuple[Address, ...]) -> None:
       dlcmd du
       dlcmd du pets/train pets/test
     """
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         everything = [Address(info.name) for info in repository.datasets()]
         for target in targets or everything:
             view = target.view(repository)
-            files, content_bytes, stored_bytes = _usage(view, found(view, target.path))
+            files, content_bytes, stored_bytes = _usage(view, index_of_path(view, target.path))
             unused = _reclaimable(repository, target, view)
-            if flags().json:
+            if global_flags().json:
                 say_json(
                     {
                         "dataset": target.dataset,
@@ -300,7 +303,7 @@ def du(targets: tuple[Address, ...]) -> None:
             emit([text.encode("utf-8", "surrogateescape")])
 
 
-def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
+def _reclaimable(repository: LocalRepository, target: Address, view: Snapshot) -> int | None:
     """About how much a purge can give back; None where that is no question, or nobody can tell."""
     if target.path or target.version:
         return None

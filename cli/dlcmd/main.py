@@ -62,7 +62,7 @@ VERBS = {
 }
 """By verb: the module with a function named after it, and the first line of its help."""
 
-OTHERS_WORDS = {
+SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
     "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
     "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "status": "stats",
@@ -73,7 +73,7 @@ INTERRUPTED = 130
 READER_GONE = 141  # 128 + SIGPIPE, as a program that does not handle it
 
 
-class Ended(BaseException):
+class TerminatedBySignal(BaseException):
     """A signal has asked for the end."""
 
     def __init__(self, number: int) -> None:
@@ -101,7 +101,7 @@ class _Verbs(click.Group):
         """The verb that is meant. Raises UsageError, with the one that may have been meant."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
-            near = [OTHERS_WORDS.get(word), *get_close_matches(word, VERBS, 1)]
+            near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
             meant = next(filter(None, near), None)
             advice = f"did you mean `dlcmd {meant}`?" if meant else "see `dlcmd --help`"
             raise UsageError(f"there is no verb {word!r}", advice=advice)
@@ -152,7 +152,7 @@ def main() -> NoReturn:
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
-    raise Ended(number)
+    raise TerminatedBySignal(number)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -178,7 +178,7 @@ def run(arguments: Sequence[str]) -> int:
         text = f"interrupted{_notes(interrupt)}; run it again to finish"
         complain(DieselError(text), flags, code=INTERRUPTED)
         return INTERRUPTED
-    except Ended as ended:
+    except TerminatedBySignal as ended:
         by = signal.Signals(ended.number).name
         text = f"ended by {by}{_notes(ended)}; run it again to finish"
         complain(DieselError(text), flags, code=128 + ended.number)

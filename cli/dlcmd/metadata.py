@@ -8,11 +8,11 @@ from diesel_fs import recovery
 from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset, ObjectStoreError
 from diesel_fs.folding import Findings
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshots import adopt
+from diesel_fs.snapshots import open_snapshot_file
 from diesel_fs.whole_files import is_stdout
 
-from .addresses import Address, opened
-from .options import dataset, flags, moment_text, time, verb, versioned_dataset
+from .addresses import Address, open_repository_from_flags
+from .options import dataset, global_flags, moment_text, time, verb, versioned_dataset
 from .output import Value, bytes_text, count_text, emit, remark, say, say_json
 from .progress import Progress, shown_progress
 
@@ -31,13 +31,13 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
       dlcmd save-meta pets pets.snapshot
     """
     name, version = target
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         view = Address(name, version=version).view(repository)
         if is_stdout(file):
             emit([view.buffer])
             return
         repository.snapshots.save(view, file)
-    if flags().json:
+    if global_flags().json:
         say_json({**_described(view), "file": str(file)})
     else:
         say(f"wrote version {view.version} of {name} to {file}: {_counts(view)}")
@@ -52,9 +52,9 @@ def load_meta(file: Path) -> None:
     Example:
       dlcmd load-meta pets.snapshot
     """
-    view = adopt(file)
+    view = open_snapshot_file(file)
     state = _state(view)
-    if flags().json:
+    if global_flags().json:
         say_json({**_described(view), "state": state})
         return
     emit(
@@ -82,7 +82,7 @@ def _counts(view: Snapshot) -> str:
 def _state(view: Snapshot) -> str:
     """How a snapshot stands to the repository. One that cannot be asked is no error."""
     try:
-        with opened() as repository:
+        with open_repository_from_flags() as repository:
             info = repository.dataset(view.dataset)
             if info.identity != view.identity:
                 return "of another dataset that had this name"
@@ -109,7 +109,10 @@ def verify(name: str, headers_only: bool) -> None:
       dlcmd verify pets
       dlcmd verify --headers-only pets
     """
-    with opened() as repository, shown_progress(f"verify {name}", "chunks") as show:
+    with (
+        open_repository_from_flags() as repository,
+        shown_progress(f"verify {name}", "chunks") as show,
+    ):
         findings = recovery.verify(
             repository,
             name,
@@ -145,7 +148,10 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
     """
     if since is not None:
         remark(f"recover {name}: from the chunks since {moment_text(since)}")
-    with opened(rebuild=True) as repository, shown_progress(f"recover {name}", "chunks") as show:
+    with (
+        open_repository_from_flags(rebuild=True) as repository,
+        shown_progress(f"recover {name}", "chunks") as show,
+    ):
         findings = recovery.recover(
             repository, name, since, lambda done, total: show(Progress(done, total)),
             forget_lost=forget_lost,
@@ -155,7 +161,7 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
 
 def _tell(findings: Findings, name: str, done: str) -> None:
     """What was found. Raises CorruptError where that is damage."""
-    if flags().json:
+    if global_flags().json:
         say_json(
             {
                 "dataset": name,

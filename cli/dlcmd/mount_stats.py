@@ -26,11 +26,11 @@ _GROUPS = {
 _STREAM_COLUMNS = ("stream", "epoch", "position", "of", "", "files/s", "")
 
 
-def lines(told: Mapping[str, object]) -> Iterator[str]:
+def stats_lines(stats: Mapping[str, object]) -> Iterator[str]:
     """The lines of a mount's statistics."""
     yield "(counters may be a second old)"
-    yield from _figures({name: value for name, value in told.items() if not _is_group(value)})
-    for name, value in told.items():
+    yield from _figures({name: value for name, value in stats.items() if not _is_group(value)})
+    for name, value in stats.items():
         if isinstance(value, Mapping) and value:
             yield from _group(name, value)
 
@@ -91,14 +91,14 @@ def _streams(streams: list[object]) -> Iterator[str]:
         yield "  ".join((name, *rest)).rstrip()
 
 
-def _stream(told: Mapping[str, object]) -> tuple[str, ...]:
+def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
     """One reader's place in its plan."""
-    number = {each: value for each, value in told.items() if isinstance(value, int | float)}
-    name, epoch = str(told.get("name", "?")), number.get("epoch", -1)
+    number = {each: value for each, value in stats.items() if isinstance(value, int | float)}
+    name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
     if epoch < 0:
         return name, "-", "", "", "", "", "all read"
     position, length = number.get("position", 0), number.get("length", 0)
     part = f"{100 * position / length:.0f} %" if length else ""
     rate = f"{number.get('entries_per_s', 0):,.0f}"
-    note = "not followed yet" if told.get("tentative") else ""
+    note = "not followed yet" if stats.get("tentative") else ""
     return name, str(epoch), f"{position:,}", f"{length:,}", part, rate, note

@@ -13,14 +13,14 @@ from diesel_fs.fuse import MountRequest, mount_in_foreground
 from diesel_fs.fuse import mount as mount_in_background
 from diesel_fs.fuse import stats as stats_of
 from diesel_fs.fuse import umount as unmount
-from diesel_fs.task.request import TaskOptions, key_in
+from diesel_fs.task.request import TaskOptions, read_key_file
 
-from .mount_stats import lines
-from .options import flags, size, verb, versioned_dataset
+from .mount_stats import stats_lines
+from .options import global_flags, size, verb, versioned_dataset
 from .output import emit, remark, say, say_json
 from .progress import Progress, draws, shown_progress
 
-LOADING_LOOK_S, LOADING_LOOKS_MAX = 0.5, 10
+LOADING_POLL_S, LOADING_LOOKS_MAX = 0.5, 10
 """How often a mount is asked how far it has come with loading, and how often it may tell nothing:
 it does not where nothing is pushed (pyfuse3)."""
 
@@ -187,7 +187,7 @@ def mount(
       dlcmd mount pets@1790000000000000 /mnt/before
       dlcmd mount --task night-run --rank 0 --world 4 pets /mnt/pets
     """
-    settings = flags().settings()
+    settings = global_flags().settings()
     if memory == 0:
         raise UsageError(
             "--memory 0 leaves no room for contents",
@@ -195,7 +195,7 @@ def mount(
         )
     name, version = target
     mountpoint = os.path.abspath(folder)
-    joins = TaskOptions(
+    task_options = TaskOptions(
         task=task,
         task_key=_task_key(task_key_file),
         rank=rank,
@@ -208,7 +208,7 @@ def mount(
         policy=policy,
         evict=evict,
         peer_tls=peer_tls,
-    ).or_alone(mountpoint)
+    ).or_single_node(mountpoint)
     request = MountRequest(
         url=settings.repository_url,
         dataset=name,
@@ -228,12 +228,12 @@ def mount(
         gid=-1 if gid is None else gid,
         umask=umask,
         log_file=os.path.abspath(log_file) if log_file else "",
-        joins=joins,
-    ).made_by(settings.credentials)
+        task_options=task_options,
+    ).with_credentials(settings.credentials)
     if foreground:
         mount_in_foreground(request)
     mount_in_background(request)
-    if flags().json:
+    if global_flags().json:
         say_json({"dataset": name, "mountpoint": request.mountpoint})
     else:
         say(f"{name} is mounted on {request.mountpoint}")
@@ -247,8 +247,8 @@ def _show_loading(name: str, mountpoint: str) -> None:
     try:
         with shown_progress(f"load {name}", "chunks") as show:
             while unknown < LOADING_LOOKS_MAX:
-                told = stats_of(mountpoint).get("residency")
-                match told:
+                figures = stats_of(mountpoint).get("residency")
+                match figures:
                     case {
                         "oneshot_chunks": int(count),
                         "oneshot_done_chunks": int(done),
@@ -259,14 +259,14 @@ def _show_loading(name: str, mountpoint: str) -> None:
                             return
                     case _:
                         unknown += 1
-                time.sleep(LOADING_LOOK_S)
+                time.sleep(LOADING_POLL_S)
     except KeyboardInterrupt:
         remark(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
 
 
 def _task_key(file: Path | None) -> str:
     """The secret of a task. Raises ConfigError, PermissionDenied."""
-    return os.environ.get("DIESEL_TASK_KEY", "") if file is None else key_in(file)
+    return os.environ.get("DIESEL_TASK_KEY", "") if file is None else read_key_file(file)
 
 
 @verb("umount")
@@ -282,7 +282,7 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
       dlcmd umount --lazy /mnt/pets
     """
     unmount(folder, lazy=lazy, force=force)
-    if flags().json:
+    if global_flags().json:
         say_json({"unmounted": str(folder)})
     else:
         say(f"{folder} is unmounted")
@@ -301,7 +301,7 @@ def stats(folder: Path) -> None:
       dlcmd stats /mnt/pets
     """
     found = stats_of(folder)
-    if flags().json:
+    if global_flags().json:
         say_json(found)
     else:
-        emit(f"{line}\n".encode("utf-8", "surrogateescape") for line in lines(found))
+        emit(f"{line}\n".encode("utf-8", "surrogateescape") for line in stats_lines(found))

@@ -14,7 +14,7 @@ import click
 
 import diesel_fs
 from diesel_fs.errors import UsageError
-from diesel_fs.names import check_dataset_name, versioned
+from diesel_fs.names import check_dataset_name, parse_versioned_name
 from diesel_fs.settings import Settings, load_settings, parse_size
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -42,7 +42,7 @@ class Flags:
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
-def flags() -> Flags:
+def global_flags() -> Flags:
     """The global options of the command that is running."""
     found = click.get_current_context().find_object(Flags)
     assert found is not None
@@ -138,7 +138,7 @@ ALL_VERSIONS = -1
 """In an address: the list of versions."""
 
 
-def no_path(text: str) -> str:
+def check_dataset_argument(text: str) -> str:
     """An argument that begins with the name of a dataset. Raises UsageError where a path or a URL
     stands in its place, as where two arguments have been swapped.
     """
@@ -153,13 +153,13 @@ def no_path(text: str) -> str:
 
 
 def versioned_dataset(text: str) -> tuple[str, int]:
-    """As `versioned`."""
-    return versioned(no_path(text))
+    """As `parse_versioned_name`."""
+    return parse_versioned_name(check_dataset_argument(text))
 
 
 def dataset(text: str) -> str:
     """The name of a dataset, without a path or version. Raises UsageError."""
-    name, at, _ = no_path(text).partition("@")
+    name, at, _ = check_dataset_argument(text).partition("@")
     check_dataset_name(name)
     if at:
         raise UsageError(

@@ -17,7 +17,7 @@ from datetime import datetime
 from diesel_fs.errors import DieselError, PartialError
 from diesel_fs.names import shown
 
-from .options import Flags, flags
+from .options import Flags, global_flags
 
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
 
@@ -29,14 +29,14 @@ _PIECE_BYTES = 1 << 16
 
 def say(text: str) -> None:
     """A line about what has been done, unless -q or --json."""
-    found = flags()
+    found = global_flags()
     if not (found.quiet or found.json):
         emit([text.encode("utf-8", "surrogateescape") + b"\n"])
 
 
 def remark(text: str) -> None:
     """Words beside a result, on stderr, unless -q."""
-    if not flags().quiet:
+    if not global_flags().quiet:
         with suppress(OSError, AttributeError, ValueError):
             sys.stderr.write(f"dlcmd: {text}\n")
             sys.stderr.flush()
@@ -108,7 +108,7 @@ def complain(error: DieselError, given: Flags, *, code: int | None = None) -> No
         sys.stderr.flush()
 
 
-def end_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
+def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
     """Name on stderr what was left out. Raises PartialError where there is any."""
     if not failed:
         return

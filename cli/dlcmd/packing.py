@@ -9,7 +9,7 @@ from diesel_fs import clouds
 from diesel_fs.storage.objects import ObjectStore
 from diesel_fs.stores import open_objects
 from diesel_fs.urls import parse_url
-from diesel_fs.writer.process import pack_program
+from diesel_fs.writer.process import run_worker_program
 
 PROGRAM = (sys.executable, "-P", "-m", "dlcmd.packing")
 
@@ -19,5 +19,5 @@ def _opened(url: str) -> ObjectStore:
 
 
 if __name__ == "__main__":
-    clouds.enable()
-    pack_program(int(sys.argv[1]), _opened)
+    clouds.open_buckets_directly()
+    run_worker_program(int(sys.argv[1]), _opened)

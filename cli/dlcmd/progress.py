@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from .options import flags
+from .options import global_flags
 from .output import Value, say_json
 
 DRAW_S = 0.1
@@ -24,7 +24,7 @@ class Progress:
     content_bytes: int | None = None
 
 
-Show = Callable[[Progress], None]
+ShowProgress = Callable[[Progress], None]
 
 
 class _Bar(Protocol):
@@ -34,17 +34,17 @@ class _Bar(Protocol):
 
 def draws() -> bool:
     """Whether a bar is seen: on a terminal, without -q or --json."""
-    found = flags()
+    found = global_flags()
     return not (found.json or found.quiet) and sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
-def shown_progress(title: str, unit: str = "entries") -> Iterator[Show]:
+def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
     """Where to report progress, as often as one likes. It never fails: work goes on unseen.
 
     `unit` is what is counted, in the plural.
     """
-    found = flags()
+    found = global_flags()
     if found.json and not found.quiet:
         yield _Lines(time.monotonic(), unit).report
     elif draws():

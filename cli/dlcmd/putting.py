@@ -21,34 +21,34 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.urls import CLOUD_SCHEMES, parse_url
 from diesel_fs.writer import Bucket, PutOptions, PutReport, put_bucket, put_file, put_tar, put_tree
 from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX
-from diesel_fs.writer.options import Progress as Report
+from diesel_fs.writer.options import PutProgress as Report
 
-from .addresses import Address, address, opened
-from .options import flags, size, verb
+from .addresses import Address, address, open_repository_from_flags
+from .options import global_flags, size, verb
 from .output import (
     bytes_text,
     count_text,
     emit,
-    end_partial,
     json_failed,
     json_name,
     name_line,
+    raise_if_partial,
     say,
     say_json,
 )
 from .packing import PROGRAM
 from .progress import Progress, shown_progress
 
-_GONE_SHOWN = 10
+_DELETIONS_SHOWN = 10
 """Paths that a dry run names without -v."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceArgument:
     """Where files come from: a folder or file, or of a folder only `paths`; a tar; a bucket, or
     one object of it, which is `file_name` without its prefix."""
 
@@ -60,7 +60,7 @@ class Source:
 
 
 @verb("put")
-@click.argument("words", nargs=-1, metavar="[SRC] DATASET[/path]")
+@click.argument("arguments", nargs=-1, metavar="[SRC] DATASET[/path]")
 @click.option("--tar", metavar="FILE|-", help="Put the entries of a tar, in place of SRC.")
 @click.option("--delete", is_flag=True, help="Remove what SRC no longer has.")
 @click.option(
@@ -89,7 +89,7 @@ class Source:
 @click.option("--files-from", default="", metavar="FILE|-", help="Put only the paths listed there.")
 @click.option("-0", "nul", is_flag=True, help="Those paths end in NUL, not in a newline.")
 def put(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     tar: str | None,
     delete: bool,
     dry_run: bool,
@@ -120,7 +120,7 @@ def put(
       tar cz images | dlcmd put --tar - pets
       dlcmd put s3://bucket/images pets
     """
-    name, target = _words(words, tar, files_from, nul)
+    name, target = _parse_arguments(arguments, tar, files_from, nul)
     options = PutOptions(
         chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
         compress=compress,
@@ -142,7 +142,7 @@ def put(
         def progress(report: PutReport) -> None:
             nonlocal so_far
             so_far = report
-            total = max(report.seen, report.entries) if report.walked else 0
+            total = max(report.entries_found, report.entries) if report.walked else 0
             show(Progress(report.entries, total, report.content_bytes))
 
         try:
@@ -155,7 +155,7 @@ def put(
     _tell(report, source, target, dry_run=dry_run)
 
 
-def _words(
+def _parse_arguments(
     words: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[str, Address]:
     """What is to be put, and where. Raises UsageError."""
@@ -171,11 +171,11 @@ def _words(
 
 
 @contextmanager
-def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Source]:
+def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[SourceArgument]:
     """The source, looked at before anything is made of the target. Raises NotFoundError."""
     if is_tar:
         with _opened_file(name) as stream:
-            yield Source(name, stream)
+            yield SourceArgument(name, stream)
         return
     if name.partition("://")[0] in CLOUD_SCHEMES and "://" in name:
         if names_from:
@@ -184,8 +184,8 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
 
         url = parse_url(name)
         bucket = CloudBucket(url)
-        one = b"" if bucket.one is None else os.fsencode(url.prefix.rpartition("/")[2])
-        yield Source(name, bucket=bucket, file_name=one)
+        one = b"" if bucket.single_object is None else os.fsencode(url.prefix.rpartition("/")[2])
+        yield SourceArgument(name, bucket=bucket, file_name=one)
         return
     path = Path(name)
     if not path.exists():
@@ -196,36 +196,36 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
         raise UsageError(f"--files-from goes with a folder, and {name} is none")
     file_name = b"" if path.is_dir() else os.fsencode(path.name)
     paths = _listed(names_from, nul) if names_from else None
-    yield Source(name, paths=paths, file_name=file_name)
+    yield SourceArgument(name, paths=paths, file_name=file_name)
 
 
 @contextmanager
-def _repository(*, dry_run: bool) -> Iterator[Repository]:
+def _repository(*, dry_run: bool) -> Iterator[LocalRepository]:
     """The repository, made if it is new; for a dry run an empty one then stands for it."""
     with ExitStack() as stack:
         try:
-            repository = stack.enter_context(opened(create=not dry_run))
+            repository = stack.enter_context(open_repository_from_flags(create=not dry_run))
         except ObjectMissing:
-            where = parse_url(flags().settings().repository_url)
+            where = parse_url(global_flags().settings().repository_url)
             if not dry_run:
                 raise
             if where.scheme == "file" and where.path.exists() and any(where.path.iterdir()):
                 raise
             folder = stack.enter_context(TemporaryDirectory())
             url = Path(folder).as_uri()
-            repository = stack.enter_context(Repository.open(url, create=True))
+            repository = stack.enter_context(LocalRepository.open(url, create=True))
         yield repository
 
 
 def _put(
-    repository: Repository,
-    source: Source,
+    repository: LocalRepository,
+    source: SourceArgument,
     target: Address,
     options: PutOptions,
     progress: Report,
 ) -> PutReport:
     name, path = target.dataset, target.path
-    if source.file_name and (target.into or _is_folder(repository, target)):
+    if source.file_name and (target.must_be_folder or _is_folder(repository, target)):
         path = join(path, source.file_name)
     if source.tar is not None:
         return put_tar(repository, name, source.tar, path, options, progress)
@@ -237,7 +237,7 @@ def _put(
     return put_file(repository, name, folder, path, options, progress)
 
 
-def _is_folder(repository: Repository, target: Address) -> bool:
+def _is_folder(repository: LocalRepository, target: Address) -> bool:
     """Whether an address names a folder that is there. The root always is."""
     if not target.path:
         return True
@@ -281,16 +281,16 @@ def _listed(names_from: str, nul: bool) -> list[bytes]:
     return list(paths)
 
 
-def _tell(report: PutReport, source: Source, target: Address, *, dry_run: bool) -> None:
+def _tell(report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool) -> None:
     """The result, and on stderr what was left out. Raises PartialError."""
     with suppress(BrokenPipeError):  # that nobody reads this changes nothing of what was done
         _say_result(report, target, dry_run=dry_run)
-    end_partial(report.failed, source.name, "put")
+    raise_if_partial(report.failed, source.name, "put")
 
 
 def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
-    if flags().json:
-        gone = ({"event": "would delete", **json_name(path)} for path in reversed(report.gone))
+    if global_flags().json:
+        gone = ({"event": "would delete", **json_name(path)} for path in reversed(report.to_delete))
         emit(json.dumps(each).encode() + b"\n" for each in gone)
         say_json(
             {
@@ -300,7 +300,7 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
                 "files": report.files,
                 "bytes": report.content_bytes,
                 "chunks": report.chunks,
-                "entries": report.seen if dry_run else report.entries,
+                "entries": report.entries_found if dry_run else report.entries,
                 "unchanged": report.unchanged,
                 "deleted": report.deleted,
                 "stripped": report.stripped,
@@ -311,22 +311,22 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
         )
     elif dry_run:
         say(
-            f"would put {count_text(report.seen, 'entry')} and delete {report.deleted:,};"
+            f"would put {count_text(report.entries_found, 'entry')} and delete {report.deleted:,};"
             f" {report.unchanged:,} unchanged"
         )
-        if not flags().quiet:
-            emit(_gone_lines(report.gone, everything=flags().verbose))
+        if not global_flags().quiet:
+            emit(_deletion_lines(report.to_delete, everything=global_flags().verbose))
     else:
         say(
             f"put {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)}) in"
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
-        if kept_otherwise := _kept_otherwise(report):
+        if kept_otherwise := _lost_attributes(report):
             say(f"note: {kept_otherwise}")
 
 
-def _kept_otherwise(report: PutReport) -> str:
+def _lost_attributes(report: PutReport) -> str:
     """What of the source the dataset does not keep as it is, in one line; empty for nothing."""
     parts = []
     if report.stripped:
@@ -337,9 +337,9 @@ def _kept_otherwise(report: PutReport) -> str:
     return "; ".join(parts)
 
 
-def _gone_lines(gone: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
+def _deletion_lines(gone: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
     """What a dry run would delete, folders before what is in them; the first few, or everything."""
-    left_out = 0 if everything else max(0, len(gone) - _GONE_SHOWN)
+    left_out = 0 if everything else max(0, len(gone) - _DELETIONS_SHOWN)
     for path in reversed(gone[left_out:]):
         yield b"would delete " + name_line(path)
     if left_out:

@@ -4,11 +4,11 @@ import click
 
 from diesel_fs.entries import Kind
 from diesel_fs.errors import UsageError
-from diesel_fs.repository import Repository, found
+from diesel_fs.repository import LocalRepository, index_of_path
 from diesel_fs.snapshot import Snapshot
 
-from .addresses import Address, address, opened
-from .options import dataset, flags, verb
+from .addresses import Address, address, open_repository_from_flags
+from .options import dataset, global_flags, verb
 from .output import count_text, say, say_json
 
 
@@ -30,7 +30,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
             raise UsageError(
                 f"{target} is a whole dataset", advice=f"dlcmd delete-dataset {target} --yes"
             )
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         deleted = 0
         for name in dict.fromkeys(target.dataset for target in targets):
             mine = [target for target in targets if target.dataset == name]
@@ -38,13 +38,15 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
         for name in dict.fromkeys(target.dataset for target in targets):
             mine = [target for target in targets if target.dataset == name]
             deleted += _delete(repository, name, mine, recursive=recursive)
-    if flags().json:
+    if global_flags().json:
         say_json({"deleted": deleted})
     else:
         say(f"deleted {count_text(deleted, 'entry')}")
 
 
-def _delete(repository: Repository, name: str, targets: list[Address], *, recursive: bool) -> int:
+def _delete(
+    repository: LocalRepository, name: str, targets: list[Address], *, recursive: bool
+) -> int:
     session = repository.begin(name, create=False)
     deleted = session.delete(_paths(session.view, targets, recursive=recursive))
     session.finish()
@@ -55,7 +57,7 @@ def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[b
     """All paths to be deleted, deepest first. Raises NoSuchPath, UsageError."""
     chosen: dict[int, None] = {}
     for target in targets:
-        index = found(view, target.path)
+        index = index_of_path(view, target.path)
         if view.stat(index).kind == Kind.FOLDER and not recursive:
             raise UsageError(f"{target} is a folder", advice="rm -r deletes it and all in it")
         chosen |= dict.fromkeys(view.walk(index).tolist())
@@ -72,12 +74,12 @@ def delete_dataset(name: str, yes: bool) -> None:
     Example:
       dlcmd delete-dataset pets --yes
     """
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         if not yes:
             repository.dataset(name)
             raise UsageError(f"this deletes {name} for ever", advice="say so with --yes")
         done = repository.delete_dataset(name)
-    if flags().json:
+    if global_flags().json:
         say_json({"dataset": name, "objects_removed": done.removed, "objects_left": done.left})
     else:
         say(f"deleted {name}: {count_text(done.removed, 'object')}")

@@ -9,13 +9,19 @@ import click
 
 from diesel_fs.entries import Kind
 from diesel_fs.errors import UsageError
-from diesel_fs.repository import found
-from diesel_fs.shuffle import BATCH_FILES, GROUP_SIZE_DEFAULT, Quality, chunk_shuffle, full_shuffle
-from diesel_fs.shuffle import quality as quality_of
+from diesel_fs.repository import index_of_path
+from diesel_fs.shuffle import (
+    BATCH_FILES,
+    GROUP_SIZE_DEFAULT,
+    OrderQuality,
+    chunk_shuffle,
+    full_shuffle,
+)
+from diesel_fs.shuffle import measure_quality as quality_of
 from diesel_fs.snapshot import Indices, Snapshot
 
-from .addresses import Address, address, opened
-from .options import flags, verb
+from .addresses import Address, address, open_repository_from_flags
+from .options import global_flags, verb
 from .output import emit, json_name, name_line, say_json
 
 _BATCH = 4096
@@ -65,9 +71,9 @@ def shuffle(
       dlcmd shuffle pets --seed 1 --epoch 7 --rank 3 --world 8 -0 | xargs -0 -n1 cat
       dlcmd shuffle pets --seed 1 --epoch 0 --group-size 20 --quality
     """
-    with opened() as repository:
+    with open_repository_from_flags() as repository:
         view = repository.view(target.dataset)
-        below = found(view, target.path)
+        below = index_of_path(view, target.path)
         if view.stat(below).kind != Kind.FOLDER:
             raise UsageError(f"{target} is not a folder")
         if full:
@@ -80,9 +86,9 @@ def shuffle(
                 drop_last=drop_last, below=below,
             )  # fmt: skip
         if quality:
-            _show(quality_of(view, order, below=below))
+            _print_quality(quality_of(view, order, below=below))
         else:
-            if not (nul or flags().json):
+            if not (nul or global_flags().json):
                 _refuse_newlines(view, order)
             emit(_lines(view, order, nul=nul))
 
@@ -105,7 +111,7 @@ def _refuse_newlines(view: Snapshot, order: Indices) -> None:
 
 
 def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
-    if flags().json:
+    if global_flags().json:
         return (_json_line(path) for path in _batches(view, order))
     if nul:
         return (path + b"\0" for path in _batches(view, order))
@@ -116,9 +122,9 @@ def _json_line(path: bytes) -> bytes:
     return json.dumps(json_name(path)).encode() + b"\n"
 
 
-def _show(measured: Quality) -> None:
+def _print_quality(measured: OrderQuality) -> None:
     """A table, or one object."""
-    if flags().json:
+    if global_flags().json:
         say_json({"batch_files": BATCH_FILES, **asdict(measured)})
         return
     rows: list[tuple[str, ...]] = [

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import BusyError
 
 
-class ByteBudget:
+class MemoryBudget:
     """At most `limit_bytes` in rooms that are alive; a larger one goes alone."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -27,7 +27,7 @@ class ByteBudget:
         """What is counted now."""
         return self._used_bytes
 
-    def room(self, size: int, deadline_s: float) -> memoryview:
+    def allocate(self, size: int, deadline_s: float) -> memoryview:
         """Writable memory of `size` bytes, not cleared. Raises BusyError where there is none in
         time, MemoryError where the machine has none."""
         until = time.monotonic() + deadline_s

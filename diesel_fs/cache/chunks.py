@@ -1,6 +1,6 @@
 """Chunks in this process's memory: one load per chunk in flight, the least recently used go first.
 
-Where an order is followed (`followed.py` decides), chunks go when they are done with instead.
+Where an order is followed (`order.py` decides), chunks go when they are done with instead.
 
 Owned here: the budget and who waits for whom. A load that somebody waits for never stands in line
 behind those that were begun ahead of need. Not owned: what lies inside a chunk, and whether an
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .followed import Followed
+from .followed import OrderPrefetch
 
 FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
 
-LENT_FRACTION = 32
+PINNED_COST_DIVISOR = 32
 """Of a chunk in somebody else's memory one part in this many is counted: what is noted here of each
 entry takes some 100 bytes."""
 
@@ -37,7 +37,7 @@ class LoadedChunk:
     """
 
     buffer: memoryview
-    lent: bool = False  # somebody else's memory, who counts it
+    is_pinned: bool = False  # somebody else's memory, who counts it
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class LoadedChunk:
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
-        self.charged = len(self.buffer) // (LENT_FRACTION if self.lent else 1)
+        self.charged = len(self.buffer) // (PINNED_COST_DIVISOR if self.is_pinned else 1)
 
     def patch(self, offset: int, stored: memoryview) -> None:
         """Put right what was damaged on its way here."""
@@ -62,13 +62,13 @@ class ChunkCache:
         self._chunks: OrderedDict[int, LoadedChunk] = OrderedDict()
         self._held_bytes = 0
         self.evictions = 0
-        self._followed: Followed | None = None
-        self._begin_again()
+        self._followed: OrderPrefetch | None = None
+        self._reset_after_fork()
         _CACHES.add(self)
 
-    def _begin_again(self) -> None:
+    def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._flights: dict[int, Future[LoadedChunk]] = {}
+        self._in_flight: dict[int, Future[LoadedChunk]] = {}
         self._unwanted: set[int] = set()  # given up while they were on their way
         self._threads: ThreadPoolExecutor | None = None
 
@@ -95,12 +95,12 @@ class ChunkCache:
             chunk = self._chunks.get(number)
             if chunk is not None:  # it landed since the peek
                 return chunk
-            flight = self._flights.get(number)
+            flight = self._in_flight.get(number)
             self._unwanted.discard(number)
             if flight is None:
-                flight = self._flights[number] = Future()
-            mine = _begun(flight)
-        return self._fly(number, flight) if mine else flight.result()
+                flight = self._in_flight[number] = Future()
+            mine = _claim(flight)
+        return self._run_load(number, flight) if mine else flight.result()
 
     def prefetch(self, number: int) -> None:
         """Begin to load a chunk in the background, unless it is here or on its way."""
@@ -117,34 +117,34 @@ class ChunkCache:
             self.prefetch(number)
 
     @property
-    def followed(self) -> Followed | None:
+    def order(self) -> OrderPrefetch | None:
         """The order that is followed."""
         return self._followed
 
-    def follow(self, followed: Followed) -> None:
+    def set_order(self, followed: OrderPrefetch) -> None:
         """Keep and load what this order wants from now on, and let go of all that is here."""
         with self._lock:
             self._followed = followed
-            for number in [*self._chunks, *self._flights]:
+            for number in [*self._chunks, *self._in_flight]:
                 self._drop(number)
 
-    def reach(self, followed: Followed, use: int, index: int) -> None:
+    def advance(self, followed: OrderPrefetch, use: int, index: int) -> None:
         """A reader of the order is at an entry. Of no effect where another order is followed."""
         with self._lock:
             if followed is self._followed:
-                self._turn(*followed.reach(use, index, self.budget_bytes))
+                self._turn(*followed.advance(use, index, self.budget_bytes))
 
-    def done(self, followed: Followed, use: int, entries: npt.NDArray[np.int64]) -> None:
-        """A reader of the order has read entries, of one chunk. As `reach`."""
+    def mark_read(self, followed: OrderPrefetch, use: int, entries: npt.NDArray[np.int64]) -> None:
+        """A reader of the order has read entries, of one chunk. As `advance`."""
         with self._lock:
             if followed is self._followed:
-                self._turn(*followed.done(use, entries, self.budget_bytes))
+                self._turn(*followed.mark_read(use, entries, self.budget_bytes))
 
-    def let_go(self, number: int) -> None:
+    def revoke(self, number: int) -> None:
         """Whose memory a chunk is wants it back. A chunk of our own stays."""
         with self._lock:
             chunk = self._chunks.get(number)
-            if chunk is not None and chunk.lent:
+            if chunk is not None and chunk.is_pinned:
                 del self._chunks[number]
                 self._uncount(chunk)
 
@@ -169,13 +169,13 @@ class ChunkCache:
     def _begin(self, number: int) -> None:
         if number in self._chunks:
             return
-        if number in self._flights:
+        if number in self._in_flight:
             self._unwanted.discard(number)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        flight = self._flights[number] = Future()
-        self._threads.submit(self._fly_quietly, number, flight)
+        flight = self._in_flight[number] = Future()
+        self._threads.submit(self._run_prefetch, number, flight)
 
     def _turn(self, given_up: list[int], begun: list[int]) -> None:
         for number in given_up:
@@ -187,23 +187,23 @@ class ChunkCache:
         chunk = self._chunks.pop(number, None)
         if chunk is not None:
             self._uncount(chunk)
-        elif (flight := self._flights.get(number)) is not None:
+        elif (flight := self._in_flight.get(number)) is not None:
             if flight.cancel():
-                del self._flights[number]
+                del self._in_flight[number]
             else:
                 self._unwanted.add(number)
 
-    def _fly(self, number: int, flight: Future[LoadedChunk]) -> LoadedChunk:
+    def _run_load(self, number: int, flight: Future[LoadedChunk]) -> LoadedChunk:
         try:
             chunk = self._load(number)
         except BaseException as error:
             with self._lock:
-                del self._flights[number]
+                del self._in_flight[number]
                 self._unwanted.discard(number)
             flight.set_exception(error)
             raise
         with self._lock:
-            del self._flights[number]
+            del self._in_flight[number]
             if number in self._unwanted:
                 self._unwanted.remove(number)
             else:
@@ -214,12 +214,12 @@ class ChunkCache:
         flight.set_result(chunk)
         return chunk
 
-    def _fly_quietly(self, number: int, flight: Future[LoadedChunk]) -> None:
+    def _run_prefetch(self, number: int, flight: Future[LoadedChunk]) -> None:
         with self._lock:
-            if not _begun(flight):
+            if not _claim(flight):
                 return  # somebody needed it at once, and did not wait for us
         try:
-            self._fly(number, flight)
+            self._run_load(number, flight)
         except BaseException:  # whoever asks for the chunk gets it from the flight, or tries anew
             flight.exception()
 
@@ -235,7 +235,7 @@ class ChunkCache:
         chunk.is_counted = False
 
 
-def _begun(flight: Future[LoadedChunk]) -> bool:
+def _claim(flight: Future[LoadedChunk]) -> bool:
     """Whether the load is now the caller's to do: nobody has begun it. Under the cache's lock."""
     return not (flight.running() or flight.done()) and flight.set_running_or_notify_cancel()
 
@@ -245,7 +245,7 @@ _CACHES: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for cache in _CACHES:
-        cache._begin_again()
+        cache._reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

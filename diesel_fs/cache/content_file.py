@@ -3,16 +3,16 @@
 import io
 from typing import TYPE_CHECKING
 
-from .store import ContentReader
+from .store import EntryReader
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-class ContentFile(io.RawIOBase):
+class EntryFile(io.RawIOBase):
     """The content of one file as a stream, for whoever wants `read(n)`. Raises as `read` does."""
 
-    def __init__(self, reader: ContentReader, index: int) -> None:
+    def __init__(self, reader: EntryReader, index: int) -> None:
         super().__init__()
         self._reader = reader
         self._index = index

@@ -40,8 +40,8 @@ from ..layout import IDENTITY_TEXT
 from ..settings import private_folder
 from ..storage.folder import FolderStore
 from ..storage.objects import ObjectStore, StoreWrapper
-from .shelves import ChunkKey, Held, Place, Shelf, check_whole
-from .trouble import Trouble
+from .shelves import CacheHandle, CacheTier, ChunkKey, Reservation, verify_chunk
+from .trouble import CircuitBreaker
 
 log = logging.getLogger("diesel.cache")
 
@@ -71,12 +71,14 @@ _MAGIC = b"DIESEL-FS cache\n"
 _HEAD = struct.Struct("<16sQ")
 _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
-_BEGUN = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")  # what others may just have made
+_FOREIGN_ALLOWED = re.compile(
+    r"lost\+found|\.diesel-cache(-\d+-\d+)?"
+)  # what others may just have made
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a FIFO may have the name
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def cache_place(path: Path, objects: ObjectStore | None = None) -> Path:
+def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path:
     """`path` as a folder for caches: made where it is missing, this user's, nobody else may write.
 
     Raises PermissionDenied; NoSpaceError where the disk takes no new cache; ConflictError where it
@@ -118,7 +120,7 @@ def _check_ours(place: Path) -> None:
         if is_file and (place / _MARKER).read_bytes()[:16] == _MAGIC:
             return
         raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
-    others = [name for name in sorted(os.listdir(place)) if not _BEGUN.fullmatch(name)]
+    others = [name for name in sorted(os.listdir(place)) if not _FOREIGN_ALLOWED.fullmatch(name)]
     if others:
         raise ConflictError(
             f"{place} is neither empty nor a cache: it holds {others[0]!r}",
@@ -144,29 +146,31 @@ class _Found:
     bytes: int
     used_s: float
     dataset_used_s: float
-    on_its_way: bool
+    is_temporary: bool
 
 
-class DiskShelf(Shelf):
+class DiskTier(CacheTier):
     """Chunks of one store in a cache's folder, whose limit all stores in it share."""
 
     kind = "disk"
-    loads_datasets = True
+    prefetches_datasets = True
 
     def __init__(self, place: Path, store: UUID, limit_bytes: int | None) -> None:
-        """`place` is what `cache_place` gave. Without a limit: half of what it could have, of what
-        is free there and what it holds already. Raises PermissionDenied, BusyError.
+        """`place` is what `prepare_cache_folder` gave. Without a limit: half of what it could have,
+        of what is free there and what it holds already. Raises PermissionDenied, BusyError.
         """
         self._place = os.fspath(place)
         self._folder = f"{self._place}/{store.hex}"
         self.limit_bytes = limit_bytes or 0
         self._is_half = limit_bytes is None  # and that has not been found out yet
-        self.refusal = ""  # why it took nothing at the start; what it has is read all the same
+        self.read_only_reason = (
+            ""  # why it took nothing at the start; what it has is read all the same
+        )
         self._device = os.stat(place).st_dev
         self._known: dict[ChunkKey, float] = {}  # checked by this process; when it was touched
         self._dataset_used: dict[UUID, float] = {}
-        self._reads = Trouble(self._place, "read from")
-        self._writes = Trouble(self._place, "write to")
+        self._reads = CircuitBreaker(self._place, "read from")
+        self._writes = CircuitBreaker(self._place, "write to")
         self._reading_lock = threading.Lock()
         self._reading_count = 0
         self._strange: set[str] = set()  # what has a chunk's name, is none, and cannot go
@@ -179,13 +183,13 @@ class DiskShelf(Shelf):
         except OSError as error:
             if error.errno not in _TAKES_NOTHING:
                 raise PermissionDenied(f"{place}: {error.strerror}") from error
-            self.refusal = f"the cache in {place} is only read: {error.strerror}"
-            log.warning("%s", self.refusal)
+            self.read_only_reason = f"the cache in {place} is only read: {error.strerror}"
+            log.warning("%s", self.read_only_reason)
 
     # Reading
 
-    def find(self, key: ChunkKey) -> Held | None:
-        if self._reads.rests:
+    def find(self, key: ChunkKey) -> CacheHandle | None:
+        if self._reads.is_open:
             return None
         try:
             file = os.open(self._path(key), os.O_RDONLY | _FILE_FLAGS)
@@ -208,12 +212,12 @@ class DiskShelf(Shelf):
         self._touch(key, file)
         return held
 
-    def _is_sound(self, key: ChunkKey, held: Held) -> bool:
+    def _is_sound(self, key: ChunkKey, held: CacheHandle) -> bool:
         """Read it whole, and check it; what is damaged goes."""
         try:
             content = np.empty(held.bytes, np.uint8).data
             held.read_into(0, content)
-            check_whole(key, content)
+            verify_chunk(key, content)
         except (FormatError, EOFError) as error:
             log.warning("a cached chunk is damaged, and dropped: %s", error)
             self.drop(key)
@@ -251,14 +255,14 @@ class DiskShelf(Shelf):
         with contextlib.suppress(OSError):
             os.unlink(self._path(key))
 
-    def doubt(self, key: ChunkKey) -> None:
+    def report_damage(self, key: ChunkKey) -> None:
         self._known.pop(key, None)
         if (held := self.find(key)) is not None:
             held.close()
 
     # For who decides itself which chunks of a dataset stand here
 
-    def standing(self, identity: UUID) -> list[ChunkId]:
+    def list_chunks(self, identity: UUID) -> list[ChunkId]:
         """The chunks of a dataset that seem to stand here. Raises OSError."""
         path = f"{self._folder}/{identity.hex}"
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
@@ -269,7 +273,7 @@ class DiskShelf(Shelf):
             ]
         return []
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """About how much can be put here without that anything goes; 0 where that fails."""
         try:
             marker = os.open(f"{self._place}/{_MARKER}", os.O_RDONLY | _FILE_FLAGS)
@@ -287,7 +291,7 @@ class DiskShelf(Shelf):
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             if not self._has_room(marker, size):
                 self._tidy(marker, size)
-        return self.room_bytes()
+        return self.free_bytes()
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
         """Let go of chunks, and have their room at once. What fails is left for a later look."""
@@ -302,8 +306,8 @@ class DiskShelf(Shelf):
 
     # Writing
 
-    def reserve(self, key: ChunkKey, size: int) -> Place | None:
-        if self._writes.rests:
+    def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
+        if self._writes.is_open:
             raise NoSpaceError(f"{self._place} takes nothing now")
         try:
             with self._locked() as marker:
@@ -315,7 +319,7 @@ class DiskShelf(Shelf):
             raise NoSpaceError(f"{self._place} cannot be written") from error
         return place
 
-    def _reserve(self, marker: int, key: ChunkKey, size: int) -> Place | None:
+    def _reserve(self, marker: int, key: ChunkKey, size: int) -> Reservation | None:
         """With the lock: whoever else could make or remove the files waits for us."""
         if self.holds(key):
             return None
@@ -366,8 +370,8 @@ class DiskShelf(Shelf):
         """
         now_s = time.time()
         files: list[_Found] = []
-        for each in self._look():
-            if each.on_its_way and _is_dead(each.path):
+        for each in self._scan():
+            if each.is_temporary and _is_dead(each.path):
                 _unlink(each.path)
             else:
                 files.append(each)
@@ -391,14 +395,14 @@ class DiskShelf(Shelf):
                 or abs(now_s - each.dataset_used_s) > IDLE_S
                 or abs(now_s - each.used_s) > CHUNK_IDLE_S
             )
-            if idle and not each.on_its_way:
+            if idle and not each.is_temporary:
                 _unlink(each.path)
                 used_bytes -= each.bytes
                 beyond_bytes -= each.bytes
                 self.evictions += 1
         _add(marker, used_bytes - _counted(marker))
 
-    def _look(self) -> Iterator[_Found]:
+    def _scan(self) -> Iterator[_Found]:
         """All chunks of all stores, those on their way too."""
         for store in _folders(self._place):
             for dataset in _folders(store):
@@ -492,8 +496,8 @@ class DiskShelf(Shelf):
         return f"{self._folder}/{key.identity.hex}/{key.id.hex()}"
 
 
-class _File(Held):
-    def __init__(self, shelf: DiskShelf, file: int, size: int) -> None:
+class _File(CacheHandle):
+    def __init__(self, shelf: DiskTier, file: int, size: int) -> None:
         self.bytes = size
         self._shelf, self._file = shelf, file
 
@@ -508,7 +512,7 @@ class _File(Held):
         except OSError as error:
             self._shelf._reads.failed(error)
             raise
-        self._shelf._reads.went_well()
+        self._shelf._reads.succeeded()
 
     def close(self) -> None:
         if self._file >= 0:
@@ -516,12 +520,12 @@ class _File(Held):
         self._file = -1
 
 
-class _FilePlace(Place):
-    def __init__(self, shelf: DiskShelf, key: ChunkKey, file: int, temporary: str) -> None:
+class _FilePlace(Reservation):
+    def __init__(self, shelf: DiskTier, key: ChunkKey, file: int, temporary: str) -> None:
         self._shelf, self._key = shelf, key
         self._file, self._temporary = file, temporary
 
-    def fill(self, content: memoryview) -> None:
+    def commit(self, content: memoryview) -> None:
         try:
             done = 0
             while done < len(content):
@@ -531,13 +535,13 @@ class _FilePlace(Place):
         except (OSError, BusyError) as error:
             if isinstance(error, OSError):
                 self._shelf._writes.failed(error)
-            self.give_up()
+            self.cancel()
             return
         os.close(self._file)
         self._shelf._known[self._key] = time.monotonic()
-        self._shelf._writes.went_well()
+        self._shelf._writes.succeeded()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Where the lock cannot be had, the file stays, and is found dead."""
         try:
             with contextlib.suppress(OSError, BusyError), self._shelf._locked() as marker:

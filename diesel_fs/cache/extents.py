@@ -21,9 +21,10 @@ from xxhash import xxh3_64_intdigest
 
 from ..chunk import decode
 from ..chunk_id import chunk_id_text
-from ..entries import Kind, shown
+from ..entries import Kind
 from ..errors import CorruptError, ObjectMissing
 from ..layout import chunk_object
+from ..names import shown
 from ..snapshot import Snapshot
 from ..snapshot_layout import CODEC_SHIFT, MANY, kinds
 from ..storage.objects import ObjectStore
@@ -52,8 +53,8 @@ AHEAD_BYTES_MAX = 32 << 20
 JOINED_GAP_BYTES = 4 << 10
 """As `GAP_BYTES_MAX`, where many pieces are asked for in one request: one more costs 3 us there."""
 
-JOINED_BYTES = 8 << 20
-JOINED_PIECES = 512
+BATCH_BYTES_MAX = 8 << 20
+BATCH_PARTS_MAX = 512
 """What is asked for in one request, where the store takes many: that costs what some hundred
 kilobytes do, and the first piece is not to wait for more than a few milliseconds."""
 
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """Pieces that are being read in one request, and how many of them are still wanted."""
 
     contents: Future[dict[_Span, memoryview]]
@@ -99,7 +100,7 @@ class _Parts(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Unit:
+class _ReadAhead:
     """Entries that `batches` will be asked for."""
 
     parts: _Parts
@@ -107,7 +108,7 @@ class _Unit:
     is_begun: bool = False
 
 
-class ExtentReader:
+class CoalescingReader:
     """Reads entries of one snapshot from one object store."""
 
     def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
@@ -116,12 +117,12 @@ class ExtentReader:
         self._counts = Counter(
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
         )
-        self._room = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
+        self._buffer = np.empty(SPAN_BYTES, np.uint8).data  # kept: new memory costs as much
         self._read_s = 0.0  # a moving average
         self._names: dict[int, str] = {}  # of chunks' objects: making one takes 10 us
-        self._flights: dict[_Span, _Flight] = {}
+        self._in_flight: dict[_Span, _InFlight] = {}
         self._flying_bytes = 0
-        self._units: dict[bytes, _Unit] = {}  # what is ahead, by its entries
+        self._units: dict[bytes, _ReadAhead] = {}  # what is ahead, by its entries
         self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
@@ -132,7 +133,7 @@ class ExtentReader:
         """
         unit = self._units.get(entries.tobytes())
         parts = self._parts(entries) if unit is None else unit.parts
-        if self._objects.joins_reads:
+        if self._objects.batches_reads:
             yield from self._joined(parts)
             return
         if self._is_slow and len(parts.spans) > 1:
@@ -141,19 +142,19 @@ class ExtentReader:
             same = list(group)
             spans = parts.spans[same[0] : same[-1] + 1]
             try:
-                for part, held in zip(same, self._held(chunk, spans), strict=True):
+                for part, held in zip(same, self._read_spans(chunk, spans), strict=True):
                     yield self._checked(parts.of(part), held)
             except ObjectMissing as error:
                 self._counts["lost"] += 1
                 log.error("%s: lost chunk: %s", self._snapshot.dataset, error.message)
 
-    def ahead(self, units: Sequence[_SomeEntries]) -> None:
+    def prefetch(self, units: Sequence[_SomeEntries]) -> None:
         """Begin to read what `batches` will be asked for, unit by unit, where the store is slow,
         or takes many pieces at once.
 
         What was begun before and is not among it is given up.
         """
-        if not (self._is_slow or self._flights or self._objects.joins_reads):
+        if not (self._is_slow or self._in_flight or self._objects.batches_reads):
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
@@ -171,15 +172,15 @@ class ExtentReader:
                     flight.contents.cancel()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
-    def _unit(self, entries: _SomeEntries) -> _Unit:
+    def _unit(self, entries: _SomeEntries) -> _ReadAhead:
         parts = self._parts(entries)
-        return _Unit(parts, sum(size for _, _, size in parts.spans))
+        return _ReadAhead(parts, sum(size for _, _, size in parts.spans))
 
     @property
     def _is_slow(self) -> bool:
         return self._read_s > SLOW_READ_S
 
-    def _begin_units(self, units: Sequence[_Unit]) -> None:
+    def _begin_units(self, units: Sequence[_ReadAhead]) -> None:
         """Begin to read these, as far as there is room."""
         spans = [span for unit in units for span in unit.parts.spans]
         begun = self._begin(spans)
@@ -192,7 +193,7 @@ class ExtentReader:
         wanted: dict[_Span, None] = {}
         begun = 0
         for span in spans:
-            if span not in self._flights and span not in wanted:
+            if span not in self._in_flight and span not in wanted:
                 if self._flying_bytes + span[2] > AHEAD_BYTES_MAX:
                     break
                 wanted[span] = None
@@ -202,19 +203,19 @@ class ExtentReader:
             self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         for group in self._groups([*wanted]):
             assert self._threads is not None
-            flight = _Flight(self._threads.submit(self._fetch_all, group), len(group))
-            self._flights.update(dict.fromkeys(group, flight))
+            flight = _InFlight(self._threads.submit(self._fetch_all, group), len(group))
+            self._in_flight.update(dict.fromkeys(group, flight))
         return begun
 
     def _groups(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The requests for these, in order."""
-        if not self._objects.joins_reads:
+        if not self._objects.batches_reads:
             yield from ([span] for span in spans)
             return
         first, size = 0, 0
         for at, span in enumerate(spans):
             size += span[2]
-            if at > first and (size > JOINED_BYTES or at - first == JOINED_PIECES):
+            if at > first and (size > BATCH_BYTES_MAX or at - first == BATCH_PARTS_MAX):
                 yield spans[first:at]
                 first, size = at, span[2]
         if first < len(spans):
@@ -276,9 +277,9 @@ class ExtentReader:
             found |= self._fetch_all(group)
         return [found[span] for span in spans]
 
-    def _taken(self, span: _Span) -> _Flight | None:
+    def _taken(self, span: _Span) -> _InFlight | None:
         """What a piece comes with, which nobody else takes it from."""
-        flight = self._flights.pop(span, None)
+        flight = self._in_flight.pop(span, None)
         if flight is not None:
             flight.wanted -= 1
             self._flying_bytes -= span[2]
@@ -290,7 +291,7 @@ class ExtentReader:
         rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
         starts, ends = rows["offset"].copy(), rows["offset"] + rows["stored"]
         new = np.diff(rows["chunk"]) != 0
-        joins = self._objects.joins_reads
+        joins = self._objects.batches_reads
         new |= starts[1:] - ends[:-1] > (JOINED_GAP_BYTES if joins else GAP_BYTES_MAX)
         span_bytes = SLOW_SPAN_BYTES if self._is_slow and not joins else SPAN_BYTES
         cuts = [0, *(np.flatnonzero(new) + 1).tolist(), len(rows)] if len(rows) else [0]
@@ -303,14 +304,14 @@ class ExtentReader:
         )
         return _Parts(rows, cuts, list(spans))
 
-    def _held(self, chunk: int, spans: Sequence[_Span]) -> Iterator[memoryview]:
+    def _read_spans(self, chunk: int, spans: Sequence[_Span]) -> Iterator[memoryview]:
         """The stored bytes of parts of one chunk, each good until the next is asked for."""
-        if self._flights.keys().isdisjoint(spans):
+        if self._in_flight.keys().isdisjoint(spans):
             largest = max(size for _, _, size in spans)
-            if largest > len(self._room):
-                self._room = np.empty(largest, np.uint8).data
+            if largest > len(self._buffer):
+                self._buffer = np.empty(largest, np.uint8).data
             ranges = [(begin, size) for _, begin, size in spans]
-            found = self._objects.read_ranges(self._name(chunk), ranges, self._room)
+            found = self._objects.read_ranges(self._name(chunk), ranges, self._buffer)
             for span in spans:
                 start_s = time.monotonic()
                 held = next(found)
@@ -394,14 +395,14 @@ class ExtentReader:
         """Stored bytes in memory of their own. May be called from any thread."""
         room = np.empty(size, np.uint8).data
         start_s = time.monotonic()
-        read = self._objects.read_again if again else self._objects.read_into
+        read = self._objects.read_uncached if again else self._objects.read_into
         read(self._name(chunk), offset, room)
         self._note((chunk, offset, size), start_s)
         return room.toreadonly()
 
     def _fetch_all(self, spans: Sequence[_Span]) -> dict[_Span, memoryview]:
         """The stored bytes of these, in one request where the store takes many. Any thread."""
-        if not self._objects.joins_reads:
+        if not self._objects.batches_reads:
             return {span: self._fetch(*span) for span in spans}
         wanted = [(self._name(chunk), begin, size) for chunk, begin, size in spans]
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))

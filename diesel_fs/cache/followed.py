@@ -37,7 +37,7 @@ thread."""
 _Column = npt.NDArray[np.int64]
 
 
-class Followed:
+class OrderPrefetch:
     """An order by groups, and how far a reader has come in it (see the module).
 
     `ends` has the position behind each group; no file stands twice in `order`.
@@ -104,7 +104,7 @@ class Followed:
         """Whether an entry is in the order."""
         return bool(self._group_of_entry[index] >= 0)
 
-    def use_of(self, index: int) -> int:
+    def visit_of(self, index: int) -> int:
         """The use that an entry is part of; -1 where it is to be read by itself.
 
         So are those that were read before, or whose group has just been given up.
@@ -123,8 +123,9 @@ class Followed:
         """The group of each entry; -1 for those that are not in the order."""
         return self._group_of_entry[indices].astype(np.int64)
 
-    def uses_of(self, indices: _Column) -> _Column:
-        """`use_of` each entry, of several in one group, which will be read one behind the other."""
+    def visits_of(self, indices: _Column) -> _Column:
+        """`visit_of` each entry, of several in one group, which will be read one behind the
+        other."""
         uses = self._use[indices].astype(np.int64)
         group = int(self._group_of_entry[indices[0]])
         self._reads_behind += len(indices) if group < self._oldest else 0
@@ -134,7 +135,7 @@ class Followed:
             return np.full(len(uses), -1)
         return np.where(self._read[indices], -1, uses)
 
-    def reach(self, use: int, index: int, budget_bytes: int) -> tuple[list[int], list[int]]:
+    def advance(self, use: int, index: int, budget_bytes: int) -> tuple[list[int], list[int]]:
         """The reader is at an entry: the chunks to give up now, and then those to load ahead.
 
         A reader that is at the first entry again, or far behind where it has been, begins anew.
@@ -148,7 +149,7 @@ class Followed:
             near = range(group, group + 2)
             given_up = [one for one, held in self._held.items() if self._group[held] not in near]
             for chunk in given_up:
-                self._let_go(chunk)
+                self._release(chunk)
         if group >= self._oldest:
             self._reads_behind = 0
         is_early = int(self._position[index]) < self._lag_ends[group]
@@ -157,21 +158,23 @@ class Followed:
             self._now, self._oldest = max(group, self._now), max(oldest, self._oldest)
             late = [one for one, held in self._held.items() if self._group[held] < self._oldest]
             for chunk in late:
-                self._let_go(chunk)
+                self._release(chunk)
             given_up += late
         if self._chunk[use] not in self._held:
             self._hold(use)
         return given_up, self._ahead(budget_bytes)
 
-    def done(self, use: int, entries: _Column, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """Entries of a use have been read: as `reach`. What is told twice counts once."""
+    def mark_read(
+        self, use: int, entries: _Column, budget_bytes: int
+    ) -> tuple[list[int], list[int]]:
+        """Entries of a use have been read: as `advance`. What is told twice counts once."""
         fresh = np.unique(entries[~self._read[entries]])
         self._read[fresh] = True
         self._left[use] -= len(fresh)
         chunk = self._chunk[use]
         if self._left[use] or self._held.get(chunk) != use:
             return [], []
-        self._let_go(chunk)
+        self._release(chunk)
         return [chunk], self._ahead(budget_bytes)
 
     def _ahead(self, budget_bytes: int) -> list[int]:
@@ -199,5 +202,5 @@ class Followed:
         self._held[self._chunk[use]] = use
         self._held_bytes += self._bytes[use]
 
-    def _let_go(self, chunk: int) -> None:
+    def _release(self, chunk: int) -> None:
         self._held_bytes -= self._bytes[self._held.pop(chunk)]

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from uuid import UUID
 
-from ..entries import ChunkId
+from ..entries import ChunkId, ChunkRanges
 from ..errors import DeadlineError, ObjectStoreError
 from ..settings import READ_DEADLINE_S
-from ..wire_values import READ_BYTES_MAX, Parts
-from .budget import ByteBudget
-from .shelves import ChunkKey, Held
-from .tier import FastTier
+from ..wire import READ_BYTES_MAX
+from .budget import MemoryBudget
+from .shelves import CacheHandle, ChunkKey
+from .tier import ReadThroughCache
 
 ANSWER_BYTES_MAX = 2 * READ_BYTES_MAX
 """Memory of answers of this process that have not been sent yet."""
@@ -38,7 +38,7 @@ MERGED_BYTES_MAX = 32 << 20
 
 MERGED_AT_ONCE_BYTES = 256 << 20
 
-SHELF_GAP_BYTES = 32 << 10
+DISK_GAP_BYTES = 32 << 10
 """Gap that is read along from a shelf on a disk: 0.005 ms, as another system call, from the page
 cache; from an SSD 0.01 ms instead of 0.08."""
 
@@ -55,7 +55,7 @@ _Part = tuple[int, int, int]  # start, size, place in the request
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MergedRange:
     """Parts of one chunk that are read by one read, from `start` to `end`."""
 
     start: int
@@ -63,7 +63,7 @@ class Run:
     parts: Sequence[_Part]
 
 
-def by_chunk(parts: Parts) -> dict[ChunkId, list[_Part]]:
+def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[_Part]]:
     """The parts of each chunk in order of their starts (of equal ones the longest first), without
     those of no bytes."""
     chunks, starts, sizes = (parts[name].tolist() for name in ("chunk", "start", "size"))
@@ -76,11 +76,11 @@ def by_chunk(parts: Parts) -> dict[ChunkId, list[_Part]]:
     return found
 
 
-def plan(wanted: Sequence[_Part], gap_bytes: int) -> list[Run]:
+def merge_ranges(wanted: Sequence[_Part], gap_bytes: int) -> list[MergedRange]:
     """The reads for parts of one chunk, in order as `by_chunk` has them: neighbours together where
     no more than `gap_bytes` lie between them, and all is no more than `MERGED_BYTES_MAX`; what lies
     within a larger part is read with that."""
-    runs: list[Run] = []
+    runs: list[MergedRange] = []
     first, start, end = 0, 0, -1
     for number, (part_start, size, _) in enumerate(wanted):
         part_end = part_start + size
@@ -90,15 +90,15 @@ def plan(wanted: Sequence[_Part], gap_bytes: int) -> list[Run]:
             if part_start <= end + gap_bytes and part_end - start <= MERGED_BYTES_MAX:
                 end = part_end
                 continue
-            runs.append(Run(start, end, wanted[first:number]))
+            runs.append(MergedRange(start, end, wanted[first:number]))
         first, start, end = number, part_start, part_end
     if end >= 0:
-        runs.append(Run(start, end, wanted[first:]))
+        runs.append(MergedRange(start, end, wanted[first:]))
     return runs
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlight:
     """A read of the store that is under way."""
 
     start: int
@@ -110,7 +110,7 @@ class _Answer:
     """The memory of one answer: most parts one after the other, some where they lay anyway."""
 
     def __init__(self, sizes: Sequence[int], elsewhere: dict[int, memoryview]) -> None:
-        self.elsewhere = elsewhere
+        self.views = elsewhere
         if elsewhere:
             sizes = [0 if place in elsewhere else size for place, size in enumerate(sizes)]
         self._starts = list(accumulate(sizes, initial=0))
@@ -131,33 +131,37 @@ class _Answer:
     def pieces(self) -> list[memoryview]:
         """All of it, in order."""
         found, done, room = [], 0, self.room.toreadonly()
-        for place in sorted(self.elsewhere):
+        for place in sorted(self.views):
             start = self._starts[place]
             if start > done:
                 found.append(room[done:start])
-            found.append(self.elsewhere[place])
+            found.append(self.views[place])
             done = start
         if self.bytes > done:
             found.append(room[done:])
         return found
 
 
-class MergedReads:
+class RangeReader:
     """Parts of chunks of one store's datasets, for all requests of this process."""
 
     def __init__(
-        self, tier: FastTier, *, answer_bytes_max: int = ANSWER_BYTES_MAX, wait_s: float = _WAIT_S
+        self,
+        tier: ReadThroughCache,
+        *,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
+        wait_s: float = _WAIT_S,
     ) -> None:
         self._tier = tier
         self._wait_s = wait_s
-        self._answers = ByteBudget(answer_bytes_max)
-        self._merged = ByteBudget(MERGED_AT_ONCE_BYTES)
+        self._answers = MemoryBudget(answer_bytes_max)
+        self._merged = MemoryBudget(MERGED_AT_ONCE_BYTES)
         self._lock = threading.Lock()
-        self._flights: dict[ChunkKey, list[_Flight]] = {}
+        self._in_flight: dict[ChunkKey, list[_InFlight]] = {}
         self._store_reads = threading.BoundedSemaphore(STORE_READS_MAX)
         self._threads = ThreadPoolExecutor(STORE_READS_MAX, "read")
 
-    def read(self, identity: UUID, parts: Parts, *, fresh: bool = False) -> list[memoryview]:
+    def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
         """The bytes of the parts (whose number and sizes have been checked), one after the other,
         in few pieces, which do not end where the parts do. They are counted as memory until the
         last piece has gone.
@@ -171,18 +175,18 @@ class MergedReads:
             return []
         until_s = time.monotonic() + READ_DEADLINE_S + total / ANSWER_BYTES_PER_S_MIN
         missing = {ChunkKey(identity, chunk): wanted for chunk, wanted in by_chunk(parts).items()}
-        on_shelf: dict[ChunkKey, Held] = {}
+        on_shelf: dict[ChunkKey, CacheHandle] = {}
         try:
             for key in missing:
                 if fresh:
-                    self._tier.doubt(key)
+                    self._tier.report_damage(key)
                 elif (held := self._tier.find(key)) is not None:
                     on_shelf[key] = held
             large: dict[int, memoryview] = {}
             for key, held in on_shelf.items():
                 large |= _large_views(held, missing[key])
             answer = _Answer(sizes, large)
-            answer.room = self._answers.room(answer.bytes, self._wait_s)
+            answer.room = self._answers.allocate(answer.bytes, self._wait_s)
             for key, held in on_shelf.items():
                 if self._from_shelf(held, missing[key], answer):
                     del missing[key]
@@ -192,7 +196,9 @@ class MergedReads:
         if not missing:
             return answer.pieces()
         gap_bytes = self._tier.costs.gap_bytes
-        runs = [(key, run) for key, wanted in missing.items() for run in plan(wanted, gap_bytes)]
+        runs = [
+            (key, run) for key, wanted in missing.items() for run in merge_ranges(wanted, gap_bytes)
+        ]
         self._from_store(runs, answer, until_s, fresh=fresh)
         return answer.pieces()
 
@@ -200,16 +206,16 @@ class MergedReads:
         """End the threads. Repeatable."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _from_shelf(self, held: Held, wanted: list[_Part], answer: _Answer) -> bool:
+    def _from_shelf(self, held: CacheHandle, wanted: list[_Part], answer: _Answer) -> bool:
         """Copy parts of a chunk that stands on the shelf; False where it could not be read."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
                     return False
-                small = [part for part in wanted if part[2] not in answer.elsewhere]
+                small = [part for part in wanted if part[2] not in answer.views]
                 answer.copy(small, content, 0)
             else:
-                for run in plan(wanted, SHELF_GAP_BYTES):
+                for run in merge_ranges(wanted, DISK_GAP_BYTES):
                     self._fill(run, answer, held.read_into)
         except (OSError, EOFError):
             return False
@@ -217,7 +223,12 @@ class MergedReads:
         return True
 
     def _from_store(
-        self, runs: list[tuple[ChunkKey, Run]], answer: _Answer, until_s: float, *, fresh: bool
+        self,
+        runs: list[tuple[ChunkKey, MergedRange]],
+        answer: _Answer,
+        until_s: float,
+        *,
+        fresh: bool,
     ) -> None:
         """Read what is missing, `REQUEST_READS_MAX` at once; the first error ends it all."""
         if len(runs) == 1:  # as nearly always where requests are small: no other thread is needed
@@ -231,7 +242,12 @@ class MergedReads:
             del error  # with this frame it would be a cycle, which keeps the answer's memory
 
     def _read_all(
-        self, runs: list[tuple[ChunkKey, Run]], answer: _Answer, until_s: float, *, fresh: bool
+        self,
+        runs: list[tuple[ChunkKey, MergedRange]],
+        answer: _Answer,
+        until_s: float,
+        *,
+        fresh: bool,
     ) -> BaseException | None:
         """The first error; all reads have ended then, as they write into the answer."""
         begun: set[Future[None]] = set()
@@ -249,24 +265,24 @@ class MergedReads:
         return error or _first_error(done)
 
     def _read_run(
-        self, key: ChunkKey, run: Run, answer: _Answer, until_s: float, *, fresh: bool
+        self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, *, fresh: bool
     ) -> None:
         """Fill the parts of one run, by another's read where one that is under way has them."""
-        mine = _Flight(run.start, run.end, Future())
+        mine = _InFlight(run.start, run.end, Future())
         with self._lock:
-            flights = self._flights.setdefault(key, [])
+            flights = self._in_flight.setdefault(key, [])
             others = (each for each in flights if each.start <= run.start and each.end >= run.end)
             other = None if fresh else next(others, None)
             if other is None:
                 flights.append(mine)
         if other is None:
             try:
-                self._lead(key, run, answer, until_s, mine)
+                self._read_for_all(key, run, answer, until_s, mine)
             finally:
                 with self._lock:
                     flights.remove(mine)
                     if not flights:
-                        del self._flights[key]
+                        del self._in_flight[key]
         else:
             try:
                 content = other.content.result(max(until_s - time.monotonic(), 0.0))
@@ -278,8 +294,8 @@ class MergedReads:
             answer.copy(run.parts, content, other.start)
         self._tier.count(None, len(run.parts), sum(size for _, size, _ in run.parts))
 
-    def _lead(
-        self, key: ChunkKey, run: Run, answer: _Answer, until_s: float, flight: _Flight
+    def _read_for_all(
+        self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, flight: _InFlight
     ) -> None:
         """Read a run from the store, for all who wait for it."""
 
@@ -297,10 +313,10 @@ class MergedReads:
             flight.content.set_exception(ObjectStoreError("another's read has failed"))
             raise
         flight.content.set_result(content)
-        self._tier.missed(key, run.start, content)
+        self._tier.record_miss(key, run.start, content)
 
     def _fill(
-        self, run: Run, answer: _Answer, read: Callable[[int, memoryview], None]
+        self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
         """Read a run: where its first part is all of it, to where that goes; and what was read."""
         _, size, place = run.parts[0]
@@ -309,13 +325,13 @@ class MergedReads:
             read(run.start, content)
             answer.copy(run.parts[1:], content, run.start)
         else:
-            content = self._merged.room(run.end - run.start, self._wait_s)
+            content = self._merged.allocate(run.end - run.start, self._wait_s)
             read(run.start, content)
             answer.copy(run.parts, content, run.start)
         return content.toreadonly()
 
 
-def _large_views(held: Held, wanted: list[_Part]) -> dict[int, memoryview]:
+def _large_views(held: CacheHandle, wanted: list[_Part]) -> dict[int, memoryview]:
     """The large parts of a chunk in memory, by place: they are sent from there. None where the
     chunk ends before a part does, which the store says better."""
     if max(start + size for start, size, _ in wanted) > held.bytes:

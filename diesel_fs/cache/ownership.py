@@ -38,9 +38,9 @@ class Ownership:
     def __init__(self, ids: Sequence[bytes], sizes: npt.NDArray[np.uint64], world: int) -> None:
         """Of chunks with these IDs (16 bytes each) and sizes (bytes)."""
         halves = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2)
-        self._hashes = _mixed(_mixed(halves[:, 0]) ^ halves[:, 1])
+        self._hashes = _mix(_mix(halves[:, 0]) ^ halves[:, 1])
         self._sizes = sizes.astype(np.float64)
-        self._of_nodes = _mixed(np.arange(1, world + 1, dtype=np.uint64))
+        self._of_nodes = _mix(np.arange(1, world + 1, dtype=np.uint64))
         self._kept = min(_KEPT, world)
         self._nodes = np.empty((len(ids), self._kept), np.int32)
         self._scores = np.empty((len(ids), self._kept), np.uint64)
@@ -64,14 +64,14 @@ class Ownership:
         room = self._sizes.sum() / np.count_nonzero(living) * ROOM
         score = np.full(count, np.iinfo(np.uint64).max, np.uint64)  # at the last proposal
         free = np.arange(count)
-        homeless: list[npt.NDArray[np.int64]] = []
+        unplaced: list[npt.NDArray[np.int64]] = []
         while len(free):
             owner[free], score[free] = self._next(free, score[free], living)
-            homeless.append(free[owner[free] < 0])  # turned away by all
+            unplaced.append(free[owner[free] < 0])  # turned away by all
             asked = np.unique(owner[free[owner[free] >= 0]])
             free = self._turned_away(np.flatnonzero(np.isin(owner, asked)), owner, score, room)
             owner[free] = -1
-        self._house(np.concatenate(homeless), owner, living)
+        self._place_rest(np.concatenate(unplaced), owner, living)
         self._fill(owner, living)
         return owner
 
@@ -106,7 +106,7 @@ class Ownership:
         before = np.repeat(total[starts] - sizes[starts], np.diff(starts, append=len(rows)))
         return rows[(total - before > room) & (total - before > sizes)]  # one always fits
 
-    def _house(
+    def _place_rest(
         self, rows: npt.NDArray[np.int64], owner: Nodes, living: npt.NDArray[np.bool_]
     ) -> None:
         """Give what no node has room for to those that have least: sizes need not add up."""
@@ -137,14 +137,14 @@ class Ownership:
                     owner[row] = node
 
     def _score(self, rows: npt.NDArray[np.int64]) -> Scores:
-        return _mixed(self._hashes[rows, None] ^ self._of_nodes[None, :])
+        return _mix(self._hashes[rows, None] ^ self._of_nodes[None, :])
 
     def _blocks(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         step = max(1, _BLOCK_SCORES // len(self._of_nodes))
         return [rows[start : start + step] for start in range(0, len(rows), step)]
 
 
-def _mixed(values: Scores) -> Scores:
+def _mix(values: Scores) -> Scores:
     """MurmurHash3's finaliser: each bit of the result depends on each bit of the value."""
     mixed = values ^ (values >> _SHIFT)
     for factor in _FACTORS:

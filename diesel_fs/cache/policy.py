@@ -6,7 +6,7 @@ know only the past. Not owned: bytes, tiers, and the budget, which the caller co
 events give the same answers on every machine; one thread at a time.
 
 A policy is a class and a line in `POLICIES`. What tells of the future, of costs and of other nodes
-(`Planned`, `Progress`, `Cost`, `Value`, `Elsewhere`), and the question to which node a unit belongs
+(`Planned`, `Progress`, `Cost`, `Value`, `Replicas`), and the question to which node a unit belongs
 (`home`), are part of the interface, so that policies can be written for them; no cache says or asks
 any of that yet.
 """
@@ -23,7 +23,7 @@ Units = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class Inserted:
     """A unit of so many bytes is in the cache now."""
 
     unit: int
@@ -31,14 +31,14 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
-class Went:
+class Evicted:
     """A unit is in the cache no more, whoever decided that."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class Accessed:
     """Somebody read of a unit, whether it was there or not."""
 
     unit: int
@@ -78,33 +78,33 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class Replicas:
     """Which other nodes hold a unit."""
 
     unit: int
     nodes: Sequence[int]
 
 
-Event = Came | Went | Used | Planned | Progress | Cost | Value | Elsewhere
+Event = Inserted | Evicted | Accessed | Planned | Progress | Cost | Value | Replicas
 
 
 class EvictionPolicy(ABC):
     """What a cache keeps."""
 
     @abstractmethod
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Something happened. The events of one cache come in the order in which they happened; one
         that a policy has no use for passes."""
 
     @abstractmethod
-    def admits(self, unit: int, size: int, room: int) -> bool:
-        """Whether a unit of `size` bytes that is not in the cache is worth taking in, where `room`
-        bytes are free. It changes nothing: the caller may ask and not do it."""
+    def admits(self, unit: int, size: int, free_bytes: int) -> bool:
+        """Whether a unit of `size` bytes that is not in the cache is worth taking in, where
+        `free_bytes` bytes are free. It changes nothing: the caller may ask and not do it."""
 
     @abstractmethod
-    def give_up(self, wanted: int) -> Sequence[int]:
+    def victims(self, wanted: int) -> Sequence[int]:
         """Units to be given up, the least worth first, that have `wanted` bytes together, or all
-        there are. It changes nothing: what is given up is told by `Went`."""
+        there are. It changes nothing: what is given up is told by `Evicted`."""
 
     def home(self, unit: int, owner: int) -> int:
         """The node that a unit belongs to; `owner` owns its chunk (`ownership.py`)."""
@@ -118,19 +118,19 @@ class _Counted(EvictionPolicy):
         self._sizes: dict[int, int] = {}
         self._held = 0
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
-            case Came(unit, size):
+            case Inserted(unit, size):
                 self._came(unit, size)
-            case Went(unit):
+            case Evicted(unit):
                 self._went(unit)
-            case Used(unit):
+            case Accessed(unit):
                 self._used(unit)
 
     def admits(self, unit: int, size: int, room: int) -> bool:
         return size <= room + self._held
 
-    def give_up(self, wanted: int) -> Sequence[int]:
+    def victims(self, wanted: int) -> Sequence[int]:
         chosen: list[int] = []
         for unit in self._worst_first():
             if wanted <= 0:
@@ -218,23 +218,23 @@ class LeastFrequentlyUsed(_Counted):
                 del self._by_uses[uses]
 
 
-class FirstComeStays(EvictionPolicy):
+class NoEviction(EvictionPolicy):
     """What is in stays in: each epoch hits what fits, where LRU may hit nothing (the cache MinIO of
     CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Nothing changes its mind."""
 
     def admits(self, unit: int, size: int, room: int) -> bool:
         return size <= room
 
-    def give_up(self, wanted: int) -> Sequence[int]:
+    def victims(self, wanted: int) -> Sequence[int]:
         return []
 
 
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
-    "none": FirstComeStays,
+    "none": NoEviction,
 }
 """By the names that `--evict` takes."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 from uuid import UUID
 
-from ..chunk import PREAMBLE_BYTES, damaged, parse_header, parse_preamble
+from ..chunk import PREAMBLE_BYTES, damaged_places, parse_header, parse_preamble
 from ..chunk_id import chunk_id_text
 from ..entries import ChunkId
 from ..errors import CorruptError, NoSpaceError
@@ -26,7 +26,7 @@ class ChunkKey(NamedTuple):
     id: ChunkId
 
 
-class Held(ABC):
+class CacheHandle(ABC):
     """A chunk that stands in a shelf, open until the `with` ends. Its bytes are those that were
     checked, even where it has been dropped since."""
 
@@ -56,31 +56,31 @@ class Held(ABC):
         self.close()
 
 
-class Place(ABC):
+class Reservation(ABC):
     """Room in a shelf for a chunk that is on its way. Exactly one of the two is called, once."""
 
     @abstractmethod
-    def fill(self, content: memoryview) -> None:
+    def commit(self, content: memoryview) -> None:
         """Put the chunk there; it has been checked, and will not change. Where that fails, it does
         not stand there, and nobody needs to know."""
 
     @abstractmethod
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """The chunk does not come."""
 
 
-class Shelf(ABC):
+class CacheTier(ABC):
     """A bounded place for whole chunks. Nothing that goes wrong in it is an error of a reader: it
     says that it does not have the chunk."""
 
     kind: str
     """`memory` or `disk`, in statistics."""
 
-    loads_datasets: bool
+    prefetches_datasets: bool
     """Whether a miss is to bring the whole dataset."""
 
     @abstractmethod
-    def find(self, key: ChunkKey) -> Held | None:
+    def find(self, key: ChunkKey) -> CacheHandle | None:
         """The chunk where it stands here, whole and checked."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Shelf(ABC):
         """Whether it seems to stand here, or to be on its way; costs little."""
 
     @abstractmethod
-    def reserve(self, key: ChunkKey, size: int) -> Place | None:
+    def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         """Room for a chunk; what nobody uses any more goes for it. None where it stands here or
         is on its way. Raises NoSpaceError where all that is here is in use."""
 
@@ -96,7 +96,7 @@ class Shelf(ABC):
     def drop(self, key: ChunkKey) -> None:
         """Let go of a chunk, whether it is here or not."""
 
-    def doubt(self, key: ChunkKey) -> None:
+    def report_damage(self, key: ChunkKey) -> None:
         """A reader says that bytes of a chunk are damaged: look, or let go of it."""
         self.drop(key)
 
@@ -117,16 +117,16 @@ class Shelf(ABC):
         return
 
 
-def check_whole(key: ChunkKey, content: memoryview) -> None:
+def verify_chunk(key: ChunkKey, content: memoryview) -> None:
     """Check every byte of a chunk object. Raises FormatError."""
     preamble = parse_preamble(content, identity=key.identity, id=key.id, object_bytes=len(content))
     header = parse_header(preamble, content[PREAMBLE_BYTES : preamble.body_start])
-    bad = damaged(header, content[preamble.body_start :])
+    bad = damaged_places(header, content[preamble.body_start :])
     if bad:
         raise CorruptError(f"chunk {chunk_id_text(key.id)}: {len(bad)} entries are damaged")
 
 
-class MemoryShelf(Shelf):
+class MemoryTier(CacheTier):
     """Chunks in this process's memory.
 
     A chunk goes only when nobody has read it for `idle_s`: where more is read again and again than
@@ -134,7 +134,7 @@ class MemoryShelf(Shelf):
     """
 
     kind = "memory"
-    loads_datasets = False
+    prefetches_datasets = False
 
     def __init__(self, limit_bytes: int, *, idle_s: float = 60.0) -> None:
         self._limit_bytes = limit_bytes
@@ -149,7 +149,7 @@ class MemoryShelf(Shelf):
         """What is here, and what is expected."""
         return self._used_bytes
 
-    def find(self, key: ChunkKey) -> Held | None:
+    def find(self, key: ChunkKey) -> CacheHandle | None:
         with self._lock:
             held = self._chunks.get(key)
             if held is not None:
@@ -160,7 +160,7 @@ class MemoryShelf(Shelf):
     def holds(self, key: ChunkKey) -> bool:
         return key in self._chunks or key in self._awaited
 
-    def reserve(self, key: ChunkKey, size: int) -> Place | None:
+    def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         with self._lock:
             if self.holds(key):
                 return None
@@ -195,7 +195,7 @@ class MemoryShelf(Shelf):
                 self._chunks[key] = _InMemory(content.toreadonly())
 
 
-class _InMemory(Held):
+class _InMemory(CacheHandle):
     def __init__(self, content: memoryview) -> None:
         self.bytes = len(content)
         self.used_s = time.monotonic()
@@ -212,13 +212,13 @@ class _InMemory(Held):
         buffer[:] = self._content[start : start + len(buffer)]
 
 
-class _MemoryPlace(Place):
-    def __init__(self, shelf: MemoryShelf, key: ChunkKey, size: int) -> None:
-        self._shelf, self._key, self._size = shelf, key, size
+class _MemoryPlace(Reservation):
+    def __init__(self, tier: MemoryTier, key: ChunkKey, size: int) -> None:
+        self._shelf, self._key, self._size = tier, key, size
 
-    def fill(self, content: memoryview) -> None:
+    def commit(self, content: memoryview) -> None:
         assert len(content) == self._size
         self._shelf._arrived(self._key, self._size, content)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         self._shelf._arrived(self._key, self._size, None)

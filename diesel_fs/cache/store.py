@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from .. import snapshot_layout as layout
 from ..chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..chunk_id import chunk_id_text
-from ..entries import Codec, Kind, shown
+from ..entries import Codec, Kind
 from ..errors import (
     CorruptError,
     DieselError,
@@ -31,20 +31,21 @@ from ..errors import (
     UsageError,
 )
 from ..layout import chunk_object
+from ..names import shown
 from ..snapshot import Extent, Snapshot
 from ..storage.objects import ObjectStore, Part
-from .chunks import LENT_FRACTION, ChunkCache, LoadedChunk
-from .followed import WHOLE_CHUNK_FRACTION, Followed
+from .chunks import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
+from .followed import WHOLE_CHUNK_FRACTION, OrderPrefetch
 
 WINDOW_ENTRIES = 4096
 """How far `read_many` looks ahead, or less far, so that the chunks it holds fit the budget."""
 
 CHECKED_AT_ONCE_BYTES = 256 << 10
-"""`cached` checks, and decodes, entries up to this size: 0.03 ms, with lz4 up to 0.2 ms, where a
-thread that is handed the read costs 0.3 ms."""
+"""`read_nowait` checks, and decodes, entries up to this size: 0.03 ms, with lz4 up to 0.2 ms, where
+a thread that is handed the read costs 0.3 ms."""
 
-TOGETHER_BYTES = 8 << 20
-TOGETHER_ENTRIES = 512
+BATCH_BYTES_MAX = 8 << 20
+BATCH_ENTRIES_MAX = 512
 """Files that are asked for in one request, where the store takes many: a request costs what some
 hundred kilobytes do, and the first file is not to wait for more than a few milliseconds."""
 
@@ -66,11 +67,11 @@ class _Window:
     wanted: _Column
     chunks: _Column
     whole: dict[int, int]
-    followed: Followed | None = None
+    followed: OrderPrefetch | None = None
     closing: dict[int, _Column] = field(default_factory=dict)
 
 
-class _Group(NamedTuple):
+class _Batch(NamedTuple):
     """Files that are read together: those at `places` from `parts`, which may be under way."""
 
     rows: _Column
@@ -78,7 +79,7 @@ class _Group(NamedTuple):
     parts: Iterator[memoryview]
 
 
-class ContentReader:
+class EntryReader:
     """Reads entries of one snapshot from one object store, through at most `memory_bytes`."""
 
     def __init__(
@@ -96,7 +97,7 @@ class ContentReader:
         self._objects = objects
         self._cache = ChunkCache(memory_bytes, self._load_chunk)
         self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
-        self._alone = prefer_entries and not self._everything_fits
+        self._prefers_entries = prefer_entries and not self._everything_fits
         self._names: dict[int, str] = {}  # of chunks' objects: making one takes 10 us
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
@@ -115,19 +116,19 @@ class ContentReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
-        followed, use = self._cache.followed, -1
-        if followed is not None and (use := followed.use_of(index)) >= 0:
-            self._cache.reach(followed, use, index)
+        followed, use = self._cache.order, -1
+        if followed is not None and (use := followed.visit_of(index)) >= 0:
+            self._cache.advance(followed, use, index)
         pieces = []
         for extent in extents:
             if extent.start < end and offset < extent.start + extent.size:
                 content = self._extent(index, extent)
                 pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
         if followed is not None and use >= 0 and end == total:
-            self._cache.done(followed, use, np.array([index]))
+            self._cache.mark_read(followed, use, np.array([index]))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
-    def cached(self, index: int, offset: int, size: int) -> memoryview | None:
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """As `read`, where that needs nothing but memory; else None. Never blocks.
 
         A small entry whose chunk is here is checked on the spot.
@@ -135,8 +136,8 @@ class ContentReader:
         extents = self.snapshot.extents(index)
         if len(extents) == 1:
             content = self._in_memory(extents[0])
-            if content is None and self._alone:
-                content = self._on_the_spot(extents[0])
+            if content is None and self._prefers_entries:
+                content = self._read_entry_now(extents[0])
             return None if content is None else content[offset : offset + size]
         end = min(offset + size, extents[-1].start + extents[-1].size) if extents else 0
         for extent in extents:
@@ -162,7 +163,7 @@ class ContentReader:
             entries = min(2 * len(window.wanted), WINDOW_ENTRIES)
             yield from self._read_window(window)
 
-    def follow(self, order: _Column, ends: _Column, *, grow: bool = False) -> None:
+    def prefetch_order(self, order: _Column, ends: _Column, *, grow: bool = False) -> None:
         """Be told that reads will come in this order, whose groups end at the positions `ends`.
 
         From then on whoever reads in it loads each chunk once a group, and the chunks of two groups
@@ -173,7 +174,7 @@ class ContentReader:
         total_bytes = int(self.snapshot.chunk_sizes.sum())
         if total_bytes <= self._cache.budget_bytes:
             return
-        followed = Followed(self.snapshot, order, ends)
+        followed = OrderPrefetch(self.snapshot, order, ends)
         if grow:
             needed = min(followed.two_groups_bytes_max, total_bytes)
             self._cache.budget_bytes = max(self._cache.budget_bytes, needed)
@@ -186,7 +187,7 @@ class ContentReader:
                 f" of {followed.two_groups_bytes_max:,}, for two groups",
             )
         if not self._everything_fits:
-            self._cache.follow(followed)
+            self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made, and the memory that it holds, in bytes."""
@@ -203,7 +204,7 @@ class ContentReader:
 
     def _next_window(self, wanted: _Column) -> _Window:
         """The first of `wanted`: of one group of the order that is followed, or of no order."""
-        followed = self._cache.followed
+        followed = self._cache.order
         if followed is None:
             return self._window(wanted)
         groups = followed.groups_of(wanted)
@@ -211,9 +212,9 @@ class ContentReader:
         wanted = wanted[: int(other[0])] if len(other) else wanted
         return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
 
-    def _followed_window(self, followed: Followed, wanted: _Column) -> _Window:
+    def _followed_window(self, followed: OrderPrefetch, wanted: _Column) -> _Window:
         chunks, _ = self._plain_chunks(wanted)
-        uses = followed.uses_of(wanted)
+        uses = followed.visits_of(wanted)
         chunks[uses < 0] = -1  # too little is wanted of their chunks
         closing = {}
         plain = np.flatnonzero(chunks >= 0)
@@ -255,10 +256,10 @@ class ContentReader:
             if number not in whole
         )
         # Compressed files of chunks that are to be in memory are read from there
-        joins = self._objects.joins_reads and followed is None and not self._everything_fits
+        joins = self._objects.batches_reads and followed is None and not self._everything_fits
         singles = self._read_together(list(single)) if joins else map(self.read, single)
         # Else the order tells what is ahead, and what is lent is at hand
-        ahead = (each for each in (whole if followed is None else ()) if not self._is_lent(each))
+        ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
@@ -279,7 +280,7 @@ class ContentReader:
                     yield next(singles)
                     continue
                 if followed is not None:
-                    self._cache.reach(followed, whole[number], index)
+                    self._cache.advance(followed, whole[number], index)
                 chunk = held[number] = self._cache.get(number)
                 for following in ahead:
                     self._cache.prefetch(following)
@@ -293,7 +294,7 @@ class ContentReader:
                     extent = Extent(number, offset, size, Codec.RAW, checksum, 0, size)
                     content = self._check(index, extent, content, chunk)
             if closed is not None and followed is not None:
-                self._cache.done(followed, whole[number], closed)
+                self._cache.mark_read(followed, whole[number], closed)
                 del held[number]
             yield content
 
@@ -309,11 +310,11 @@ class ContentReader:
             group, following = following, next(groups, None)
             yield from self._contents(group)
 
-    def _groups_begun(self, rows: _Column) -> Iterator["_Group"]:
+    def _groups_begun(self, rows: _Column) -> Iterator["_Batch"]:
         """Files that are read together; each group is asked for before the one before is read."""
         columns = self.snapshot.columns
         flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
-        bytes_max = min(TOGETHER_BYTES, self._cache.budget_bytes // 4)
+        bytes_max = min(BATCH_BYTES_MAX, self._cache.budget_bytes // 4)
         alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0)
         alone &= (stored > 0) & (stored <= bytes_max)
         ends = np.cumsum(np.where(alone, stored, 0))
@@ -322,23 +323,23 @@ class ContentReader:
         while start < len(rows):
             before = int(ends[start - 1]) if start else 0
             end = int(np.searchsorted(ends, before + bytes_max, "right"))
-            some = slice(start, max(min(end, start + TOGETHER_ENTRIES), start + 1))
+            some = slice(start, max(min(end, start + BATCH_ENTRIES_MAX), start + 1))
             here = [self._cache.peek(number) is not None for number in chunks[some].tolist()]
             places = np.flatnonzero(alone[some] & ~np.array(here))
             at = places + start
             names = map(self._object, chunks[at].tolist())
             parts = list(zip(names, offsets[at].tolist(), stored[at].tolist(), strict=True))
-            yield _Group(rows[some], places, self._begun(parts))
+            yield _Batch(rows[some], places, self._start_read(parts))
             start = some.stop
 
-    def _begun(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+    def _start_read(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """The stored bytes of parts; of none where it is known already that one cannot be read."""
         try:
             return self._objects.read_parts(parts)
         except DieselError:
             return iter(())
 
-    def _contents(self, group: "_Group") -> Iterator[memoryview]:
+    def _contents(self, group: "_Batch") -> Iterator[memoryview]:
         """Of the files of a group."""
         places, rows = group.places, group.rows
         try:
@@ -384,19 +385,19 @@ class ContentReader:
                 bytes_wanted[position] * WHOLE_CHUNK_FRACTION
                 >= int(self.snapshot.chunk_sizes[number])
                 or self._cache.peek(number) is not None
-                or self._is_lent(number)
+                or self._is_pinned(number)
             ):
                 whole[number] = -1
         return whole
 
-    def _is_lent(self, number: int) -> bool:
+    def _is_pinned(self, number: int) -> bool:
         """Whether a whole chunk is to be had for nothing."""
-        return self._objects.lends and self._objects.lends_now(self._object(number))
+        return self._objects.can_pin and self._objects.can_pin_nowait(self._object(number))
 
     def _held_bytes(self, number: int) -> int:
         """What a whole chunk takes of the budget."""
         return int(self.snapshot.chunk_sizes[number]) // (
-            LENT_FRACTION if self._is_lent(number) else 1
+            PINNED_COST_DIVISOR if self._is_pinned(number) else 1
         )
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
@@ -442,12 +443,12 @@ class ContentReader:
         self._keep(extent, content, chunk)
         return content
 
-    def _on_the_spot(self, extent: Extent) -> memoryview | None:
+    def _read_entry_now(self, extent: Extent) -> memoryview | None:
         """A small entry alone, where the store has it at hand."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
-        room = _room(extent.stored)
-        if not self._objects.read_now(self._object(extent.chunk), extent.offset, room):
+        room = _new_buffer(extent.stored)
+        if not self._objects.read_nowait(self._object(extent.chunk), extent.offset, room):
             return None
         try:
             content = decode(room.toreadonly(), extent.codec, extent.size, extent.checksum)
@@ -462,18 +463,18 @@ class ContentReader:
 
         For a file of the order that is followed, whether that says so.
         """
-        followed = self._cache.followed
+        followed = self._cache.order
         if followed is not None and followed.holds(index):
-            use = followed.use_of(index)
+            use = followed.visit_of(index)
             return use >= 0 and followed.chunk(use) == extent.chunk
         chunk, end = self._last_miss
         self._last_miss = (extent.chunk, extent.offset + extent.stored)
         return (
             self._everything_fits
             or self._cache.peek(extent.chunk) is not None
-            or self._is_lent(extent.chunk)
+            or self._is_pinned(extent.chunk)
             or extent.stored * WHOLE_CHUNK_FRACTION >= int(self.snapshot.chunk_sizes[extent.chunk])
-            or (not self._alone and (chunk, end) == (extent.chunk, extent.offset))
+            or (not self._prefers_entries and (chunk, end) == (extent.chunk, extent.offset))
         )
 
     def _check(
@@ -492,7 +493,7 @@ class ContentReader:
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
         """Note that an entry has been checked, and keep what was decoded."""
-        if self._cache.followed is not None and extent.codec != Codec.RAW:
+        if self._cache.order is not None and extent.codec != Codec.RAW:
             return  # who follows an order reads it once
         if extent.codec != Codec.RAW and extent.offset not in chunk.decoded:
             chunk.decoded[extent.offset] = content
@@ -518,8 +519,8 @@ class ContentReader:
 
     def _fetch(self, extent: Extent, *, again: bool = False) -> memoryview:
         """One extent's stored bytes from the store."""
-        buffer = _room(extent.stored)
-        read = self._objects.read_again if again else self._objects.read_into
+        buffer = _new_buffer(extent.stored)
+        read = self._objects.read_uncached if again else self._objects.read_into
         try:
             read(self._object(extent.chunk), extent.offset, buffer)
         except ObjectMissing as error:
@@ -531,13 +532,13 @@ class ContentReader:
     def _load_chunk(self, number: int) -> LoadedChunk:
         """A whole chunk, lent or from the store; its entries are still to be checked."""
         size = int(self.snapshot.chunk_sizes[number])
-        let_go = partial(_let_go, weakref.ref(self._cache), number)
-        lent = self._objects.lend(self._object(number), let_go)
+        let_go = partial(_revoke, weakref.ref(self._cache), number)
+        lent = self._objects.pin(self._object(number), let_go)
         if lent is not None:
             self._counts["lent_chunks"] += 1
             view = lent[:size]
         else:
-            view = _room(size)
+            view = _new_buffer(size)
             try:
                 self._objects.read_into(self._object(number), 0, view)
             except ObjectMissing as error:
@@ -547,7 +548,7 @@ class ContentReader:
         try:
             self._check_preamble(number, view)
         except ForeignError:  # or damaged on its way
-            self._objects.read_again(self._object(number), 0, view[:PREAMBLE_BYTES])
+            self._objects.read_uncached(self._object(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
         return LoadedChunk(view, lent is not None)
 
@@ -580,13 +581,13 @@ class ContentReader:
         return name
 
 
-def _let_go(cache: "weakref.ref[ChunkCache]", number: int) -> None:
+def _revoke(cache: "weakref.ref[ChunkCache]", number: int) -> None:
     found = cache()
     if found is not None:
-        found.let_go(number)
+        found.revoke(number)
 
 
-def _room(size: int) -> memoryview:
+def _new_buffer(size: int) -> memoryview:
     """Memory to read into. A bytearray would be filled with zeros first, while all threads wait.
     Raises NoSpaceError."""
     try:

@@ -4,9 +4,9 @@ Owned here: which chunks are fetched for the shelf, when, and in which order; wh
 store costs; the counts by tier. Not owned: the shelf (`shelves.py`, `disk_shelf.py`), merging reads
 (`merged_reads.py`), the object store.
 
-`FastTier` is the object store that a server's repository stands on: what is read through its
-methods comes from the store itself, so that verifying and recovering see the truth; it hears of
-deletions alone. What is served to readers goes through `find`, `read_store` and `missed`.
+`ReadThroughCache` is the object store that a server's repository stands on: what is read through
+its methods comes from the store itself, so that verifying and recovering see the truth; it hears of
+deletions alone. What is served to readers goes through `find`, `read_store` and `record_miss`.
 
 A miss brings its own chunk first and then, where the shelf is a disk's, the rest of its dataset in
 order. In memory there is room for less: there a chunk is fetched once it is paid for, which is when
@@ -38,8 +38,8 @@ from ..chunk import CHUNK_BYTES_DEFAULT, parse_preamble
 from ..errors import DieselError, FormatError, NoSpaceError, ObjectMissing
 from ..layout import chunk_object, chunk_of_object, chunk_prefix, identity_of_object
 from ..storage.objects import ObjectInfo, ObjectStore, StoreWrapper
-from .budget import ByteBudget
-from .shelves import ChunkKey, Held, Shelf, check_whole
+from .budget import MemoryBudget
+from .shelves import CacheHandle, CacheTier, ChunkKey, verify_chunk
 
 log = logging.getLogger("diesel.cache")
 
@@ -57,7 +57,7 @@ WORTH_MEMORY_S = 0.0005
 FETCH_BYTES_MAX = 256 << 20
 """Memory of chunks that are being fetched, per process; a larger chunk goes alone."""
 
-AGAIN_S = 60.0
+RETRY_S = 60.0
 """Before the rest of a dataset is looked at again, a failure tried again, or a full shelf."""
 
 _FETCH_WAIT_S = 60.0
@@ -73,7 +73,7 @@ Counted = Callable[[str, int, int], None]
 """Told of reads: by which tier (`memory`, `disk`, `store`), how many, and their bytes."""
 
 
-class Costs:
+class ReadCostModel:
     """What reading from the store costs, as far as it has been seen.
 
     Two numbers, each a moving average: they only weigh one way of reading against another. Threads
@@ -84,7 +84,7 @@ class Costs:
         self.request_s = 0.005
         self.bytes_per_s = 100e6
 
-    def seen(self, size: int, seconds: float) -> None:
+    def observe(self, size: int, seconds: float) -> None:
         """A read of `size` bytes took so long."""
         if size <= _SMALL_BYTES:
             self.request_s += (min(seconds, 1.0) - self.request_s) / 8
@@ -97,7 +97,7 @@ class Costs:
         """Bytes that nobody wants and that cost as much as another request."""
         return int(min(max(self.request_s * self.bytes_per_s, _GAP_MIN), _GAP_MAX))
 
-    def of(self, size: int) -> float:
+    def read_s(self, size: int) -> float:
         """Seconds for one read of so many bytes."""
         return self.request_s + size / self.bytes_per_s
 
@@ -112,22 +112,22 @@ class _Missed:
     for."""
 
     content: memoryview | None = None
-    is_bought: bool = False
+    is_admitted: bool = False
 
 
-class FastTier(StoreWrapper):
+class ReadThroughCache(StoreWrapper):
     """A store with a shelf in front of it, or with none (`shelf` None): see the module."""
 
     def __init__(
         self,
         inner: ObjectStore,
-        shelf: Shelf | None = None,
+        shelf: CacheTier | None = None,
         *,
         counted: Counted | None = None,
     ) -> None:
         super().__init__(inner)
-        self.costs = Costs()
-        self._shelf = shelf
+        self.costs = ReadCostModel()
+        self._tier = shelf
         self._counted = counted
         self._counts: Counter[str] = Counter()
         self._work = threading.Condition()
@@ -138,27 +138,29 @@ class FastTier(StoreWrapper):
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
         self._full_until_s = 0.0
-        self._rent: OrderedDict[ChunkKey, float] = OrderedDict()  # seconds that misses have cost
+        self._credit_s: OrderedDict[ChunkKey, float] = (
+            OrderedDict()
+        )  # seconds that misses have cost
         self._listing = threading.Lock()
-        self._budget = ByteBudget(FETCH_BYTES_MAX)
+        self._budget = MemoryBudget(FETCH_BYTES_MAX)
         self._threads: list[threading.Thread] = []
         self._closed = False
 
     def delete(self, name: str) -> None:
         self.inner.delete(name)
         key = _key_of(name)
-        if key is not None and self._shelf is not None:
-            self._shelf.drop(key)
+        if key is not None and self._tier is not None:
+            self._tier.drop(key)
 
     # For who serves readers
 
-    def find(self, key: ChunkKey) -> Held | None:
+    def find(self, key: ChunkKey) -> CacheHandle | None:
         """The chunk where it stands on the shelf. Close it."""
-        return None if self._shelf is None else self._shelf.find(key)
+        return None if self._tier is None else self._tier.find(key)
 
-    def count(self, held: Held | None, reads: int, size: int) -> None:
+    def count(self, held: CacheHandle | None, reads: int, size: int) -> None:
         """So many reads were served by the shelf (`held`) or by the store."""
-        kind = "store" if held is None or self._shelf is None else self._shelf.kind
+        kind = "store" if held is None or self._tier is None else self._tier.kind
         with self._work:
             self._counts[f"{kind}_reads"] += reads
             self._counts[f"{kind}_bytes"] += size
@@ -170,24 +172,24 @@ class FastTier(StoreWrapper):
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
-        if self._shelf is not None:
-            self._shelf.note_reading(begins=True)
+        if self._tier is not None:
+            self._tier.note_reading(begins=True)
         begun_s = time.monotonic()
         try:
             self.inner.read_into(chunk_object(*key), start, buffer)
         finally:
-            if self._shelf is not None:
-                self._shelf.note_reading(begins=False)
+            if self._tier is not None:
+                self._tier.note_reading(begins=False)
             with self._work:
                 self._waiting -= 1
                 if not self._waiting:
                     self._work.notify_all()
-        self.costs.seen(len(buffer), time.monotonic() - begun_s)
+        self.costs.observe(len(buffer), time.monotonic() - begun_s)
 
-    def missed(self, key: ChunkKey, start: int, content: memoryview) -> None:
+    def record_miss(self, key: ChunkKey, start: int, content: memoryview) -> None:
         """A reader had to be served from the store: these bytes, which will not change, from
         `start` on. They are used where they are the whole chunk."""
-        shelf = self._shelf
+        shelf = self._tier
         if shelf is None or self._closed:
             return
         shelf.note_use(key.identity)
@@ -195,18 +197,18 @@ class FastTier(StoreWrapper):
             now_s = time.monotonic()
             if now_s < max(self._full_until_s, self._not_before.get(key, 0.0)):
                 return
-            bought = self._is_bought(key, start, len(content))
-            if not bought and not shelf.loads_datasets:
+            bought = self._admit(key, start, len(content))
+            if not bought and not shelf.prefetches_datasets:
                 return
             missed = self._fetching.get(key) or self._missed.get(key)
             if missed is None and len(self._missed) < _MISSED_MAX:
                 missed = self._missed[key] = _Missed(self._kept(key, start, content))
             if missed is not None and bought:
-                missed.is_bought = True
+                missed.is_admitted = True
                 if key in self._missed:
                     self._missed.move_to_end(key, last=False)
             if (
-                shelf.loads_datasets
+                shelf.prefetches_datasets
                 and key.identity not in self._datasets
                 and now_s >= self._not_before.get(key.identity, 0.0)
             ):
@@ -214,10 +216,10 @@ class FastTier(StoreWrapper):
             self._begin()
             self._work.notify_all()
 
-    def doubt(self, key: ChunkKey) -> None:
+    def report_damage(self, key: ChunkKey) -> None:
         """A reader says that bytes of this chunk were damaged."""
-        if self._shelf is not None:
-            self._shelf.doubt(key)
+        if self._tier is not None:
+            self._tier.report_damage(key)
 
     def stats(self) -> dict[str, int]:
         """Counts since the tier was made: reads and bytes by tier, and what was fetched."""
@@ -233,19 +235,19 @@ class FastTier(StoreWrapper):
         until_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._tier is not None:
+            self._tier.close()
 
     # What is worth fetching; with the lock
 
-    def _is_bought(self, key: ChunkKey, start: int, size: int) -> bool:
+    def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
         """Whether the misses of a chunk have cost as much as fetching it would have."""
         if self.costs.request_s < WORTH_MEMORY_S:
             return False
-        rent_s = self._rent.pop(key, 0.0) + self.costs.of(size)
-        if rent_s >= self.costs.of(max(CHUNK_BYTES_DEFAULT, start + size)):
+        rent_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
+        if rent_s >= self.costs.read_s(max(CHUNK_BYTES_DEFAULT, start + size)):
             return True
-        _note(self._rent, key, rent_s)
+        _note(self._credit_s, key, rent_s)
         return False
 
     def _kept(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
@@ -288,7 +290,7 @@ class FastTier(StoreWrapper):
             identity = next(iter(self._datasets), None)
         if taken is not None:
             if is_mine:
-                self._bring(*taken)
+                self._load_claimed(*taken)
         elif identity is not None:
             self._bring_next_of(identity)
 
@@ -306,14 +308,14 @@ class FastTier(StoreWrapper):
         with self._work:
             if key is not None and not self._claim(key, missed):
                 return
-        if info is None or key is None or not self._bring(key, missed, info.bytes):
+        if info is None or key is None or not self._load_claimed(key, missed, info.bytes):
             with self._work:
                 self._datasets.pop(identity, None)
-                _note(self._not_before, identity, time.monotonic() + AGAIN_S)
+                _note(self._not_before, identity, time.monotonic() + RETRY_S)
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
         """The next chunk of a dataset that is not on the shelf."""
-        shelf, infos = self._shelf, self._datasets.get(identity)
+        shelf, infos = self._tier, self._datasets.get(identity)
         assert shelf is not None
         with contextlib.suppress(DieselError):  # a listing that fails begins again with a miss
             for info in infos or ():
@@ -332,24 +334,24 @@ class FastTier(StoreWrapper):
         if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
             self._fetching[key] = missed
             return True
-        if other is not None and missed.is_bought:
-            other.is_bought = True
+        if other is not None and missed.is_admitted:
+            other.is_admitted = True
             self._work.notify_all()
         self._offered_bytes -= len(missed.content or b"")
         return False
 
-    def _bring(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
+    def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
         """Put a chunk that was claimed on the shelf; False where it is no use to go on with
         others."""
         try:
-            return self._put_on_shelf(key, missed, size)
+            return self._insert(key, missed, size)
         finally:
             with self._work:
                 del self._fetching[key]
                 self._offered_bytes -= len(missed.content or b"")
 
-    def _put_on_shelf(self, key: ChunkKey, missed: _Missed, size: int) -> bool:
-        shelf = self._shelf
+    def _insert(self, key: ChunkKey, missed: _Missed, size: int) -> bool:
+        shelf = self._tier
         assert shelf is not None
         if shelf.holds(key):
             return True
@@ -360,7 +362,7 @@ class FastTier(StoreWrapper):
                 size = self.inner.stat(chunk_object(*key)).bytes
             place = shelf.reserve(key, size)
         except NoSpaceError:
-            self._full_until_s = time.monotonic() + AGAIN_S
+            self._full_until_s = time.monotonic() + RETRY_S
             return False
         except DieselError as error:
             return self._failed(key, error)
@@ -369,12 +371,12 @@ class FastTier(StoreWrapper):
         try:
             content = self._whole(key, missed, size)
         except (DieselError, MemoryError) as error:
-            place.give_up()
+            place.cancel()
             return self._failed(key, error)
         except BaseException:
-            place.give_up()
+            place.cancel()
             raise
-        place.fill(content)
+        place.commit(content)
         with self._work:
             self._counts["kept_chunks"] += 1
         return True
@@ -382,20 +384,20 @@ class FastTier(StoreWrapper):
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
         """Leave a chunk alone for a while; whether others may fare better."""
         with self._work:
-            _note(self._not_before, key, time.monotonic() + AGAIN_S)
+            _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):
             log.warning("not kept in the cache: %s", error)
         return isinstance(error, (FormatError, ObjectMissing))
 
     def _whole(self, key: ChunkKey, missed: _Missed, size: int) -> memoryview:
         """The chunk, checked, in memory that may be kept."""
-        shelf, content = self._shelf, missed.content
+        shelf, content = self._tier, missed.content
         assert shelf is not None
-        if content is None or not shelf.loads_datasets:
+        if content is None or not shelf.prefetches_datasets:
             # What stays in memory is counted by the shelf, and not taken out of a reader's answer
             room = (
-                self._budget.room(size, _FETCH_WAIT_S)
-                if shelf.loads_datasets
+                self._budget.allocate(size, _FETCH_WAIT_S)
+                if shelf.prefetches_datasets
                 else np.empty(size, np.uint8).data
             )
             if content is None:
@@ -403,7 +405,7 @@ class FastTier(StoreWrapper):
             else:
                 room[:] = content
             content = room
-        check_whole(key, content)
+        verify_chunk(key, content)
         return content
 
     def _fetch(self, key: ChunkKey, room: memoryview, missed: _Missed) -> None:
@@ -411,7 +413,7 @@ class FastTier(StoreWrapper):
         begun_s = time.monotonic()
         self.inner.read_into(chunk_object(*key), 0, room)
         took_s = time.monotonic() - begun_s
-        self.costs.seen(len(room), took_s)
+        self.costs.observe(len(room), took_s)
         with self._work:
             self._counts["fetched_chunks"] += 1
             self._counts["fetched_bytes"] += len(room)
@@ -422,15 +424,15 @@ class FastTier(StoreWrapper):
         """Until nobody waits for the store, or the chunk is paid for; True where the patience ended
         before."""
         until_s = time.monotonic() + PATIENCE_S
-        while not self._closed and not missed.is_bought:
+        while not self._closed and not missed.is_admitted:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return True
             with self._work:
-                if self._waiting and not missed.is_bought:
+                if self._waiting and not missed.is_admitted:
                     self._work.wait(left_s)
                     continue
-            if self._shelf is None or not self._shelf.others_read():
+            if self._tier is None or not self._tier.others_read():
                 return False
             time.sleep(min(left_s, 0.01))
         return False

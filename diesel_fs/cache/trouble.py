@@ -10,13 +10,13 @@ import time
 
 log = logging.getLogger("diesel.cache")
 
-REST_S = 30.0
+OPEN_S = 30.0
 """How long a disk that failed is left alone."""
 
 _FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
 
 
-class Trouble:
+class CircuitBreaker:
     """Whether the disk of a cache can be used, for reading or for writing."""
 
     def __init__(self, place: str, doing: str) -> None:
@@ -27,11 +27,11 @@ class Trouble:
         self._said = False
 
     @property
-    def rests(self) -> bool:
+    def is_open(self) -> bool:
         """Whether it is left alone now."""
         return time.monotonic() < self._until
 
-    def went_well(self) -> None:
+    def succeeded(self) -> None:
         """What was tried has been done."""
         self._failures = 0
         if self._said:
@@ -43,10 +43,10 @@ class Trouble:
         self._failures += 1
         if self._failures < _FAILURES_MAX:
             return
-        self._until = time.monotonic() + REST_S
+        self._until = time.monotonic() + OPEN_S
         if not self._said:
             self._said = True
             log.warning(
                 "cannot %s the cache in %s (%s): it is passed by, and tried again every %.0f s",
-                self._doing, self._place, error.strerror, REST_S,
+                self._doing, self._place, error.strerror, OPEN_S,
             )  # fmt: skip

@@ -33,8 +33,8 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..messages import Message, described, unpacked
-from .helper_link import HelperLink
+from ..messages import Message, error_message, unpack
+from .helper_link import WorkerLink
 
 log = logging.getLogger("diesel.mount")
 
@@ -50,7 +50,7 @@ ANSWER_DEADLINE_S = 15.0
 LARGE_BYTES = 1 << 20
 """Of frames beyond this one is received at a time, so that all together cannot fill the memory."""
 
-NEW_S = 60.0
+UNNAMED_SOCKET_S_MAX = 60.0
 """A socket that has not got its name for so long was left behind."""
 
 REQUESTS = frozenset(
@@ -64,7 +64,7 @@ class ControlSocket:
     """One mount's control socket, from `listen` to `close`."""
 
     def __init__(
-        self, folder: Path, hello: Message, stats: Callable[[], Message], link: HelperLink
+        self, folder: Path, hello: Message, stats: Callable[[], Message], link: WorkerLink
     ) -> None:
         self._folder = folder
         self._hello = hello
@@ -75,14 +75,14 @@ class ControlSocket:
         self._connections = 0
         self._large = trio.Lock()
         self._name = f"control-{secrets.token_hex(8)}"
-        self.has_helper = False
+        self.has_worker = False
         """Whether the helper has begun: before that, nothing may be told to it."""
 
     @property
     def _takes_plans(self) -> bool:
-        return self.has_helper and self._link.alive
+        return self.has_worker and self._link.alive
 
-    def show(self, hello: Message) -> None:
+    def set_hello(self, hello: Message) -> None:
         """Who says hello from now on hears this."""
         self._hello = hello
 
@@ -131,16 +131,16 @@ class ControlSocket:
                     log.error("the control socket cannot answer: %s", error)
                     await trio.sleep(0.1)
                     continue
-                nursery.start_soon(self._speak, accepted)
+                nursery.start_soon(self._serve_client, accepted)
 
-    async def _speak(self, accepted: trio.socket.SocketType) -> None:
+    async def _serve_client(self, accepted: trio.socket.SocketType) -> None:
         """One connection, to its end."""
         self._connections += 1
         stream = trio.SocketStream(accepted)
         try:
             async with stream:
                 self._check_peer(accepted)
-                await self._converse(stream)
+                await self._serve_requests(stream)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("a client of the control socket has gone: %r", error)
         except DieselError as error:
@@ -158,7 +158,7 @@ class ControlSocket:
         if self._connections > CONNECTIONS_MAX:
             raise BusyError(f"process {process} is one too many (at most {CONNECTIONS_MAX})")
 
-    async def _converse(self, stream: trio.SocketStream) -> None:
+    async def _serve_requests(self, stream: trio.SocketStream) -> None:
         with trio.fail_after(FRAME_DEADLINE_S):
             hello = await self._received(stream, HELLO_BYTES_MAX)
         if hello is None:
@@ -170,7 +170,7 @@ class ControlSocket:
                 f"the mount speaks version {PROTOCOL} of the control protocol,"
                 f" not {hello['diesel_control']}"
             )
-            await self._send(stream, described(refusal))
+            await self._send(stream, error_message(refusal))
             raise refusal
         await self._send(
             stream, {"diesel_control": PROTOCOL, **self._hello, "plans": self._takes_plans}
@@ -179,7 +179,7 @@ class ControlSocket:
             try:
                 answer = await self._answer(message)
             except DieselError as error:
-                answer = described(error)
+                answer = error_message(error)
             await self._send(stream, {**answer, "version": self._hello.get("version")})
 
     async def _received(self, stream: trio.SocketStream, bytes_max: int) -> Message | None:
@@ -199,7 +199,7 @@ class ControlSocket:
                 await held.enter_async_context(self._large)
             with trio.fail_after(FRAME_DEADLINE_S):
                 await _fill(stream, body, length)
-            return unpacked(body)
+            return unpack(body)
 
     async def _send(self, stream: trio.SocketStream, message: Message) -> None:
         with trio.fail_after(FRAME_DEADLINE_S):
@@ -214,24 +214,24 @@ class ControlSocket:
             raise UsageError("a message: unknown field 'id'")
         if not self._takes_plans:
             return self._without_helper(do)
-        answer = await self._link.ask(message, ANSWER_DEADLINE_S)
+        answer = await self._link.request(message, ANSWER_DEADLINE_S)
         if answer is None and not self._link.alive:  # it has ended since
             return self._without_helper(do)
         if answer is None:
             raise DeadlineError(f"the mount's helper did not answer within {ANSWER_DEADLINE_S:g} s")
         if do == "stats" and "error" not in answer:
-            told = self._stats()
-            held, fresh = told.get("residency"), answer.get("residency")
+            stats = self._stats()
+            held, fresh = stats.get("residency"), answer.get("residency")
             if isinstance(held, dict) and isinstance(fresh, dict):
-                told["residency"] = {**held, **fresh}
-            return {"stats": told}
+                stats["residency"] = {**held, **fresh}
+            return {"stats": stats}
         return answer
 
     def _without_helper(self, do: str) -> Message:
         """What becomes of a request that nobody carries out. Raises DieselError."""
         if do == "stats":
             return {"stats": self._stats()}
-        if self.has_helper:
+        if self.has_worker:
             raise DieselError(
                 "the mount's helper has ended: nothing is pushed any more", advice="mount again"
             )
@@ -278,7 +278,9 @@ def _tidy(folder: int) -> None:
             if name.startswith("control-"):
                 dead = not _listens(_short(folder, name))
             else:
-                dead = name.startswith(".new-") and time.time() - found.st_ctime > NEW_S
+                dead = (
+                    name.startswith(".new-") and time.time() - found.st_ctime > UNNAMED_SOCKET_S_MAX
+                )
             if dead:
                 os.unlink(name, dir_fd=folder)
 

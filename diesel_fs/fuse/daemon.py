@@ -31,17 +31,17 @@ from pathlib import Path
 
 from .. import clouds, daemons
 from ..errors import DieselError
-from ..messages import described
+from ..messages import error_message
 from ..mountinfo import mounts
 from . import kernel
-from .helper import help_mount
-from .holders import make_mark
+from .helper import run_prefetch_worker
+from .holders import mark_as_daemon
 from .launcher import FOREGROUND
-from .log_limit import LogLimit
-from .mountpoint import mounted_at, remove_made
+from .log_limit import LogRateLimit
+from .mountpoint import mounted_at, remove_created_folders
 from .request import MountRequest
-from .server import LEAVE, ORPHANED, READY, Report, serve_mount
-from .source import SourceOpener
+from .server import ORPHANED_SIGNAL, READY, UNMOUNT_SIGNAL, Report, serve_mount
+from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
 
@@ -49,10 +49,10 @@ WATCHDOG_S = 20.0
 """So long the server may go without a turn of its loop, which takes milliseconds: it is stopped or
 broken, or the machine has no memory left."""
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """How often the watchdog looks."""
 
-LET_GO_S = 0.5
+WORKER_RELEASE_S = 0.5
 """So long the helper may hold a mount that has left the tree; it needs a millisecond, unless it
 waits for the store."""
 
@@ -60,7 +60,7 @@ _KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 
 def main(
-    arguments: Sequence[str], opener: SourceOpener | None = None, *, watchdog_s: float = WATCHDOG_S
+    arguments: Sequence[str], opener: MountSource | None = None, *, watchdog_s: float = WATCHDOG_S
 ) -> int:
     """Runs a daemon: `[--foreground] MOUNTPOINT`, the request on stdin. The exit code.
 
@@ -68,9 +68,9 @@ def main(
     what it warns of, and that it is ready or what went wrong. The mount point is an argument only
     to be seen in `ps`.
     """
-    clouds.enable()
+    clouds.open_buckets_directly()
     lines = logging.StreamHandler(sys.stderr)
-    lines.addFilter(LogLimit())
+    lines.addFilter(LogRateLimit())
     logging.basicConfig(
         handlers=[lines], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -81,9 +81,9 @@ def main(
         request = MountRequest.from_json(sys.stdin.buffer.read())
     except DieselError as error:
         log.error("%s", error)
-        report(described(error))
+        report(error_message(error))
         return error.exit_code
-    supervisor = _Supervisor(request, opener or SourceOpener(), foreground, report, watchdog_s)
+    supervisor = _Supervisor(request, opener or MountSource(), foreground, report, watchdog_s)
     return supervisor.run()
 
 
@@ -96,7 +96,7 @@ class _Supervisor:
     def __init__(
         self,
         request: MountRequest,
-        opener: SourceOpener,
+        opener: MountSource,
         foreground: bool,
         report: Report,
         watchdog_s: float,
@@ -106,12 +106,12 @@ class _Supervisor:
         self._foreground = foreground
         self._watchdog_s = watchdog_s
         self._device = ""
-        self._abort_file = self._mark = -1
-        self._heard = b""
+        self._abort_file = self._mark_fd = -1
+        self._partial_line = b""
         self._beat_s = self._looked_s = time.monotonic()
         self._gone_s = math.inf  # when the mount had left the tree
         self._stuck_looks = 0
-        self._told_to_end = False
+        self._is_ending = False
         self._aborted = False
         self._made_folders = request.made_folders
         self._starting = not foreground  # while the report is read
@@ -129,10 +129,10 @@ class _Supervisor:
         self._server = _forked(
             lambda: serve_mount(request, opener, report, beat, server_end, foreground=foreground),
             [*ours, helper_end.fileno()],
-            ORPHANED,
+            ORPHANED_SIGNAL,
         )
-        self._helper = _forked(
-            lambda: _help_silently(request, opener, helper_end),
+        self._worker = _forked(
+            lambda: _run_worker(request, opener, helper_end),
             [*ours, server_end.fileno(), beat],
             signal.SIGKILL,
         )
@@ -142,17 +142,17 @@ class _Supervisor:
 
     def run(self) -> int:
         """Waits for the server's end. Its exit code."""
-        server, helper = os.pidfd_open(self._server), os.pidfd_open(self._helper)
+        server, helper = os.pidfd_open(self._server), os.pidfd_open(self._worker)
         mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         watched = select.poll()
         for descriptor in (server, helper, self._beats, self._signals):
             watched.register(descriptor, select.POLLIN)
         watched.register(mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         while True:
-            ready = {descriptor for descriptor, _ in watched.poll(LOOK_S * 1000)}
+            ready = {descriptor for descriptor, _ in watched.poll(CHECK_INTERVAL_S * 1000)}
             if self._signals in ready:
-                self._pass_on(os.read(self._signals, 64))
-            if self._beats in ready and not self._hear():
+                self._forward_signals(os.read(self._signals, 64))
+            if self._beats in ready and not self._read_heartbeats():
                 watched.unregister(self._beats)
             if server in ready:
                 return self._end()
@@ -162,45 +162,45 @@ class _Supervisor:
             if mountinfo in ready:
                 self._look_for_the_mount()
             self._look_for_the_starter()
-            self._look()
+            self._check_children()
 
-    def _pass_on(self, numbers: bytes) -> None:
+    def _forward_signals(self, numbers: bytes) -> None:
         for number in numbers:
             self._leave(signal.Signals(number).name)
 
     def _leave(self, why: str) -> None:
-        told = " at once" if self._told_to_end else ""
+        told = " at once" if self._is_ending else ""
         log.info("%s: unmounting %s%s", why, self._request.mountpoint, told)
-        self._told_to_end = True
-        os.kill(self._server, LEAVE)
+        self._is_ending = True
+        os.kill(self._server, UNMOUNT_SIGNAL)
 
-    def _hear(self) -> bool:
+    def _read_heartbeats(self) -> bool:
         """The mount's device, that it is ready, then that the server lives. False at its end."""
         with suppress(BlockingIOError):
             text = os.read(self._beats, 4096)
             if not text:
                 return False
             self._beat_s = time.monotonic()
-            *lines, self._heard = (self._heard + text).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + text).split(b"\n")
             for line in lines:
                 if line == READY:
                     self._look_for_the_starter()
                     self._report({"ready": True})
                     if self._foreground:
-                        daemons.tell_systemd()
+                        daemons.notify_systemd()
                     self._end_report()
                 elif line:
                     self._device = line.decode()
-                    self._mark = make_mark(self._device)
+                    self._mark_fd = mark_as_daemon(self._device)
                     self._abort_file = kernel.open_abort(self._device)
                     self._look_for_the_mount()
         return True
 
     def _look_for_the_starter(self) -> None:
         """A mount that nobody waits for any more before it is ready does not come up."""
-        if self._starting and daemons.is_unheard():
+        if self._starting and daemons.is_starter_gone():
             self._starting = False
-            if not self._told_to_end:
+            if not self._is_ending:
                 self._leave("the program that started it has ended")
 
     def _end_report(self) -> None:
@@ -210,8 +210,8 @@ class _Supervisor:
             os.dup2(2, 1)
 
     def _bury_helper(self) -> None:
-        _, status = os.waitpid(self._helper, 0)
-        self._helper = 0
+        _, status = os.waitpid(self._worker, 0)
+        self._worker = 0
         if status and self._gone_s == math.inf:
             log.error("the helper ended (%d): nothing is pushed any more", status)
 
@@ -220,11 +220,13 @@ class _Supervisor:
             self._gone_s = min(self._gone_s, time.monotonic())
             self._remove_made()
 
-    def _look(self) -> None:
+    def _check_children(self) -> None:
         """Frees readers where one of the children cannot go on."""
         now_s = time.monotonic()
         pause_s, self._looked_s = now_s - self._looked_s, now_s
-        if pause_s > 4 * LOOK_S:  # all three were stopped (Ctrl-Z, a frozen container), not one
+        if (
+            pause_s > 4 * CHECK_INTERVAL_S
+        ):  # all three were stopped (Ctrl-Z, a frozen container), not one
             self._beat_s += pause_s
         if not self._device or self._aborted:
             return
@@ -234,9 +236,9 @@ class _Supervisor:
             self._abort()
             os.kill(self._server, signal.SIGKILL)
             return
-        if self._helper and now_s - self._gone_s > LET_GO_S:
-            os.kill(self._helper, signal.SIGKILL)  # the mount lives on while it holds it
-        elif any(pid and _is_killed_but_waits(pid) for pid in (self._server, self._helper)):
+        if self._worker and now_s - self._gone_s > WORKER_RELEASE_S:
+            os.kill(self._worker, signal.SIGKILL)  # the mount lives on while it holds it
+        elif any(pid and _is_killed_but_waits(pid) for pid in (self._server, self._worker)):
             self._stuck_looks += 1
             if self._stuck_looks > 1:  # else it waits for a READ that is answered now
                 log.critical("a process was killed and cannot end: ending the mount")
@@ -259,15 +261,15 @@ class _Supervisor:
         """The server has ended: so does everything else."""
         _, status = os.waitpid(self._server, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code < 0 and not self._told_to_end:
+        if code < 0 and not self._is_ending:
             log.critical("the server was ended by %s", signal.Signals(-code).name)
         if self._device:
             self._abort()  # nobody answers any more, and the helper may wait for an answer
-        if self._helper:
-            os.kill(self._helper, signal.SIGKILL)
-            os.waitpid(self._helper, 0)
+        if self._worker:
+            os.kill(self._worker, signal.SIGKILL)
+            os.waitpid(self._worker, 0)
         self._remove_made()
-        for descriptor in (self._mark, self._abort_file):
+        for descriptor in (self._mark_fd, self._abort_file):
             if descriptor >= 0:
                 os.close(descriptor)
         return 1 if code < 0 else code
@@ -275,14 +277,14 @@ class _Supervisor:
     def _remove_made(self) -> None:
         """Once: others may make folders of the same names then."""
         made, self._made_folders = self._made_folders, ()
-        remove_made(made)
+        remove_created_folders(made)
 
 
-def _help_silently(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
+def _run_worker(request: MountRequest, opener: MountSource, link: socket.socket) -> int:
     """The helper: not part of the report, and ended by the server's end alone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(2, 1)
-    return help_mount(request, opener, link)
+    return run_prefetch_worker(request, opener, link)
 
 
 def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Signals) -> int:

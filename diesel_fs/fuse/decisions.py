@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from ..plans import Entries
 
-Policy: TypeAlias = Literal["on-demand", "oneshot"]
+FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ Decision: TypeAlias = Push | Drop | Sample | Idle
 
 
 @dataclass(slots=True)
-class Done:
+class PrefetchCounters:
     """What has been done since the mount's start, over all versions."""
 
     pushes: int = 0
@@ -60,14 +60,14 @@ class Done:
     dropped_entries: int = 0
     lost_entries: int = 0
 
-    def push(self, entries: int, size_bytes: int, absent: int) -> None:
+    def count_push(self, entries: int, size_bytes: int, absent: int) -> None:
         """A push has ended."""
         self.pushes += 1
         self.pushed_entries += entries
         self.pushed_bytes += size_bytes
         self.absent += absent
 
-    def drop(self, entries: int) -> None:
+    def count_drop(self, entries: int) -> None:
         """A drop has ended."""
         self.drops += 1
         self.dropped_entries += entries
@@ -88,7 +88,7 @@ class StreamStats(TypedDict):
     tentative: bool
 
 
-class ResidencyStats(TypedDict):
+class PrefetchStats(TypedDict):
     """Counters since the start, and the state now. `oneshot_chunks` is how many chunks are to be
     made resident from the start, and `oneshot_done_chunks` how many have been; without room
     (`has_room`) no further ones are.

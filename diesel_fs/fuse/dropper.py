@@ -28,21 +28,21 @@ PIECES_MAX = 8
 END_S = 0.2
 
 _Entries = npt.NDArray[np.uint32]
-Drop = Callable[[list[int]], None]
+DropPages = Callable[[list[int]], None]
 
 
 class Dropper:
     """The helper's end."""
 
-    def __init__(self, make: Callable[[], Drop]) -> None:
+    def __init__(self, make: Callable[[], DropPages]) -> None:
         """`make` is called in the new process, where no file of ours is open."""
         self._make = make
         self._child = 0
         self._pieces = self._answers = -1
         self._waiting = 0
 
-    def drop(self, entries: _Entries, went_on: Callable[[], None]) -> None:
-        """Has these dropped soon; `went_on` is called as it goes."""
+    def drop(self, entries: _Entries, on_progress: Callable[[], None]) -> None:
+        """Has these dropped soon; `on_progress` is called as it goes."""
         if not self._child and len(entries):
             self._start()
         for start in range(0, len(entries), PIECE_ENTRIES):
@@ -52,7 +52,7 @@ class Dropper:
                     if not (answered := len(os.read(self._answers, PIECES_MAX))):
                         raise BrokenPipeError
                     self._waiting -= answered
-                    went_on()
+                    on_progress()
                 os.write(self._pieces, len(piece).to_bytes(4, "little") + piece.tobytes())
                 self._waiting += 1
             except BrokenPipeError:
@@ -103,7 +103,7 @@ class Dropper:
         os._exit(0)
 
 
-def _serve(drop: Drop, pieces: int, answers: int) -> None:
+def _serve(drop: DropPages, pieces: int, answers: int) -> None:
     with open(pieces, "rb") as stream:
         while count := int.from_bytes(stream.read(4), "little"):
             drop(np.frombuffer(stream.read(4 * count), "<u4").tolist())

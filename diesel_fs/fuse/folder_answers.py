@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..nodes import FOREVER_S, Bytes, Listing
+from ..entries import Bytes
+from ..nodes import FOREVER_S, Listing
 from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
 from . import protocol
 
@@ -48,20 +49,20 @@ class _Part(NamedTuple):
     content: memoryview
 
 
-class FolderAnswers:
+class ReaddirReplies:
     """The READDIRPLUS answers of one `Vfs`."""
 
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
-        self._shown = protocol.Shown(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
+        self._shown = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._parts: OrderedDict[tuple[int, int, int, int], _Part | None] = OrderedDict()
 
-    def answer(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
+    def reply(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
         """Children from `offset` on, as many as fit, in pieces; nothing at the folder's end.
 
         The kernel gets a reference to each node that is in it, but for `.` and `..`.
         """
-        base, offset = self._vfs.listing_from(folder, offset)
+        base, offset = self._vfs.resume_listing(folder, offset)
         dots = self._dots(folder, offset, base) if offset < DOTS else b""
         number, within = divmod(max(offset - DOTS, 0), PART_ENTRIES)
         part = self._part(folder, base, number)
@@ -69,7 +70,7 @@ class FolderAnswers:
             return (dots,)
         start = part.bounds[within]
         behind = bisect_right(part.bounds, start + room_bytes - len(dots)) - 1
-        self._vfs.remember_listed(folder, number * PART_ENTRIES + within, behind - within)
+        self._vfs.count_listed(folder, number * PART_ENTRIES + within, behind - within)
         return dots, part.content[start : part.bounds[behind]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
@@ -111,7 +112,7 @@ class FolderAnswers:
             if at >= offset
         )
 
-    def hidden_answer(self, found: Listing, folder: int, offset: int, room_bytes: int) -> bytes:
+    def hidden_reply(self, found: Listing, folder: int, offset: int, room_bytes: int) -> bytes:
         """The same for a folder of ours: few entries, whose nodes are counted."""
         answer = [self._dots(folder, offset)] if offset < DOTS else []
         room_bytes -= sum(map(len, answer))
@@ -124,7 +125,7 @@ class FolderAnswers:
             room_bytes -= len(entry)
             if room_bytes < 0:
                 break
-            self._vfs.remember(node)
+            self._vfs.count_lookup(node)
             answer.append(entry)
         return b"".join(answer)
 

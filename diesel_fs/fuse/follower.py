@@ -28,178 +28,186 @@ import trio
 from ..errors import DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..following import FollowingVfs, Prepared
 from ..snapshot import Snapshot
-from ..snapshot_match import match
+from ..snapshot_match import diff_snapshots
 from ..snapshots import snapshot_descriptor
-from ..vfs import ContentReader
-from .helper_link import HelperLink, Message, Value
-from .kernel_news import KernelNews, tell_folders
+from ..vfs import EntryReader
+from .helper_link import Message, Value, WorkerLink
+from .kernel_news import SwitchInvalidation, invalidate_folders
 from .kernel_session import KernelSession
-from .push_board import NumberedBoard, board_file
+from .push_board import NodePushStatusMap, push_status_file
 from .request import MountRequest
 from .session import Session
-from .source import SourceOpener, numbers_file
+from .source import MountSource, node_map_file
 from .version_leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
 
 _T = TypeVar("_T")
 
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """How often is looked for another version: a look is a few requests to the metadata store and a
 listing of snapshots, by each mount of a task."""
 
-LATEST_S = 60.0
+SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put is a version, and to go over to one costs seconds where there are millions
 of entries: so it is done when no other has come between two looks, or after so long."""
 
-HELPER_DEADLINE_S = 15.0
+WORKER_DEADLINE_S = 15.0
 """For a helper that is asked whether plans are running: it may be fetching a chunk."""
 
 RETIRED_BYTES = 16 << 20
 """Memory for chunks of a version that is shown no longer: only files that are open are read."""
 
 
-class Follower:
+class VersionWatcher:
     """One mount that follows its dataset."""
 
     def __init__(
         self,
         request: MountRequest,
-        opener: SourceOpener,
-        link: HelperLink,
+        opener: MountSource,
+        link: WorkerLink,
         leases: VersionLeases,
         memory_bytes: int,
-        shown: Callable[[Snapshot], None],
+        on_switch: Callable[[Snapshot], None],
     ) -> None:
-        """`memory_bytes`: for chunks of the version that is shown. `shown` is called when names
+        """`memory_bytes`: for chunks of the version that is shown. `on_switch` is called when names
         lead to another version.
         """
         self._request = request
         self._opener = opener
         self._link = link
         self._memory_bytes = memory_bytes
-        self._shown = shown
+        self._shown = on_switch
         self._leases = leases
         self._thread = trio.CapacityLimiter(1)
         self._session: Session
         self._vfs: FollowingVfs
         self._pushes = False
         self._ending = False
-        self._said = ""
-        self._seen, self._seen_s = 0, 0.0
-        self._put_off_by: list[str] = []
+        self._last_error = ""
+        self._newest_version, self._newest_since_s = 0, 0.0
+        self._running_plans: list[str] = []
         self._versions = 1  # that were answered for when memory was last given back
-        self._told: int | None = None  # the version of which the kernel knows all that it must
+        self._applied_version: int | None = (
+            None  # the version of which the kernel knows all that it must
+        )
 
     def stats(self) -> Mapping[str, object]:
         """What is known of other versions, and what they wait for."""
         return {
-            "told": self._vfs.snapshot.version if self._told is None else self._told,
-            "newest": self._seen,
-            "put_off_by": list(self._put_off_by),
-            "trouble": self._said,
+            "told": self._vfs.snapshot.version
+            if self._applied_version is None
+            else self._applied_version,
+            "newest": self._newest_version,
+            "put_off_by": list(self._running_plans),
+            "trouble": self._last_error,
         }
 
-    def follow(self, vfs: FollowingVfs) -> None:
+    def attach_vfs(self, vfs: FollowingVfs) -> None:
         """Whose version it is; before all else."""
         self._vfs = vfs
 
-    def observe(self, session: KernelSession, board: int) -> None:
+    def attach_session(self, session: KernelSession, board: int) -> None:
         """Joins a session to the helper: for the version that is shown now, whose board this is."""
-        entry_of, missed = self._vfs.numbers.index, self._link.missed
+        entry_of, missed = self._vfs.numbers.index, self._link.report_miss
 
-        def seen(entry: int) -> None:
+        def on_miss(entry: int) -> None:
             index = entry_of(entry + 1)
             if index >= 0:
                 missed(index)
 
-        session.observe(seen, self._link.forgotten, NumberedBoard(board, entry_of))
+        session.attach_worker(
+            on_miss, self._link.report_forgotten, NodePushStatusMap(board, entry_of)
+        )
         self._pushes = True
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The mount is being taken away: nothing more is begun, nor told in a thread."""
         self._ending = True
 
     async def run(self, session: Session) -> None:
         """Follows, until it is cancelled."""
         self._session = session
-        look_s = self._request.look_s or LOOK_S
+        look_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(look_s)
             try:
-                await self._drop_given()
-                self._vfs.let_go()
+                await self._invalidate_stale_names()
+                self._vfs.drop_unused_versions()
                 await self._give_back()
-                await self._in_thread(lambda: self._leases.hold(self._vfs.snapshots))
-                await self._look()
+                await self._in_thread(lambda: self._leases.set_versions(self._vfs.snapshots))
+                await self._check_newest()
             except DieselError as error:
-                self._say(error)
+                self._log_once(error)
             except Exception:  # a bug here must not end the mount
                 log.exception("following %s failed", self._request.dataset)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._thread)
 
-    def _say(self, error: DieselError) -> None:
+    def _log_once(self, error: DieselError) -> None:
         """Once for each trouble."""
         version, what = self._vfs.snapshot.version, f"cannot follow: {error}"
         if isinstance(error, NoSuchDataset):
             what = f"{self._request.dataset} has been deleted"
         elif isinstance(error, ForeignError):
             what = error.message
-        if what != self._said:
+        if what != self._last_error:
             log.warning("%s; the mount stays at version %d", what, version)
-        self._said = what
+        self._last_error = what
 
-    async def _look(self) -> None:
+    async def _check_newest(self) -> None:
         """Asks for the current version, and goes over to it when it may."""
         shown, now_s = self._vfs.snapshot, trio.current_time()
         newest = await self._in_thread(lambda: self._opener.newest(self._request, shown.identity))
         if newest < shown.version:
             raise MetadataError(f"the metadata store is behind, at version {newest}")
-        if self._said:
+        if self._last_error:
             log.info("following %s again", shown.dataset)
-            self._said = ""
+            self._last_error = ""
         if newest == shown.version:
-            self._seen = newest
+            self._newest_version = newest
             return
-        if self._seen <= shown.version:
-            self._seen_s = now_s
-        is_calm = newest == self._seen
-        self._seen = newest
-        if is_calm or now_s - self._seen_s >= LATEST_S:
-            await self._go_over()
+        if self._newest_version <= shown.version:
+            self._newest_since_s = now_s
+        is_unchanged = newest == self._newest_version
+        self._newest_version = newest
+        if is_unchanged or now_s - self._newest_since_s >= SWITCH_DELAY_S_MAX:
+            await self._switch_if_idle()
 
-    async def _may(self, question: str) -> bool:
+    async def _no_plan_runs(self, question: str) -> bool:
         """Whether no plan is running, as the helper says."""
         if not self._pushes or not self._link.alive:
             return True
-        answer = await self._link.ask({"do": question}, HELPER_DEADLINE_S)
+        answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
         running = None if answer is None else answer.get("running")
         if not isinstance(running, list):
             return not self._link.alive  # else it is busy: at the next look
         names = [str(name) for name in running]
-        if names and not self._put_off_by:
-            log.info("version %d waits for plans to end: %s", self._seen, ", ".join(names))
-        self._put_off_by = names
+        if names and not self._running_plans:
+            log.info(
+                "version %d waits for plans to end: %s", self._newest_version, ", ".join(names)
+            )
+        self._running_plans = names
         return not names
 
-    async def _go_over(self) -> None:
-        if not await self._may("running"):
+    async def _switch_if_idle(self) -> None:
+        if not await self._no_plan_runs("running"):
             return
         ready = await self._in_thread(self._ready)
         if ready is None:
             return
         try:
-            if not await self._may("hold plans") or self._ending:
+            if not await self._no_plan_runs("hold plans") or self._ending:
                 ready.prepared.reader.close()
                 return
             before = await self._switch(ready)
         finally:
-            self._link.tell({"do": "let plans"})
+            self._link.send({"do": "let plans"})
             ready.close()
         with trio.move_on_after(self._request.read_deadline_s):
-            await self._vfs.settle_before()
+            await self._vfs.drain_retired()
         await self._in_thread(before.close)
         self._versions += 1  # the one before may have gone at once
 
@@ -220,41 +228,45 @@ class Follower:
             raise ForeignError(f"{new.dataset!r} is another dataset now ({new.identity})")
         if new.version <= old.version:
             return None
-        self._leases.hold([new, *self._vfs.snapshots])  # before it is compared: that takes seconds
+        self._leases.set_versions(
+            [new, *self._vfs.snapshots]
+        )  # before it is compared: that takes seconds
         pushes = self._pushes
         reader = self._opener.reader(self._request, new, self._memory_bytes, pushes=pushes)
-        prepared = self._vfs.prepare(match(old, new), reader)
+        prepared = self._vfs.prepare(diff_snapshots(old, new), reader)
         ready = _Ready(prepared)
         if pushes and self._link.alive:
             try:
                 ready.files.append(snapshot_descriptor(new))
-                ready.files.append(numbers_file(prepared.match, prepared.numbers.nodes))
-                ready.files.append(board_file(new.entry_count))
+                ready.files.append(node_map_file(prepared.match, prepared.numbers.nodes))
+                ready.files.append(push_status_file(new.entry_count))
             except OSError as error:
                 ready.close()
                 raise DieselError(f"no memory for version {new.version}: {error}") from error
         return ready
 
-    async def _switch(self, ready: "_Ready") -> ContentReader:
+    async def _switch(self, ready: "_Ready") -> EntryReader:
         """Names lead to the version from here on; what read the one before comes back."""
         found = ready.prepared.match
         old, new = found.old, found.new
-        self._told = old.version
-        before = self._vfs.show(
+        self._applied_version = old.version
+        before = self._vfs.switch_version(
             ready.prepared,
             lambda: self._opener.reader(self._request, old, RETIRED_BYTES, pushes=True),
         )
         self._shown(new)
-        await self._in_thread(lambda: self._opener.shown(new))  # before the helper reads of it
+        await self._in_thread(
+            lambda: self._opener.switch_version(new)
+        )  # before the helper reads of it
         answer: Message | None = None
         if ready.files and isinstance(self._session, KernelSession) and self._link.alive:
-            self.observe(self._session, ready.files[-1])
-            answer = await self._link.hand_over({"do": "switch"}, ready.files)
+            self.attach_session(self._session, ready.files[-1])
+            answer = await self._link.send_switch({"do": "switch"}, ready.files)
         if answer is None:
             numbers = ready.prepared.before.nodes, ready.prepared.numbers.nodes
-            await self._tell_here(KernelNews(found, *numbers).tell)
-        self._told = new.version
-        changed = int(np.count_nonzero(found.was < 0))
+            await self._invalidate_in_thread(SwitchInvalidation(found, *numbers).send)
+        self._applied_version = new.version
+        changed = int(np.count_nonzero(found.unchanged < 0))
         log.info(
             "the mount has gone over from version %d to %d: %d entries are new or changed",
             old.version,
@@ -263,16 +275,16 @@ class Follower:
         )
         return before
 
-    async def _drop_given(self) -> None:
+    async def _invalidate_stale_names(self) -> None:
         """Has the kernel drop names in folders that are shown no longer, with their last users."""
-        given = self._vfs.take_given()
+        given = self._vfs.take_stale_names()
         if given and self._pushes and self._link.alive:
             names: list[Value] = [[*each] for each in given.values()]
-            self._link.tell({"do": "names are old", "nodes": [*given], "names": names})
+            self._link.send({"do": "names are old", "nodes": [*given], "names": names})
         elif given:
-            await self._tell_here(lambda device: tell_folders(device, given))
+            await self._invalidate_in_thread(lambda device: invalidate_folders(device, given))
 
-    async def _tell_here(self, news: Callable[[int], Iterator[None]]) -> None:
+    async def _invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
         """Tells the kernel, where no helper does."""
         try:
             device = self._session.clone()
@@ -282,7 +294,7 @@ class Follower:
 
         def tell() -> None:
             try:
-                for _ in news(device):
+                for _ in invalidate(device):
                     if self._ending:
                         break
             except OSError:

@@ -1,7 +1,7 @@
 """What is believed to lie in the page cache, who claims it, and what may go first.
 
-Owned here: `Held`: the bitmap, the bytes, the number of claims on each entry, and the order of
-victims. Not owned: why something is claimed (`streams.py`), when something must go
+Owned here: `ResidentSet`: the bitmap, the bytes, the number of claims on each entry, and the order
+of victims. Not owned: why something is claimed (`streams.py`), when something must go
 (`residency.py`). Used by one thread.
 """
 
@@ -17,7 +17,7 @@ Mask = npt.NDArray[np.bool_]
 NextUse = Callable[[Entries], npt.NDArray[np.float64]]
 """How far from their readers entries will be read next; infinite where nobody will."""
 
-NONE: Entries = np.empty(0, np.uint32)
+NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0
@@ -27,7 +27,7 @@ PIECE_ENTRIES = 256
 """Victims are looked at so many at once: about a unit."""
 
 
-class Held:
+class ResidentSet:
     """What is held (see the module). `cost` is in bytes per entry, 0 for what cannot be held."""
 
     def __init__(self, cost: npt.NDArray[np.int64]) -> None:
@@ -36,21 +36,21 @@ class Held:
         self.claims = np.zeros(len(cost), np.int32)
         self.bytes = 0
         self.unclaimed_bytes = 0  # of what is resident
-        self.since_s = np.zeros(len(cost))  # pushed then
+        self.pushed_s = np.zeros(len(cost))  # pushed then
         self._read_s = np.full(len(cost), -np.inf)
         self._leaving: Mask = np.zeros(len(cost), np.bool_)  # given out by `victims`
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first
         self._behind_entries = 0
-        self._ranked = NONE
+        self._ranked = NO_ENTRIES
 
-    def take_over(self, old: "Held", was: npt.NDArray[np.int32]) -> None:
+    def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
         """What `old` has of other entries, one of which each of these `was` (-1: none)."""
         now = np.flatnonzero(was >= 0)
         before = was[now]
         self.resident[now] = old.resident[before]
         self.bytes = self.unclaimed_bytes = int(self.cost[self.resident].sum())
-        self.since_s[now] = old.since_s[before]
+        self.pushed_s[now] = old.pushed_s[before]
         self._read_s[now] = old._read_s[before]
         if old._value is not None:
             self._value = np.zeros(len(self.cost), np.float32)
@@ -71,16 +71,16 @@ class Held:
         self.bytes += self.bytes_of(fresh)
         self.unclaimed_bytes += self.bytes_of(fresh[self.claims[fresh] == 0])
 
-    def read(self, entry: int, at_s: float) -> None:
+    def note_read(self, entry: int, at_s: float) -> None:
         """The kernel has asked for an entry's content, and keeps it."""
         if self.cost[entry] <= READ_BYTES_MAX:
             self._read_s[entry] = at_s
 
-    def without_read(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
+    def split_recent_reads(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
         """These without what READs have brought lately; and that, which is resident now."""
         lately = now_s - self._read_s[entries] < LATELY_S
         if not lately.any():
-            return entries, NONE
+            return entries, NO_ENTRIES
         self.add(entries[lately])
         return entries[~lately], entries[lately]
 
@@ -98,14 +98,14 @@ class Held:
         self.unclaimed_bytes -= self.bytes_of(fresh)
         np.add.at(self.claims, entries, 1)
 
-    def unclaim(self, entries: Entries, *, behind: bool) -> None:
-        """One claim less for each; `behind`: what is free now goes before all else, in order."""
+    def unclaim(self, entries: Entries, *, passed: bool) -> None:
+        """One claim less for each; `passed`: what is free now goes before all else, in order."""
         if not len(entries):
             return
         np.subtract.at(self.claims, entries, 1)
         free = entries[(self.claims[entries] == 0) & self.resident[entries]]
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
-        if not behind or not len(free):
+        if not passed or not len(free):
             return
         if self._behind_entries > 2 * len(self.cost):  # no drop for long; ranking finds them too
             self._behind.clear()
@@ -119,34 +119,35 @@ class Held:
         if self._value is None:
             self._value = np.zeros(len(self.cost), np.float32)
         self._value[entries] = importance
-        self._ranked = NONE
+        self._ranked = NO_ENTRIES
 
     def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
-        """What may go, of so many bytes at least where there are as many; then `gone` is due.
+        """What may go, of so many bytes at least where there are as many; then `victims_dropped` is
+        due.
 
         First what readers have passed, oldest first, unless it has a value; then least value first,
         and of equal value what will be read last.
         """
         found: list[Entries] = []
         while need_bytes > 0 and self.unclaimed_bytes > 0:
-            piece = self._piece(next_use)
+            piece = self._next_victims(next_use)
             if piece is None:
                 break
             self._leaving[piece] = True
             found.append(piece)
             need_bytes -= self.bytes_of(piece)
-        return np.concatenate(found) if found else NONE
+        return np.concatenate(found) if found else NO_ENTRIES
 
-    def gone(self, victims: Entries) -> None:
+    def victims_dropped(self, victims: Entries) -> None:
         """The victims have been dropped."""
         self._leaving[victims] = False
         self.remove(victims)
 
-    def _piece(self, next_use: NextUse) -> Entries | None:
+    def _next_victims(self, next_use: NextUse) -> Entries | None:
         while self._behind:
             piece = self._behind.popleft()
             self._behind_entries -= len(piece)
-            piece = piece[self._may_go(piece)]
+            piece = piece[self._evictable(piece)]
             if self._value is not None:
                 piece = piece[self._value[piece] <= 0]
             if len(piece):
@@ -154,13 +155,13 @@ class Held:
         for _ in range(2):
             while len(self._ranked):
                 piece, self._ranked = np.split(self._ranked, [PIECE_ENTRIES])
-                piece = piece[self._may_go(piece)]
+                piece = piece[self._evictable(piece)]
                 if len(piece):
                     return piece
             self._ranked = self._rank(next_use)
         return None
 
-    def _may_go(self, entries: Entries) -> Mask:
+    def _evictable(self, entries: Entries) -> Mask:
         free: Mask = self.resident[entries] & (self.claims[entries] == 0) & ~self._leaving[entries]
         return free
 

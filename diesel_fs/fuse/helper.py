@@ -30,20 +30,20 @@ from ..errors import DieselError
 from ..mountinfo import mounts
 from ..snapshot import Snapshot
 from ..snapshot_layout import MANY, kinds
-from ..snapshot_match import Match
-from .decisions import Drop, Idle, Policy, Push, Sample
-from .helper_link import LEAVING, Message, ServerEnd, Value
-from .kernel_news import ENDED, KernelNews, Nodes, tell_folders
-from .plan_messages import PlanMessages
-from .push_board import PushBoard
+from ..snapshot_match import SnapshotDiff
+from .decisions import Drop, FillPolicy, Idle, Push, Sample
+from .helper_link import LEAVING, Message, ServerLink, Value
+from .kernel_news import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, invalidate_folders
+from .plan_messages import PlanCommands
+from .push_board import PushStatusMap
 from .request import MountRequest
-from .residency import Residency
-from .residents import Residents
-from .source import Pieces, SourceOpener, read_numbers, snapshot_at
+from .residency import PrefetchPlanner
+from .residents import PageCache
+from .source import BatchSource, MountSource, map_snapshot, read_node_map
 
 log = logging.getLogger("diesel.mount")
 
-STATE_S = 0.25
+STATS_INTERVAL_S = 0.25
 """How often the server hears how things stand, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
@@ -63,19 +63,21 @@ UNITS_SOON = 12
 BEGIN_DEADLINE_S = 10.0
 
 
-def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket) -> int:
+def run_prefetch_worker(request: MountRequest, opener: MountSource, link: socket.socket) -> int:
     """Helps the server at the other end of `link`, until it ends. The exit code."""
-    server = ServerEnd(link)
+    server = ServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # who asks a mount that has just come up is told
-        descriptors = server.descriptors(3)
+        descriptors = server.receive_descriptors(3)
         if not descriptors:
             return 0  # no session that could be helped
         device, file, shared = descriptors
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
         name = begin["device"]
-        helper = Helper(server, request, opener, device, _whole(begin, "push_bytes"))
-        helper.show(snapshot_at(file), None, PushBoard(shared))  # no name here would keep them
+        helper = PrefetchWorker(server, request, opener, device, _int_field(begin, "push_bytes"))
+        helper.switch_version(
+            map_snapshot(file), None, PushStatusMap(shared)
+        )  # no name here would keep them
         for descriptor in (file, shared):  # both are mapped
             os.close(descriptor)
         try:
@@ -88,28 +90,28 @@ def help_mount(request: MountRequest, opener: SourceOpener, link: socket.socket)
     return 0
 
 
-def _whole(message: Message, name: str) -> int:
+def _int_field(message: Message, name: str) -> int:
     value = message[name]
     assert isinstance(value, int)
     return value
 
 
-class Helper:
+class PrefetchWorker:
     """One mount's helper, from `run` to its end."""
 
     _snapshot: Snapshot
-    _pieces: Pieces
-    _residents: Residents
-    _residency: Residency
-    _plans: PlanMessages
-    _board: PushBoard
+    _batches: BatchSource
+    _page_cache: PageCache
+    _planner: PrefetchPlanner
+    _plan_commands: PlanCommands
+    _push_status: PushStatusMap
     _nodes: Nodes | None
 
     def __init__(
         self,
-        server: ServerEnd,
+        server: ServerLink,
         request: MountRequest,
-        opener: SourceOpener,
+        opener: MountSource,
         device: int,
         push_bytes: int,
     ) -> None:
@@ -120,22 +122,22 @@ class Helper:
         self._device = device
         self._push_bytes = push_bytes
         self._failed = 0
-        self._walked: set[int] = set()
-        self._news: deque[Iterator[None]] = deque()  # that the kernel is still to be told
-        self._is_news = True  # since the server was last told
-        self._told_s = 0.0
+        self._known_folders: set[int] = set()
+        self._invalidations: deque[Iterator[None]] = deque()  # that the kernel is still to be told
+        self._stats_changed = True  # since the server was last told
+        self._stats_sent_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
-    def show(self, snapshot: Snapshot, nodes: Nodes | None, board: PushBoard) -> None:
+    def switch_version(self, snapshot: Snapshot, nodes: Nodes | None, board: PushStatusMap) -> None:
         """What is pushed from now on; `nodes` are those of its entries. Raises DieselError."""
         self._snapshot = snapshot
-        self._pieces = self._opener.pieces(self._request, snapshot)
-        self._residency = residency_of(snapshot, self._push_bytes, self._request.policy)
-        self._residents = Residents(self._request.mountpoint, snapshot, self._device, nodes)
-        self._plans = PlanMessages(snapshot, self._residency)
-        self._board = board
+        self._batches = self._opener.batch_source(self._request, snapshot)
+        self._planner = planner_for(snapshot, self._push_bytes, self._request.policy)
+        self._page_cache = PageCache(self._request.mountpoint, snapshot, self._device, nodes)
+        self._plan_commands = PlanCommands(snapshot, self._planner)
+        self._push_status = board
         self._nodes = nodes
-        self._server.watch(self._residents.events)
+        self._server.watch(self._page_cache.events)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Helps until the mount is gone from the tree or the server has ended; `early` are messages
@@ -146,139 +148,143 @@ class Helper:
         while True:
             messages = [*early, *self._server.messages(wait_s)]
             early = ()
-            self._hear_opens(time.monotonic())  # before misses, which came after them
+            self._read_opens(time.monotonic())  # before misses, which came after them
             for message in messages:
                 if message.get("do") == "end":
                     return
-                self._obey(message)
-                self._is_news = True
+                self._handle_message(message)
+                self._stats_changed = True
             now_s = time.monotonic()
-            self._plans.foresee(now_s)
+            self._plan_commands.predict_next_epochs(now_s)
             if self._mountinfo in self._server.ready and not _is_mounted(device):
                 return
-            wait_s = self._tell_kernel() if self._news else self._act(now_s)
-            self._board.want(each_miss=self._residency.wants_misses)
-            self._residents.rest()
-            self._tell(now_s)
+            wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
+            self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
+            self._page_cache.release_folders()
+            self._send_stats(now_s)
 
     def close(self) -> None:
         """Lets go of the mount."""
-        self._residents.close()
+        self._page_cache.close()
         os.close(self._mountinfo)
 
-    def _obey(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         now_s = time.monotonic()
         do, packed = message.get("do"), message.get("entries")
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
-                self._residency.missed(entry, now_s)
+                self._planner.missed(entry, now_s)
             return
         if do == "forgotten" and isinstance(packed, bytes):
-            self._residency.forgotten(np.frombuffer(packed, "<i8"))
+            self._planner.forgotten(np.frombuffer(packed, "<i8"))
             return
         if do == "switch":
             self._switch(message)
             return
         if do == "names are old":
-            self._news.append(tell_folders(self._device, _folders_of(message)))
+            self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
         if do == "forget" and isinstance(node, int):  # it lists what has been read
-            self._residents.forget(node)
+            self._page_cache.invalidate(node)
             answer: Message = {}
         else:
-            self._hear_opens(now_s)  # the answer may tell where readers are
-            answer = self._plans.answer(message, now_s)
+            self._read_opens(now_s)  # the answer may tell where readers are
+            answer = self._plan_commands.answer(message, now_s)
         if "id" in message:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
         """The mount has gone over to another version: all entries are others from here on."""
-        file, numbers, shared = self._server.handed_over(3)
-        old, held, residents = self._snapshot, self._residency, self._residents
+        file, numbers, shared = self._server.take_descriptors(3)
+        old, old_planner, residents = self._snapshot, self._planner, self._page_cache
         before = self._nodes
         if before is None:
             before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
-        snapshot = snapshot_at(file)
-        nodes, met, was = read_numbers(numbers, snapshot.entry_count)
-        board = PushBoard(shared)
+        snapshot = map_snapshot(file)
+        nodes, met, was = read_node_map(numbers, snapshot.entry_count)
+        board = PushStatusMap(shared)
         for descriptor in (file, numbers, shared):  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(residents.events)
         residents.close()
-        self._pieces.close()
-        self.show(snapshot, nodes, board)
+        self._batches.close()
+        self.switch_version(snapshot, nodes, board)
         self._opener.keep_only(snapshot)
-        self._residency.take_over(held, was)
-        self._residents.walked_entries = residents.walked_entries
-        found = Match(old, snapshot, met, was)
+        self._planner.inherit(old_planner, was)
+        self._page_cache.known_entries = residents.known_entries
+        found = SnapshotDiff(old, snapshot, met, was)
         unchanged = np.setdiff1d(np.flatnonzero(was >= 0), found.changed_folders)
-        walked = unchanged[np.isin(was[unchanged], list(self._walked))]
-        self._walked = set(walked.tolist())
-        self._news.append(KernelNews(found, before, nodes).tell(self._device))
-        self._news.append(self._told_all(message["id"]))
+        walked = unchanged[np.isin(was[unchanged], list(self._known_folders))]
+        self._known_folders = set(walked.tolist())
+        self._invalidations.append(SwitchInvalidation(found, before, nodes).send(self._device))
+        self._invalidations.append(self._finish_switch(message["id"]))
 
-    def _told_all(self, asked: Value) -> Iterator[None]:
+    def _finish_switch(self, asked: Value) -> Iterator[None]:
         self._server.send({"id": asked})
-        self._is_news = True
+        self._stats_changed = True
         gc.collect()  # the version before hangs together in circles: its snapshot would stay mapped
         yield
 
-    def _tell_kernel(self) -> float:
+    def _invalidate_some(self) -> float:
         """The next piece of what it must know; how long nothing is to be done after it."""
         try:
-            next(self._news[0])
+            next(self._invalidations[0])
         except StopIteration:
-            self._news.popleft()
+            self._invalidations.popleft()
         except OSError:  # the mount has gone
-            self._news.clear()
+            self._invalidations.clear()
         return 0.0
 
-    def _hear_opens(self, now_s: float) -> None:
-        for entry in self._residents.opened():
-            self._residency.opened(entry, now_s)
-            self._is_news = True
+    def _read_opens(self, now_s: float) -> None:
+        for entry in self._page_cache.read_opens():
+            self._planner.opened(entry, now_s)
+            self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
         """Carries out the next decision; how long nothing is to be done after it, in seconds."""
-        match self._residency.next(now_s):
+        match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)
             case Drop() as drop:
-                self._residents.unwatch(drop.markers.tolist())
-                self._residents.drop(drop.entries, self._board.went_on)
-                self._residency.dropped(drop)
+                self._page_cache.unwatch(drop.markers.tolist())
+                self._page_cache.drop(drop.entries, self._push_status.count_progress)
+                self._planner.dropped(drop)
             case Sample(entries):
-                self._residency.sampled(entries, np.fromiter(map(self._is_there, entries), bool))
+                self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
-                self._board.rest()
+                self._push_status.clear_soon()
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
-                return min(max(left_s, 0.0), STATE_S if self._is_news else IDLE_S_MAX)
-        self._is_news = True
+                return min(
+                    max(left_s, 0.0), STATS_INTERVAL_S if self._stats_changed else IDLE_S_MAX
+                )
+        self._stats_changed = True
         return 0.0
 
-    def _is_there(self, entry: int) -> bool:
+    def _is_resident(self, entry: int) -> bool:
         try:
-            return self._residents.resident_bytes(int(entry)) > 0
+            return self._page_cache.resident_bytes(int(entry)) > 0
         except OSError:
             return False
 
     def _push(self, push: Push) -> None:
-        self._pieces.ahead([push.entries, *self._residency.upcoming(UNITS_AHEAD)])
-        self._board.announce(np.concatenate([push.entries, *self._residency.planned(UNITS_SOON)]))
-        self._residents.watch(push.markers.tolist())
+        self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
+        self._push_status.mark_soon(
+            np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
+        )
+        self._page_cache.watch(push.markers.tolist())
         count, seen, failed = 0, [], False
         absent: list[int] = []
         try:
-            for batch in self._pieces.batches(push.entries):
-                self._walk_above(batch)
-                absent += self._stored(self._without_read(batch))
-                self._board.went_on()
+            for batch in self._batches.batches(push.entries):
+                self._make_known(batch)
+                absent += self._stored(self._without_locked(batch))
+                self._push_status.count_progress()
                 count += len(batch.entries)
                 seen.append(batch.entries)
         except (DieselError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in ENDED:
+            if isinstance(error, OSError) and error.errno in UNMOUNTED_ERRNOS:
                 raise
             failed = True
             self._failed += 1
@@ -286,29 +292,29 @@ class Helper:
         done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
         if absent or count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(seen), absent) if seen else _NONE
-        self._residency.pushed(push, done, absent, time.monotonic(), failed=failed)
-        self._residency.known(self._residents.walked_entries)
+        self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
+        self._planner.set_known_entries(self._page_cache.known_entries)
 
-    def _walk_above(self, batch: Batch) -> None:
+    def _make_known(self, batch: Batch) -> None:
         """The kernel takes contents only of files that it knows: of a folder in which it does not
         know the first file, it asks for all.
         """
         parents = self._snapshot.columns.parent[batch.entries].tolist()
-        new = set(parents) - self._walked
+        new = set(parents) - self._known_folders
         if not new:
             return
-        self._walked |= new
+        self._known_folders |= new
         first = [parents.index(folder) for folder in new]
         probe = Batch(
             batch.entries[first], batch.starts[first], [batch.contents[at] for at in first]
         )
-        for at in self._residents.store(probe):
+        for at in self._page_cache.store(probe):
             with suppress(OSError):
-                self._residents.walk(parents[first[at]])
+                self._page_cache.make_folder_known(parents[first[at]])
 
-    def _without_read(self, batch: Batch) -> Batch:
+    def _without_locked(self, batch: Batch) -> Batch:
         """A batch without what is being read: its pages are locked, and come by the READ."""
-        being_read = self._board.store_now(batch.entries)
+        being_read = self._push_status.mark_now(batch.entries)
         if not being_read.any():
             return batch
         kept = np.flatnonzero(~being_read)
@@ -321,25 +327,25 @@ class Helper:
         It may have forgotten them since: then it asks for each of them, once more.
         """
         absent = []
-        for at in self._residents.store(batch):
+        for at in self._page_cache.store(batch):
             entry = int(batch.entries[at])
             part = slice(at, at + 1)
             again = Batch(batch.entries[part], batch.starts[part], batch.contents[part])
             with suppress(OSError):
-                self._residents.look_up(entry)
-            if self._residents.store(again):
+                self._page_cache.make_entry_known(entry)
+            if self._page_cache.store(again):
                 absent.append(entry)
         return absent
 
-    def _state(self) -> Message:
-        residency = self._plans.state()
-        store: dict[str, Value] = dict(self._pieces.stats())
+    def _stats(self) -> Message:
+        residency = self._plan_commands.stats()
+        store: dict[str, Value] = dict(self._batches.stats())
         return {"pid": os.getpid(), **residency, "failed_pushes": self._failed, "store": store}
 
-    def _tell(self, now_s: float) -> None:
-        if self._is_news and now_s - self._told_s >= STATE_S:
-            self._told_s, self._is_news = now_s, False
-            self._server.send(self._state())
+    def _send_stats(self, now_s: float) -> None:
+        if self._stats_changed and now_s - self._stats_sent_s >= STATS_INTERVAL_S:
+            self._stats_sent_s, self._stats_changed = now_s, False
+            self._server.send(self._stats())
 
 
 def _is_mounted(device: str) -> bool:
@@ -359,13 +365,13 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
     return found
 
 
-def residency_of(snapshot: Snapshot, budget_bytes: int, policy: Policy) -> Residency:
+def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
     """The decisions for a dataset: an entry's number is its index in the snapshot."""
     column = snapshot.columns
     offset = column.offset.astype(np.int64)
     many = np.flatnonzero((column.flags & MANY) != 0)
     offset[many] = column.extents["offset"][column.chunk[many]]
-    return Residency(
+    return PrefetchPlanner(
         snapshot.chunk_of(range(snapshot.entry_count)),
         column.size.astype(np.int64),
         snapshot.chunk_count,

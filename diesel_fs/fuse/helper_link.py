@@ -28,7 +28,7 @@ Message: TypeAlias = dict[str, Value]
 FRAME_BYTES_MAX = 1 << 30
 """A plan of a hundred million entries."""
 
-NUMBERS_PENDING_MAX = 65_536
+ENTRIES_PENDING_MAX = 65_536
 """Missed or forgotten entries that wait to be told; of further ones the helper learns by itself."""
 
 FRAMES_PENDING_MAX = 256
@@ -75,8 +75,8 @@ LEAVING: Message = {"do": "leave"}
 """The helper's last word where nothing is wrong."""
 
 
-class HelperLink:
-    """The server's end. All but `run` and `ask` return at once."""
+class WorkerLink:
+    """The server's end. All but `run` and `request` return at once."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -87,61 +87,61 @@ class HelperLink:
         self._ids = itertools.count(1)
         self._answers: dict[int, Message] = {}
         self._answered: dict[int, trio.Event] = {}
-        self.state: Message = {}
+        self.worker_stats: Message = {}
         """What the helper last said of itself."""
         self.alive = True
 
-    async def meet(self, deadline_s: float) -> None:
-        """Hears who the helper is, which it says before it begins; before `begin`. It may be dead,
-        or not come in time: then nothing is known of it until it says more.
+    async def receive_hello(self, deadline_s: float) -> None:
+        """Hears who the helper is, which it says before it begins; before `start_worker`. It may be
+        dead, or not come in time: then nothing is known of it until it says more.
         """
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
             for message in Frames().add(await end.recv(1 << 16)):
-                self.state = message
+                self.worker_stats = message
 
-    def begin(self, message: Message, descriptors: Sequence[int]) -> None:
+    def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
         """The first message, with the descriptors that go along; before `run`."""
         socket.send_fds(self._socket, [b"+"], descriptors)
-        self.tell(message)
+        self.send(message)
 
-    def missed(self, entry: int) -> None:
+    def report_miss(self, entry: int) -> None:
         """A READ for an entry has come."""
-        if len(self._missed) < NUMBERS_PENDING_MAX:
+        if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
 
-    def forgotten(self, entries: Sequence[int]) -> None:
+    def report_forgotten(self, entries: Sequence[int]) -> None:
         """The kernel has forgotten entries, and their pages went along."""
-        if len(self._forgotten) < NUMBERS_PENDING_MAX:
+        if len(self._forgotten) < ENTRIES_PENDING_MAX:
             self._forgotten += entries
             self._wake.set()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Something without an answer; lost where the helper does not listen any more."""
         if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
             self._frames.append((frame(message), ()))
             self._wake.set()
 
-    async def hand_over(self, message: Message, descriptors: Sequence[int]) -> Message | None:
+    async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
         """A message from which on entries are others, with descriptors: behind all that was told,
         missed and forgotten when it was called. The answer, however long it takes; None where the
         helper has gone.
         """
         if not self.alive:
             return None
-        self._frames += [(each, ()) for each in self._numbers()]
+        self._frames += [(each, ()) for each in self._entry_frames()]
         number = next(self._ids)
         self._frames.append((frame({**message, "id": number}), descriptors))
         self._wake.set()
         return await self._answer(number, math.inf)
 
-    async def ask(self, message: Message, deadline_s: float) -> Message | None:
+    async def request(self, message: Message, deadline_s: float) -> Message | None:
         """The helper's answer, or None where none comes in time."""
         if not self.alive:
             return None
         number = next(self._ids)
-        self.tell({**message, "id": number})
+        self.send({**message, "id": number})
         return await self._answer(number, deadline_s)
 
     async def _answer(self, number: int, deadline_s: float) -> Message | None:
@@ -159,12 +159,12 @@ class HelperLink:
         stream = trio.SocketStream(end)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._hear, stream, nursery.cancel_scope)
+                nursery.start_soon(self._receive, stream, nursery.cancel_scope)
                 while True:
                     await self._wake.wait()
                     self._wake = trio.Event()
                     frames, self._frames = self._frames, []
-                    frames += [(each, ()) for each in self._numbers()]
+                    frames += [(each, ()) for each in self._entry_frames()]
                     for each, descriptors in frames:
                         if descriptors:
                             sent = await end.sendmsg([each], [_rights(descriptors)])
@@ -178,7 +178,7 @@ class HelperLink:
         finally:
             self.close()
 
-    def _numbers(self) -> Iterator[bytes]:
+    def _entry_frames(self) -> Iterator[bytes]:
         """What was missed and forgotten, as frames; then nothing is any more."""
         for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
             if numbers:
@@ -188,18 +188,18 @@ class HelperLink:
     def close(self) -> None:
         """Lets the helper go: it ends then."""
         self.alive = False
-        self.state = {}
+        self.worker_stats = {}
         self._frames.clear()
         self._socket.close()
         for event in self._answered.values():
             event.set()
 
-    async def _hear(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        if not await self._hear_to_its_end(stream):
+    async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        if not await self._receive_until_leave(stream):
             log.error("the helper has gone: nothing is pushed into the kernel's cache any more")
         scope.cancel()
 
-    async def _hear_to_its_end(self, stream: trio.SocketStream) -> bool:
+    async def _receive_until_leave(self, stream: trio.SocketStream) -> bool:
         """Whether the helper has said that it leaves: it was told to, or the mount has left."""
         frames = Frames()
         while received := await stream.receive_some(1 << 16):
@@ -208,14 +208,14 @@ class HelperLink:
                 if message == LEAVING:
                     return True
                 if number is None:
-                    self.state = message
+                    self.worker_stats = message
                 elif isinstance(number, int) and number in self._answered:
                     self._answers[number] = message
                     self._answered[number].set()
         return False
 
 
-class ServerEnd:
+class ServerLink:
     """The helper's end: plain and blocking."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -227,14 +227,14 @@ class ServerEnd:
         """What of the watched descriptors ended the last wait."""
         self._received: list[int] = []
 
-    def descriptors(self, count: int) -> list[int]:
+    def receive_descriptors(self, count: int) -> list[int]:
         """What came along with the first byte; fewer where the server has gone."""
         try:
-            return self._kept(socket.recv_fds(self._socket, 1, count)[1])
+            return self._set_cloexec(socket.recv_fds(self._socket, 1, count)[1])
         except ConnectionError:  # it has not read all that was sent
             return []
 
-    def handed_over(self, count: int) -> list[int]:
+    def take_descriptors(self, count: int) -> list[int]:
         """What came along with the last message. Raises ValueError where that is another number."""
         found, self._received = self._received, []
         if len(found) != count:
@@ -242,7 +242,7 @@ class ServerEnd:
         return found
 
     @staticmethod
-    def _kept(descriptors: Sequence[int]) -> list[int]:
+    def _set_cloexec(descriptors: Sequence[int]) -> list[int]:
         for each in descriptors:
             os.set_inheritable(each, False)
         return list(descriptors)
@@ -271,7 +271,7 @@ class ServerEnd:
             raise EOFError from None
         if not received:
             raise EOFError
-        self._received += self._kept(descriptors)
+        self._received += self._set_cloexec(descriptors)
         return self._frames.add(received)
 
     def send(self, message: Message) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..mountinfo import Mounted, mounts
+from ..mountinfo import MountEntry, mounts
 
 _MARK = "diesel-mount-"
 
 
-def make_mark(device: str) -> int:
+def mark_as_daemon(device: str) -> int:
     """Marks this process as the daemon of a mount, for as long as the descriptor is open.
 
     An empty memfd whose name the user's other processes, and root's, see in /proc: unlike a file
@@ -48,7 +48,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def others_of(mount: Mounted) -> dict[Mounted, int]:
+def other_mounts_of(mount: MountEntry) -> dict[MountEntry, int]:
     """The other mounts of a mount's file system that are in a tree, as far as this user may see:
     elsewhere in this one, or in another mount namespace, as a container's is. Each with a process
     that sees it.
@@ -65,7 +65,7 @@ def holders_of(device: str) -> list[int]:
     return [pid for pid in processes if _holds(pid, mount_ids, mapped)]
 
 
-def ended(pid: int, within_s: float) -> bool:
+def ends_within(pid: int, within_s: float) -> bool:
     """Whether a process, not necessarily a child, has ended or does so in time."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -95,7 +95,7 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, Mounted]]:
+def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, MountEntry]]:
     """Every mount of the device, in all namespaces, each with a process of its namespace."""
     seen: set[str] = set()
     for pid in processes:

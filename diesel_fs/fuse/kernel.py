@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..daemons import bare_environment
+from ..daemons import minimal_environment
 from ..errors import DieselError, PermissionDenied
 
 MNT_FORCE = 1
@@ -186,7 +186,7 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
     with ours, theirs:
         done = subprocess.run(
             ["fusermount3", "-o", ",".join(options), "--", mountpoint],
-            env={**bare_environment(), "_FUSE_COMMFD": str(theirs.fileno())},
+            env={**minimal_environment(), "_FUSE_COMMFD": str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
             stderr=subprocess.PIPE,
             timeout=10,
@@ -221,7 +221,7 @@ def detach_quietly(mountpoint: str) -> None:
     with suppress(OSError, subprocess.SubprocessError):
         command = ["fusermount3", "-u", "-z", "--", mountpoint]
         subprocess.run(
-            command, capture_output=True, env=bare_environment(), timeout=10, check=False
+            command, capture_output=True, env=minimal_environment(), timeout=10, check=False
         )
 
 

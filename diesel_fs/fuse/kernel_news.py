@@ -24,55 +24,57 @@ import numpy.typing as npt
 from .. import snapshot_layout as layout
 from ..entries import Kind
 from ..snapshot import Indices, Snapshot
-from ..snapshot_match import Match
+from ..snapshot_match import SnapshotDiff
 from . import protocol
 
-PIECE = 1024
+NAMES_PER_STEP = 1024
 """So many are told without a look at anything else: 5 ms."""
 
 Nodes = npt.NDArray[np.uint64]
 
-ENDED = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
+UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
 """What the connection says when the mount has gone."""
 
 
-class KernelNews:
+class SwitchInvalidation:
     """What is to be told of one switch; each piece once, in order."""
 
-    def __init__(self, found: Match, nodes_before: Nodes, nodes: Nodes) -> None:
+    def __init__(self, found: SnapshotDiff, nodes_before: Nodes, nodes: Nodes) -> None:
         """The nodes are those of the entries of `found.old` and `found.new`."""
         self._found = found
         self._nodes_before = nodes_before
         self._nodes = nodes
-        self._folders = np.union1d(found.changed_folders, found.touched_folders)
+        self._folders = np.union1d(found.changed_folders, found.folders_with_new_attributes)
 
-    def tell(self, device: int) -> Iterator[None]:
+    def send(self, device: int) -> Iterator[None]:
         """Tells, and yields now and then. Raises OSError where the mount has gone."""
-        gone, fresh = self._sides()
+        gone, fresh = self._changed_names()
         for folder in self._folders.tolist():
             both = {*gone.names(folder), *fresh.names(folder)}
-            yield from tell_folder(device, int(self._nodes[folder]), both)
+            yield from invalidate_folder(device, int(self._nodes[folder]), both)
         old = self._found.old
         kinds = layout.kinds(old.columns.flags)
-        for folder in np.flatnonzero(self._found.gone & (kinds == Kind.FOLDER)).tolist():
+        for folder in np.flatnonzero(
+            self._found.removed_or_changed & (kinds == Kind.FOLDER)
+        ).tolist():
             names = old.names(old.children(folder))
-            yield from tell_folder(device, int(self._nodes_before[folder]), names)
+            yield from invalidate_folder(device, int(self._nodes_before[folder]), names)
 
-    def _sides(self) -> "tuple[_Side, _Side]":
+    def _changed_names(self) -> "tuple[_NamesByFolder, _NamesByFolder]":
         """What is gone and what is new, in folders that are still there."""
         found = self._found
         now = np.full(len(found.old), -1, np.int64)
-        there = np.flatnonzero(found.was >= 0)
-        now[found.was[there]] = there
-        gone = np.flatnonzero(found.gone)
+        there = np.flatnonzero(found.unchanged >= 0)
+        now[found.unchanged[there]] = there
+        gone = np.flatnonzero(found.removed_or_changed)
         above = now[found.old.columns.parent[gone]]
-        fresh = np.flatnonzero(found.was < 0)
+        fresh = np.flatnonzero(found.unchanged < 0)
         above_fresh = found.new.columns.parent[fresh].astype(np.int64)
-        above_fresh[found.was[above_fresh] < 0] = -1
-        return _Side(found.old, gone, above), _Side(found.new, fresh, above_fresh)
+        above_fresh[found.unchanged[above_fresh] < 0] = -1
+        return _NamesByFolder(found.old, gone, above), _NamesByFolder(found.new, fresh, above_fresh)
 
 
-class _Side:
+class _NamesByFolder:
     """Entries of one version, by the folder that they are in (its index in the new one, or -1)."""
 
     def __init__(self, snapshot: Snapshot, entries: Indices, folders: Indices) -> None:
@@ -86,35 +88,35 @@ class _Side:
         return self._snapshot.names(self._entries[start:end])
 
 
-def tell_folder(device: int, node: int, names: Collection[bytes]) -> Iterator[None]:
+def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Iterator[None]:
     """Tells that a folder and these names in it are to be looked up anew; yields after each piece.
 
     Raises OSError where the mount has gone.
     """
     yield
-    known = _write(device, protocol.node_is_old(node))
+    known = _notify(device, protocol.invalidate_node(node))
     if not known or not names:
         return  # in a folder that it does not know it knows no names, either
-    for told, name in enumerate(names):
-        _write(device, protocol.name_is_old(node, name))
-        if told % PIECE == PIECE - 1:
+    for count, name in enumerate(names):
+        _notify(device, protocol.invalidate_name(node, name))
+        if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
     # Those took the folder's lock: no listing of old is under way any more.
-    _write(device, protocol.node_is_old(node))
+    _notify(device, protocol.invalidate_node(node))
 
 
-def tell_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
+def invalidate_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
     """The same of several, by their nodes."""
     for node, names in folders.items():
-        yield from tell_folder(device, node, names)
+        yield from invalidate_folder(device, node, names)
 
 
-def _write(device: int, message: bytes) -> bool:
+def _notify(device: int, message: bytes) -> bool:
     """Whether the kernel knows what it is told of."""
     try:
         os.write(device, message)
     except OSError as error:
-        if error.errno in ENDED:
+        if error.errno in UNMOUNTED_ERRNOS:
             raise
         return error.errno != errno.ENOENT
     return True

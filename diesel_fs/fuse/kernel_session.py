@@ -23,14 +23,14 @@ from typing import ClassVar, TypeVarTuple
 
 import trio
 
-from ..entries import NAME_BYTES_MAX
+from ..entries import NAME_BYTES_MAX, Bytes
 from ..errors import DieselError
-from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, Bytes, Refused
+from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
 from ..vfs import BLOCK_BYTES, Vfs
 from . import kernel, protocol
-from .folder_answers import FolderAnswers
-from .protocol import Malformed, Op, Read, Request
-from .push_board import PushBoard
+from .folder_answers import ReaddirReplies
+from .protocol import Malformed, Op, ReadRequest, RequestHeader
+from .push_board import PushStatusMap
 from .request_wait import RequestWait
 from .session import MountOptions, SessionUnsupported
 
@@ -41,7 +41,7 @@ INIT_DEADLINE_S = 5.0
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 _Answer = Bytes | Sequence[Bytes] | None
-_Handler = Callable[[Request, memoryview], _Answer]
+_Handler = Callable[[RequestHeader, memoryview], _Answer]
 _Ts = TypeVarTuple("_Ts")
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
@@ -54,7 +54,7 @@ _PASSING = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
 """What reading the device may say without being the end: most often, whoever asked has gone."""
 
 
-def _nobody(_: object) -> None: ...
+def _ignore(_: object) -> None: ...
 
 
 class KernelSession:
@@ -67,8 +67,8 @@ class KernelSession:
         self._mountpoint = mountpoint
         self._options = options
         self._device = -1
-        self._shown = protocol.Shown(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
-        self._folders = FolderAnswers(vfs)
+        self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
+        self._readdir_replies = ReaddirReplies(vfs)
         self._nursery: trio.Nursery  # of `serve`
         self._waiting: dict[int, trio.CancelScope] = {}
         self._handlers: Mapping[int, tuple[str, _Handler]] = {
@@ -90,10 +90,10 @@ class KernelSession:
                 **dict.fromkeys(_REFUSED_ONCE, self._unknown),
             }.items()
         }
-        self._missed: Callable[[int], None] = _nobody
-        self._forgotten: Callable[[Sequence[int]], None] = _nobody
-        self._board: PushBoard | None = None
-        self.runs_with = ""
+        self._on_miss: Callable[[int], None] = _ignore
+        self._on_forget: Callable[[Sequence[int]], None] = _ignore
+        self._push_status: PushStatusMap | None = None
+        self.negotiated = ""
 
     # life -------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class KernelSession:
             minor, kernel.READ_AHEAD_KIB << 10, flags, kernel.READS_AHEAD_MAX
         )
         self._send(request.unique, (answer,))
-        self.runs_with = f"FUSE {offer.major}.{minor}: {flags.name}"
+        self.negotiated = f"FUSE {offer.major}.{minor}: {flags.name}"
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Answers requests until the kernel has closed the connection; cancelled, it answers EIO to
@@ -167,23 +167,23 @@ class KernelSession:
         """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
         return kernel.clone(self._device)
 
-    def observe_opens(self, opened: Callable[[int], None]) -> None:
+    def set_open_callback(self, opened: Callable[[int], None]) -> None:
         """Nothing: the kernel opens files by itself."""
 
-    def observe(
+    def attach_worker(
         self,
-        missed: Callable[[int], None],
-        forgotten: Callable[[Sequence[int]], None],
-        board: PushBoard,
+        on_miss: Callable[[int], None],
+        on_forget: Callable[[Sequence[int]], None],
+        push_status: PushStatusMap,
     ) -> None:
         """From now on, tell of each entry whose content the kernel did not have, and of those that
         it has forgotten; hold the answers for what the board says is pushed soon.
         """
-        self._missed, self._forgotten, self._board = missed, forgotten, board
+        self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
 
-    def observe_no_more(self) -> None:
+    def detach_worker(self) -> None:
         """Nobody is told any more, and nothing is held: the helper has gone."""
-        self._missed, self._forgotten, self._board = _nobody, _nobody, None
+        self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
 
     # requests ---------------------------------------------------------------------------------
 
@@ -208,13 +208,13 @@ class KernelSession:
                 self._send(request.unique, (), number)
         else:
             if answer is not None:
-                pieces = (answer,) if isinstance(answer, bytes | memoryview) else answer
+                pieces = (answer,) if isinstance(answer, Bytes) else answer
                 self._send(request.unique, pieces)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
         """Writes an answer; it does not matter if whoever asked has gone."""
         if number:
-            header = protocol.refusal(unique, number)
+            header = protocol.error_reply(unique, number)
         else:
             header = protocol.answer_header(unique, sum(map(len, pieces)))
         try:
@@ -225,16 +225,16 @@ class KernelSession:
                 if not number:
                     self._send(unique, (), errno.EIO)
 
-    def _read(self, read: Read, nursery: trio.Nursery) -> None:
+    def _read(self, read: ReadRequest, nursery: trio.Nursery) -> None:
         """A READ is answered at once from memory; else in a task, and delays no other."""
         unique, node, offset, size = read
-        vfs, board = self._vfs, self._board
+        vfs, board = self._vfs, self._push_status
         vfs.requests["read"] += 1
-        if board is not None and board.is_held(node - 1):
+        if board is not None and board.try_hold(node - 1):
             self._later(unique, node, "read", self._read_held, board, node, offset, size)
         else:
             try:
-                found = vfs.read_now(node, offset, size)
+                found = vfs.read_nowait(node, offset, size)
             except BaseException as fault:
                 self._send(unique, (), vfs.errno_of(fault, "read", node))
                 return
@@ -242,17 +242,17 @@ class KernelSession:
                 self._send(unique, (found,))
             else:
                 self._later(unique, node, "read", vfs.read, node, offset, size)
-        if board is not None and node < HIDDEN_ROOT and board.is_told():
-            self._missed(node - 1)
+        if board is not None and node < HIDDEN_ROOT and board.takes_miss():
+            self._on_miss(node - 1)
 
-    async def _read_held(self, board: PushBoard, node: int, offset: int, size: int) -> Bytes:
+    async def _read_held(self, board: PushStatusMap, node: int, offset: int, size: int) -> Bytes:
         """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
         self._vfs.reads["held"] += 1
         try:
             await board.hold(node - 1)
             return await self._vfs.read(node, offset, size)
         finally:
-            board.answered(node - 1)
+            board.end_hold(node - 1)
 
     def _later(
         self,
@@ -291,14 +291,14 @@ class KernelSession:
         self._waiting.pop(unique, None)
         self._send(unique, answer, number)
 
-    def _interrupt(self, request: Request, message: memoryview) -> _Answer:
+    def _interrupt(self, request: RequestHeader, message: memoryview) -> _Answer:
         """Whoever waited has been killed: it gets EINTR. The INTERRUPT itself is not answered."""
         scope = self._waiting.get(protocol.parse_interrupt(message))
         if scope is not None:
             scope.cancel()
         return None
 
-    def _lookup(self, request: Request, message: memoryview) -> _Answer:
+    def _lookup(self, request: RequestHeader, message: memoryview) -> _Answer:
         name = protocol.parse_name(message)
         if request.node < HIDDEN_ROOT:
             return self._found(self._vfs.lookup(request.node, name))
@@ -310,51 +310,51 @@ class KernelSession:
         return self._found(await self._vfs.lookup_hidden(folder, name))
 
     def _found(self, found: Attributes) -> bytes:
-        self._vfs.remember(found.node)
+        self._vfs.count_lookup(found.node)
         return protocol.entry_answer(
             found.node, found.mode, found.size, found.mtime_ns, int(found.name_valid_s),
-            FOREVER_WHOLE_S, self._shown,
+            FOREVER_WHOLE_S, self._common,
         )  # fmt: skip
 
-    def _forget(self, request: Request, message: memoryview) -> _Answer:
+    def _forget(self, request: RequestHeader, message: memoryview) -> _Answer:
         forgets = protocol.parse_forgets(request, message)
-        self._forgotten(self._vfs.forget_all(forgets))
+        self._on_forget(self._vfs.forget_all(forgets))
         return None
 
-    def _getattr(self, request: Request, message: memoryview) -> _Answer:
+    def _getattr(self, request: RequestHeader, message: memoryview) -> _Answer:
         found = self._vfs.attributes(request.node)
         return protocol.attributes_answer(
-            found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S, self._shown
+            found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S, self._common
         )
 
-    def _readlink(self, request: Request, message: memoryview) -> _Answer:
+    def _readlink(self, request: RequestHeader, message: memoryview) -> _Answer:
         return self._vfs.link_target(request.node)
 
-    def _statfs(self, request: Request, message: memoryview) -> _Answer:
+    def _statfs(self, request: RequestHeader, message: memoryview) -> _Answer:
         space = self._vfs.space()
         return protocol.statfs_answer(space.blocks, space.entries, BLOCK_BYTES, NAME_BYTES_MAX)
 
-    def _readdirplus(self, request: Request, message: memoryview) -> _Answer:
+    def _readdirplus(self, request: RequestHeader, message: memoryview) -> _Answer:
         offset, size = protocol.parse_read(message)
         if request.node < HIDDEN_ROOT:
-            return self._folders.answer(request.node, offset, size)
+            return self._readdir_replies.reply(request.node, offset, size)
         node = request.node
         self._later(request.unique, node, "readdirplus", self._list_hidden, node, offset, size)
         return None
 
     async def _list_hidden(self, folder: int, offset: int, size: int) -> bytes:
         listing = await self._vfs.hidden_listing(folder)
-        return self._folders.hidden_answer(listing, folder, offset, size)
+        return self._readdir_replies.hidden_reply(listing, folder, offset, size)
 
-    def _readdir(self, request: Request, message: memoryview) -> _Answer:
-        raise Refused(errno.ENOSYS)  # the kernel was told to ask for READDIRPLUS
+    def _readdir(self, request: RequestHeader, message: memoryview) -> _Answer:
+        raise FuseErrno(errno.ENOSYS)  # the kernel was told to ask for READDIRPLUS
 
-    def _ioctl(self, request: Request, message: memoryview) -> _Answer:
+    def _ioctl(self, request: RequestHeader, message: memoryview) -> _Answer:
         """Python's `open` asks whether a file is a terminal, and the kernel asks us each time."""
-        raise Refused(errno.ENOTTY)
+        raise FuseErrno(errno.ENOTTY)
 
-    def _nothing(self, request: Request, message: memoryview) -> _Answer:
+    def _nothing(self, request: RequestHeader, message: memoryview) -> _Answer:
         return b""
 
-    def _unknown(self, request: Request, message: memoryview) -> _Answer:
-        raise Refused(errno.ENOSYS)
+    def _unknown(self, request: RequestHeader, message: memoryview) -> _Answer:
+        raise FuseErrno(errno.ENOSYS)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import daemons
-from ..daemons import add_last_lines, log_file
+from ..daemons import add_log_tail, log_file
 from ..errors import (
     BusyError,
     DeadlineError,
@@ -26,23 +26,30 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..mountinfo import Mounted
+from ..mountinfo import MountEntry
 from ..settings import state_folder
 from . import kernel
-from .holders import children_of, daemon_of, ended, holders_of, others_of, processor_ticks
+from .holders import (
+    children_of,
+    daemon_of,
+    ends_within,
+    holders_of,
+    other_mounts_of,
+    processor_ticks,
+)
 from .mountpoint import (
     is_alive,
     mounted_at,
     our_mount,
-    prepare,
+    prepare_mountpoint,
     read_through,
     real_path,
-    remove_made,
+    remove_created_folders,
     unmount,
 )
 from .request import MountRequest
 
-told = logging.getLogger("diesel.mount")
+logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
 """How long a mount may take to come up: it may fetch a snapshot first."""
@@ -54,13 +61,13 @@ where the kernel knows millions of files, they are let go of first: a second for
 END_DEADLINE_S_MAX = 600.0
 """How long a daemon may take in all, whatever it does."""
 
-STILL_ENDING_S = 5.0
+PROGRESS_INTERVAL_S = 5.0
 """How often whoever waits for a daemon that goes on working is told so."""
 
-UNHELD_S = 1.0
+DETACHED_END_S = 1.0
 """A daemon whose mount is in no tree any more is told to end after so long."""
 
-OWN_DEADLINE_S = 2.0
+OWN_PROCESSES_BUSY_S = 2.0
 """So long a mount may be busy by its own helper, which lets go after each piece of work."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.fuse.daemon")
@@ -84,7 +91,7 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted
                 umount(request.mountpoint, force=True)
-        remove_made(request.made_folders)
+        remove_created_folders(request.made_folders)
         raise
 
 
@@ -93,13 +100,13 @@ def _start(request: MountRequest, program: Sequence[str]) -> None:
         start = log.tell()
         try:
             daemons.start(
-                [*program, request.mountpoint], request.to_json(), log, told,
-                what=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
+                [*program, request.mountpoint], request.to_json(), log, logger,
+                daemon_name=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
             )  # fmt: skip
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} died at once")
         except DieselError as error:
-            add_last_lines(error, log, start)
+            add_log_tail(error, log, start)
             raise
 
 
@@ -137,15 +144,15 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
     if force:
         _force(found.path, found.device, daemon, own)
         return
-    others = others_of(found)
-    held = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
+    others = other_mounts_of(found)
+    has_users = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
     _unmount(found.path, found.device, own, lazy)
-    if daemon is None or held:
+    if daemon is None or has_users:
         return
-    if not ended(daemon, UNHELD_S):
-        left = {each: pid for each, pid in others_of(found).items() if each in others}
+    if not ends_within(daemon, DETACHED_END_S):
+        left = {each: pid for each, pid in other_mounts_of(found).items() if each in others}
         if left:  # of what was there before: the device's number may be another's now
-            _tell_of(left, found.path, daemon)
+            _warn_still_mounted(left, found.path, daemon)
             return
         if not lazy:
             with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
@@ -197,7 +204,7 @@ def _checked(request: MountRequest) -> MountRequest:
                 "only root may use --allow-other here",
                 advice="write user_allow_other into /etc/fuse.conf",
             )
-    made = prepare(request.mountpoint, request.kept_outside)
+    made = prepare_mountpoint(request.mountpoint, request.forbidden_folders)
     return replace(request, made_folders=tuple(made))
 
 
@@ -220,13 +227,15 @@ def default_log(request: MountRequest) -> Path:
 
 def _busy(path: str, pids: Sequence[int]) -> BusyError:
     shown = ", ".join(map(str, pids[:_PIDS_SHOWN])) + (", ..." if len(pids) > _PIDS_SHOWN else "")
-    who = f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
-    return BusyError(f"{path} is held by {who}", advice="end them, or use --lazy")
+    holders = (
+        f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
+    )
+    return BusyError(f"{path} is held by {holders}", advice="end them, or use --lazy")
 
 
 def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
     """Raises BusyError, naming the processes. The mount's own hold it for moments, no longer."""
-    deadline_s = time.monotonic() + OWN_DEADLINE_S
+    deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
         try:
             unmount(path, lazy=lazy)
@@ -243,7 +252,7 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
     """Ends the connection first, so that nothing below can wait for the daemon."""
     abort_file = kernel.open_abort(device)  # of this connection: its number may be given again
     try:
-        if not _is_there(path, device):
+        if not _is_mounted(path, device):
             pass  # it has ended by itself
         elif abort_file >= 0:
             os.write(abort_file, b"1")
@@ -253,27 +262,27 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
     finally:
         if abort_file >= 0:
             os.close(abort_file)
-    if daemon is not None and not ended(daemon, 1.0):
+    if daemon is not None and not ends_within(daemon, 1.0):
         with suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGKILL)
     try:
-        if _is_there(path, device):
+        if _is_mounted(path, device):
             unmount(path, lazy=True)
     except DieselError:
-        if _is_there(path, device):  # else its daemon has taken it away meanwhile
+        if _is_mounted(path, device):  # else its daemon has taken it away meanwhile
             raise
     _wait(own, path)
 
 
-def _is_there(path: str, device: str) -> bool:
+def _is_mounted(path: str, device: str) -> bool:
     found = mounted_at(path)
     return found is not None and found.device == device
 
 
-def _tell_of(left: Mapping[Mounted, int], path: str, daemon: int) -> None:
+def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:
     """Why a daemon goes on although its mount has been taken away."""
     places = [f"on {each.path}, as process {pid} sees it" for each, pid in left.items()]
-    told.warning(
+    logger.warning(
         "%s is unmounted; its file system is still mounted elsewhere (%s), and the daemon "
         "(process %d) serves it until it is unmounted there, too",
         path,
@@ -289,7 +298,7 @@ def _wait(own: Sequence[int], path: str) -> None:
     now_s = begun_s = worked_s = told_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:
-        while not ended(pid, 0.1):
+        while not ends_within(pid, 0.1):
             now_s = time.monotonic()
             before, ticks = ticks, processor_ticks(own)
             worked_s = now_s if ticks > before else worked_s
@@ -298,9 +307,9 @@ def _wait(own: Sequence[int], path: str) -> None:
                     f"{path} is unmounted, but its daemon (process {pid}) has not ended",
                     advice=f"kill -9 {pid}",
                 )
-            if now_s - told_s > STILL_ENDING_S:
+            if now_s - told_s > PROGRESS_INTERVAL_S:
                 told_s = now_s
-                told.warning(
+                logger.warning(
                     "%s is unmounted; its processes let go of the files that the kernel knew, "
                     "for %.0f s now",
                     path,

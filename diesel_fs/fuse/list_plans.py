@@ -7,7 +7,7 @@ The list stays that of an epoch until somebody has read its files to the end, as
 the helper, from the opens of marker files (`streams.py`); where there is no helper, by the OPEN
 requests of the session, once the last file and half of those before it have been opened.
 
-Concurrency: trio, in the server; only `list_name` and `looked_up` wait, and not for long.
+Concurrency: trio, in the server; only `current_list` and `on_lookup` wait, and not for long.
 """
 
 from xxhash import xxh3_64_hexdigest
@@ -16,7 +16,7 @@ from ..hidden import ListRef
 from ..messages import Message
 from ..order_lists import ListName
 from ..shuffle import SEED_MAX
-from .helper_link import HelperLink
+from .helper_link import WorkerLink
 
 LOOK_DEADLINE_S = 1.0
 """How long a look at a list waits for the helper, which may be fetching a chunk. Without its answer
@@ -28,7 +28,7 @@ FORGET_DEADLINE_S = 0.2
 FILELIST_STREAM = "filelist"
 
 
-def stream_of(ref: ListRef) -> str:
+def stream_name(ref: ListRef) -> str:
     """The stream of those who read a list, the same for all its epochs."""
     if ref.by_filelist:
         return FILELIST_STREAM
@@ -38,10 +38,10 @@ def stream_of(ref: ListRef) -> str:
 
 
 class ListPlans:
-    """The `Readers` of a mount's lists."""
+    """The `ListObserver` of a mount's lists."""
 
     def __init__(self, seed: int, group_size: int, version: int) -> None:
-        self._link: HelperLink | None = None
+        self._link: WorkerLink | None = None
         self._name = ListName(seed, 0, group_size)
         self._version = version
         self._is_read = False  # the list of this epoch
@@ -53,18 +53,18 @@ class ListPlans:
         """Which list `.diesel/filelist` is."""
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
-    def help_comes(self, link: HelperLink) -> None:
+    def connect_worker(self, link: WorkerLink) -> None:
         """The helper has begun: it is told of lists from now on."""
         self._link = link
 
-    def show(self, version: int) -> None:
+    def switch_version(self, version: int) -> None:
         """The mount goes over to another version: the list is of the same epoch, of its files."""
         self._version = version
         self._is_read = False
         self._tail = frozenset()
         self._opened.clear()
 
-    async def list_name(self) -> ListName:
+    async def current_list(self) -> ListName:
         """The list that `.diesel/filelist` is now."""
         if self._is_read and self._link is not None:
             asked = self._name
@@ -76,21 +76,21 @@ class ListPlans:
                 self._begin(epoch)
         return self._name
 
-    async def looked_up(self, ref: ListRef) -> None:
+    async def on_lookup(self, ref: ListRef) -> None:
         """Has the kernel forget the list's pages: so its next reading is a READ."""
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
-    def reading(self, ref: ListRef) -> None:
+    def on_read(self, ref: ListRef) -> None:
         """Its reader will probably read the files that it names, unless they are of old."""
         if ref.version != self._version:
             return
         if ref.by_filelist and ref.name == self._name:
             self._is_read = True
-        said: Message = {"do": "list read", "stream": stream_of(ref), "list": str(ref.name)}
+        said: Message = {"do": "list read", "stream": stream_name(ref), "list": str(ref.name)}
         if self._link is not None:
-            self._link.tell(said)
+            self._link.send(said)
 
-    def made(self, ref: ListRef, tail: list[int]) -> None:
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """From here on the opens of its last files count."""
         is_now = ref.version == self._version and ref.name == self._name
         if ref.by_filelist and is_now and not self._tail:
@@ -98,7 +98,7 @@ class ListPlans:
             self._last = tail[-1] if tail else -1
             self._opened.clear()
 
-    def opened(self, entry: int) -> None:
+    def on_open(self, entry: int) -> None:
         """A session that is asked for each open has been."""
         if entry in self._tail:
             self._opened.add(entry)
@@ -115,4 +115,4 @@ class ListPlans:
     async def _ask(self, message: Message, deadline_s: float) -> Message:
         if self._link is None:
             return {}
-        return await self._link.ask(message, deadline_s) or {}
+        return await self._link.request(message, deadline_s) or {}

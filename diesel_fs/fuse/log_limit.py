@@ -25,7 +25,7 @@ class _Kind:
     left_out: int = 0
 
 
-class LogLimit(logging.Filter):
+class LogRateLimit(logging.Filter):
     """Drops lines of which there are too many; the next one of the kind tells how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,6 @@
 """The entries of each chunk, and how often a chunk may be pushed out of turn.
 
-Owned here: `Members`. Used by one thread.
+Owned here: `ChunkEntries`. Used by one thread.
 """
 
 import math
@@ -16,7 +16,7 @@ RETRY_S, RETRY_S_MAX = 1.0, 64.0
 that has no memory for them would only push in a loop."""
 
 
-class Members:
+class ChunkEntries:
     """Which entries with content each chunk holds, by their offset (where given; else by index)."""
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.int64] | None) -> None:

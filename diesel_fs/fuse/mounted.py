@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ..client import Dataset
-from ..names import versioned
+from ..names import parse_versioned_name
 from ..settings import load_settings
-from ..task.request import TaskOptions, TaskWords, whole
+from ..task.request import TaskKwargs, TaskOptions, non_negative_int
 from . import launcher
 from .request import MountRequest
 
@@ -41,7 +41,7 @@ def mount(
     url: str | None = None,
     memory_bytes: int | None = None,
     allow_other: bool = False,
-    **task: Unpack[TaskWords],
+    **task: Unpack[TaskKwargs],
 ) -> Mounted:
     """Mount a dataset (an open one, or by name and `url`); reads work on return.
 
@@ -54,24 +54,24 @@ def mount(
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0
-        address, who = dataset.url, dataset.credentials
+        address, credentials = dataset.url, dataset.credentials
     else:
-        name, version = versioned(dataset)
+        name, version = parse_versioned_name(dataset)
         settings = load_settings({"url": url})
-        address, who = settings.repository_url, settings.credentials
+        address, credentials = settings.repository_url, settings.credentials
     path = Path(os.path.realpath(folder))
-    joins = TaskOptions.of(task, str(path))
+    task_options = TaskOptions.from_kwargs(task, str(path))
     if isinstance(dataset, Dataset) and not any(value is not None for value in task.values()):
-        joins = dataset.joins
+        task_options = dataset.task_options
     request = MountRequest(
         address,
         name,
         str(path),
         version=version,
-        memory_bytes=whole("memory_bytes", memory_bytes or 0),
-        policy=joins.policy,
+        memory_bytes=non_negative_int("memory_bytes", memory_bytes or 0),
+        policy=task_options.policy,
         allow_other=allow_other,
-        joins=joins,
+        task_options=task_options,
     )
-    launcher.mount(request.made_by(who))
+    launcher.mount(request.with_credentials(credentials))
     return Mounted(path)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..daemons import bare_environment
+from ..daemons import minimal_environment
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
-from ..mountinfo import Mounted, mounts
+from ..mountinfo import MountEntry, mounts
 from . import kernel
 
 SUBTYPE = "diesel"
@@ -25,12 +25,12 @@ ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs or to give its statistics."""
 
 
-def is_ours(found: Mounted) -> bool:
+def is_ours(found: MountEntry) -> bool:
     """Whether a dataset is mounted there."""
     return found.kind == f"fuse.{SUBTYPE}"
 
 
-def mounted_at(path: str) -> Mounted | None:
+def mounted_at(path: str) -> MountEntry | None:
     """What is on top at this very path, or None."""
     return next((each for each in reversed(list(mounts())) if each.path == path), None)
 
@@ -42,7 +42,7 @@ def real_path(directory: str | os.PathLike[str]) -> str:
     return path if mounted_at(path) or not os.path.islink(path) else os.path.realpath(path)
 
 
-def our_mount(directory: str | os.PathLike[str]) -> Mounted:
+def our_mount(directory: str | os.PathLike[str]) -> MountEntry:
     """The mount of ours at `directory`. Raises UsageError where there is none."""
     path = real_path(directory)
     found = mounted_at(path)
@@ -52,12 +52,12 @@ def our_mount(directory: str | os.PathLike[str]) -> Mounted:
     return found
 
 
-def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> Sequence[str]:
+def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
     """Checks that something can be mounted here, takes away a dead mount of ours, and makes the
     folder where it is missing. Returns the folders that it has made, the outermost first: whoever
-    takes the mount away gives them to `remove_made`.
+    takes the mount away gives them to `remove_created_folders`.
 
-    `kept_outside`: folders that the mount must neither hide nor lie in (the store, the cache).
+    `forbidden_folders`: folders that the mount must neither hide nor lie in (the store, the cache).
     Raises UsageError, BusyError or PermissionDenied.
     """
     found = mounted_at(mountpoint)
@@ -67,7 +67,7 @@ def prepare(mountpoint: str, kept_outside: Sequence[Path] = ()) -> Sequence[str]
                 f"{found.source} is mounted on {mountpoint}", advice="umount it, or take another"
             )
         unmount(mountpoint, lazy=True)
-    for folder in kept_outside:
+    for folder in forbidden_folders:
         inner, outer = Path(mountpoint), Path(os.path.realpath(folder))
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
@@ -98,7 +98,7 @@ def _make(folder: str) -> Sequence[str]:
         except FileExistsError:  # another process has just made it
             continue
         except OSError as error:
-            remove_made(made)
+            remove_created_folders(made)
             text = f"cannot make the folder {each}: {error.strerror}"
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise UsageError(text) from error
@@ -108,8 +108,8 @@ def _make(folder: str) -> Sequence[str]:
     return made
 
 
-def remove_made(folders: Sequence[str]) -> None:
-    """Removes the folders that `prepare` has made. One that is in use again stays."""
+def remove_created_folders(folders: Sequence[str]) -> None:
+    """Removes the folders that `prepare_mountpoint` has made. One that is in use again stays."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
@@ -136,7 +136,7 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=bare_environment(),
+            env=minimal_environment(),
             check=False,
         )
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
         raise PermissionDenied(f"cannot unmount {mountpoint}: {reason}")
 
 
-def _owner(found: Mounted) -> int | None:
+def _owner(found: MountEntry) -> int | None:
     """The number of the user that mounted it."""
     said = [each.removeprefix("user_id=") for each in found.options if each.startswith("user_id=")]
     return int(said[0]) if said and said[0].isdigit() else None
@@ -166,7 +166,7 @@ def is_alive(mountpoint: str) -> bool:
 
     Another user's mount answers EACCES, and lives.
     """
-    number, _ = _ask("os.statvfs(sys.argv[1])", mountpoint)
+    number, _ = _run_in_child("os.statvfs(sys.argv[1])", mountpoint)
     return number not in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
@@ -174,7 +174,7 @@ def read_through(path: str) -> bytes:
     """The content of a small file in a mount. Raises DieselError: PermissionDenied where another
     user's mount lets nobody else in, DeadlineError where it hangs.
     """
-    number, content = _ask("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+    number, content = _run_in_child("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
     if number in (errno.EACCES, errno.EPERM):
         raise PermissionDenied(
             f"cannot read {path}: another user has mounted it, for nobody else",
@@ -185,11 +185,11 @@ def read_through(path: str) -> bytes:
     return content
 
 
-def _ask(question: str, path: str) -> tuple[int, bytes]:
+def _run_in_child(question: str, path: str) -> tuple[int, bytes]:
     """The errno and output of one line of Python in a child: what a mount hangs must not be us."""
     program = f"import os, sys\ntry: {question}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=bare_environment())
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
     try:
         answer, _ = child.communicate(timeout=ANSWER_DEADLINE_S)
     except subprocess.TimeoutExpired:

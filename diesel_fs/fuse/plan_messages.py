@@ -1,4 +1,5 @@
-"""Plans as messages, carried out on a `Residency`: what the control socket and the lists ask for.
+"""Plans as messages, carried out on a `PrefetchPlanner`: what the control socket and the lists ask
+for.
 
 Owned here: the meaning of each message (CONTROL.md lists them), and the streams that lists make:
 which epochs of theirs are known, and when the next is foreseen. Not owned: the rules that a plan
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..control_wire import entries_of, epoch_of, epochs_of
+from ..control_wire import parse_entries, parse_epoch, parse_epochs
 from ..errors import ConflictError, DieselError, UsageError
-from ..messages import Fields, Message, Value, described
+from ..messages import Fields, Message, Value, error_message
 from ..order_lists import ListName
 from ..plans import EPOCH_ENTRIES_MAX, Epoch, Stream
 from ..shuffle import chunk_shuffle
 from ..snapshot import Snapshot
 from .decisions import StreamStats
-from .residency import Residency
+from .residency import PrefetchPlanner
 
-LISTS_FOLLOWED_MAX = 16
+LIST_STREAMS_MAX = 16
 """Streams that lists have made; the one that was read longest ago goes first. The others of the 64
 are left to those who announce theirs."""
 
@@ -31,34 +32,34 @@ FINISHED_S = 60.0
 """A stream whose list has been read to its end gives its part of the memory up, unless its next
 epoch begins in this time."""
 
-FORESEE_S = 1.0
+PREDICT_INTERVAL_S = 1.0
 """How often is looked whether a list's next epoch is to be announced."""
 
-FORESEE_ENTRIES_MIN = 4096
+PREDICT_ENTRIES_MIN = 4096
 """Shorter epochs begin fast without it; and in them a file that is opened could be that of either
 epoch."""
 
-FORESEE_FROM = 2
+PREDICT_FROM_DIVISOR = 2
 """That is done where its reader has come through the first part in this many of the current one."""
 
 
 @dataclass(slots=True)
-class _Followed:
+class _ListStream:
     """A stream that a list has made."""
 
     name: ListName  # of the last epoch that is known
-    foreseen: bool  # nobody has read that one's list yet
+    is_predicted: bool  # nobody has read that one's list yet
     finished_s: float = math.inf  # since when all of it is known to be read
 
 
-class PlanMessages:
+class PlanCommands:
     """The messages that make and change plans (see the module)."""
 
-    def __init__(self, snapshot: Snapshot, residency: Residency) -> None:
+    def __init__(self, snapshot: Snapshot, residency: PrefetchPlanner) -> None:
         self._snapshot = snapshot
-        self._residency = residency
-        self._held = False  # the mount is about to go over to another version
-        self._lists: OrderedDict[str, _Followed] = OrderedDict()
+        self._planner = residency
+        self._is_frozen = False  # the mount is about to go over to another version
+        self._lists: OrderedDict[str, _ListStream] = OrderedDict()
         self._looked_s = 0.0
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
             "announce": self._announce,
@@ -72,8 +73,8 @@ class PlanMessages:
             "list read": self._list_read,
             "list looked up": self._list_looked_up,
             "running": self._running,
-            "hold plans": self._hold,
-            "let plans": self._let,
+            "hold plans": self._freeze,
+            "let plans": self._unfreeze,
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
@@ -85,103 +86,103 @@ class PlanMessages:
             if handler is None:
                 raise UsageError(f"no request {do[:64]!r}")
             if "id" in fields:
-                fields.whole("id")
+                fields.integer("id")
             return handler(fields, now_s)
         except DieselError as error:
-            return described(error)
+            return error_message(error)
 
     # going over to another version ----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
         """The streams that another version has to wait for."""
         fields.end()
-        return {"running": [*self._residency.running(now_s)]}
+        return {"running": [*self._planner.running(now_s)]}
 
-    def _hold(self, fields: Fields, now_s: float) -> Message:
+    def _freeze(self, fields: Fields, now_s: float) -> Message:
         """The same; where there is none, no plan is taken from now on."""
         running = self._running(fields, now_s)
-        self._held = not running["running"]
+        self._is_frozen = not running["running"]
         return running
 
-    def _let(self, fields: Fields, now_s: float) -> Message:
+    def _unfreeze(self, fields: Fields, now_s: float) -> Message:
         """Plans are taken again: the version stays."""
         fields.end()
-        self._held = False
+        self._is_frozen = False
         return {}
 
     # what others announce -------------------------------------------------------------------------
 
     def _announce(self, fields: Fields, now_s: float) -> Message:
-        name = self._addressed(fields)
+        name = self._stream_field(fields)
         tentative = fields.flag("tentative", False)
-        lag = fields.whole("lag_entries", 0, high=EPOCH_ENTRIES_MAX)
-        epochs = epochs_of(fields, self._snapshot)
+        lag = fields.integer("lag_entries", 0, high=EPOCH_ENTRIES_MAX)
+        epochs = parse_epochs(fields, self._snapshot)
         fields.end()
-        self._residency.announce(Stream(name, tuple(epochs), tentative, lag), now_s)
+        self._planner.announce(Stream(name, tuple(epochs), tentative, lag), now_s)
         self._lists.pop(name, None)
         return {"entries": sum(map(len, epochs))}
 
     def _extend(self, fields: Fields, now_s: float) -> Message:
-        name = self._addressed(fields)
-        epochs = epochs_of(fields, self._snapshot)
+        name = self._stream_field(fields)
+        epochs = parse_epochs(fields, self._snapshot)
         fields.end()
-        self._residency.extend(name, epochs)
+        self._planner.extend(name, epochs)
         return {"entries": sum(map(len, epochs))}
 
     def _replace(self, fields: Fields, now_s: float) -> Message:
-        name = self._addressed(fields)
-        position = fields.whole("position", 0, high=EPOCH_ENTRIES_MAX)
-        epoch = epoch_of(fields, self._snapshot)
-        self._residency.replace(name, epoch, position)
+        name = self._stream_field(fields)
+        position = fields.integer("position", 0, high=EPOCH_ENTRIES_MAX)
+        epoch = parse_epoch(fields, self._snapshot)
+        self._planner.replace(name, epoch, position)
         return {"entries": len(epoch)}
 
     def _withdraw(self, fields: Fields, now_s: float) -> Message:
         name = fields.text("stream")
         fields.end()
-        self._residency.withdraw(name)
+        self._planner.withdraw(name)
         self._lists.pop(name, None)
         return {}
 
     def _progress(self, fields: Fields, now_s: float) -> Message:
         name = fields.text("stream")
-        position = fields.whole("position")
-        epoch = fields.whole("epoch") if "epoch" in fields else None
+        position = fields.integer("position")
+        epoch = fields.integer("epoch") if "epoch" in fields else None
         fields.end()
-        self._residency.progress(name, position, now_s, epoch)
+        self._planner.progress(name, position, now_s, epoch)
         return {}
 
     def _value(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)
-        entries = entries_of(fields)
+        entries = parse_entries(fields)
         importance = fields.number("importance")
         fields.end()
-        self._residency.value(entries, importance)
+        self._planner.value(entries, importance)
         return {}
 
     def _resident(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)
-        entries = entries_of(fields)
+        entries = parse_entries(fields)
         fields.end()
-        mask = self._residency.resident(entries)
+        mask = self._planner.resident(entries)
         return {"count": len(mask), "bitmap": np.packbits(mask, bitorder="little").tobytes()}
 
     def _stats(self, fields: Fields, now_s: float) -> Message:
         fields.end()
-        return {"residency": self.state()}
+        return {"residency": self.stats()}
 
-    def state(self) -> dict[str, Value]:
+    def stats(self) -> dict[str, Value]:
         """What residency says of itself, as it travels."""
-        return {**self._residency.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
+        return {**self._planner.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
 
-    def _addressed(self, fields: Fields) -> str:
+    def _stream_field(self, fields: Fields) -> str:
         self._check_version(fields)
         return fields.text("stream")
 
     def _check_version(self, fields: Fields) -> None:
         """Indices mean something in one version alone. Raises ConflictError for another."""
-        identity, version = fields.text("identity"), fields.whole("version")
+        identity, version = fields.text("identity"), fields.integer("version")
         own = self._snapshot
-        if self._held:
+        if self._is_frozen:
             raise ConflictError(
                 f"the mount goes over to another version of {own.dataset}",
                 advice="ask again in a moment, for that one",
@@ -209,18 +210,18 @@ class PlanMessages:
         if known is None or place is None or not self._goes_on(known, place, name):
             self._make_room(stream)
             plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
-            self._residency.announce(plan, now_s)
+            self._planner.announce(plan, now_s)
         elif name.epoch > known.name.epoch:
-            self._residency.extend(stream, [self._epoch(name, exact=True)])
+            self._planner.extend(stream, [self._epoch(name, exact=True)])
         else:
             self._lists.move_to_end(stream)
-            known.foreseen = known.foreseen and name.epoch != known.name.epoch
+            known.is_predicted = known.is_predicted and name.epoch != known.name.epoch
             return {}
-        self._lists[stream] = _Followed(name, foreseen=False)
+        self._lists[stream] = _ListStream(name, is_predicted=False)
         self._lists.move_to_end(stream)
         return {}
 
-    def _goes_on(self, known: _Followed, place: StreamStats, name: ListName) -> bool:
+    def _goes_on(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
         """Whether a list is of an epoch that the stream's reader is in, or will be."""
         if _order_of(known.name) != _order_of(name):
             return False
@@ -238,15 +239,15 @@ class PlanMessages:
             return {"epoch": known.name.epoch + 1}
         return {"epoch": place["epoch"]}
 
-    def foresee(self, now_s: float) -> None:
+    def predict_next_epochs(self, now_s: float) -> None:
         """Announces the next epoch of lists whose readers come near the end of the last one known.
 
         Cheap: for the helper's loop.
         """
-        if not self._lists or now_s - self._looked_s < FORESEE_S:
+        if not self._lists or now_s - self._looked_s < PREDICT_INTERVAL_S:
             return
         self._looked_s = now_s
-        places = {each["name"]: each for each in self._residency.stats()["streams"]}
+        places = {each["name"]: each for each in self._planner.stats()["streams"]}
         for stream, known in tuple(self._lists.items()):
             place = places.get(stream)
             if place is None:
@@ -255,20 +256,20 @@ class PlanMessages:
             elif place["epoch"] < 0:
                 known.finished_s = min(known.finished_s, now_s)
                 if now_s - known.finished_s >= FINISHED_S:
-                    self._residency.withdraw(stream)
+                    self._planner.withdraw(stream)
             elif (
-                not known.foreseen
-                and place["length"] >= FORESEE_ENTRIES_MIN
+                not known.is_predicted
+                and place["length"] >= PREDICT_ENTRIES_MIN
                 and not place["tentative"]
                 and place["epoch"] == known.name.epoch
-                and FORESEE_FROM * place["position"] >= place["length"]
+                and PREDICT_FROM_DIVISOR * place["position"] >= place["length"]
             ):
                 following = _next(known.name)
                 try:
-                    self._residency.extend(stream, [self._epoch(following, exact=False)])
-                    self._lists[stream] = _Followed(following, foreseen=True)
+                    self._planner.extend(stream, [self._epoch(following, exact=False)])
+                    self._lists[stream] = _ListStream(following, is_predicted=True)
                 except UsageError:  # the plan is full: the epoch begins without it
-                    known.foreseen = True
+                    known.is_predicted = True
 
     def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
         order = chunk_shuffle(
@@ -279,13 +280,13 @@ class PlanMessages:
 
     def _make_room(self, stream: str) -> None:
         self._lists.pop(stream, None)
-        while len(self._lists) >= LISTS_FOLLOWED_MAX:
+        while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)
             if self._place(oldest) is not None:
-                self._residency.withdraw(oldest)
+                self._planner.withdraw(oldest)
 
     def _place(self, stream: str) -> StreamStats | None:
-        streams = self._residency.stats()["streams"]
+        streams = self._planner.stats()["streams"]
         return next((each for each in streams if each["name"] == stream), None)
 
 

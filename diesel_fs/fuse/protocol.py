@@ -101,7 +101,7 @@ class Malformed(Exception):
     """A message whose bytes are not what its header says."""
 
 
-class Request(NamedTuple):
+class RequestHeader(NamedTuple):
     """A request's header; its body is what follows."""
 
     length: int
@@ -122,17 +122,17 @@ class Offer(NamedTuple):
     flags: Flag
 
 
-def parse_header(message: memoryview) -> Request:
+def parse_header(message: memoryview) -> RequestHeader:
     """The header of a message. Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are no request")
     length, op, unique, node, uid, gid, pid, _, _ = IN_HEADER.unpack_from(message)
     if length != len(message):
         raise Malformed(f"a request of {len(message)} bytes says {length}")
-    return Request(length, op, unique, node, uid, gid, pid)
+    return RequestHeader(length, op, unique, node, uid, gid, pid)
 
 
-class Read(NamedTuple):
+class ReadRequest(NamedTuple):
     """A READ, header and body."""
 
     unique: int
@@ -141,7 +141,7 @@ class Read(NamedTuple):
     size: int
 
 
-def parse_if_read(message: memoryview) -> Read | None:
+def parse_if_read(message: memoryview) -> ReadRequest | None:
     """A READ in one step, None for another request: it is what the kernel asks most.
 
     Raises Malformed.
@@ -153,7 +153,7 @@ def parse_if_read(message: memoryview) -> Read | None:
         return None
     if length != _READ_REQUEST_BYTES:
         raise Malformed(f"a READ of {_READ_REQUEST_BYTES} bytes says {length}")
-    return Read(unique, node, offset, size)
+    return ReadRequest(unique, node, offset, size)
 
 
 def _body(layout: struct.Struct, message: memoryview, what: str) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ def parse_read(message: memoryview) -> tuple[int, int]:
     return offset, size
 
 
-def parse_forgets(request: Request, message: memoryview) -> list[tuple[int, int]]:
+def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
     """The nodes of a FORGET or BATCH_FORGET, and how many references go. Raises Malformed."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
@@ -208,7 +208,7 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
     )  # fmt: skip
 
 
-class Shown(NamedTuple):
+class CommonAttributes(NamedTuple):
     """What all attributes of a mount have in common."""
 
     uid: int
@@ -219,7 +219,9 @@ class Shown(NamedTuple):
 _Attributes = tuple[int, ...]
 
 
-def _attributes(node: int, mode: int, size: int, mtime_ns: int, shown: Shown) -> _Attributes:
+def _attributes(
+    node: int, mode: int, size: int, mtime_ns: int, shown: CommonAttributes
+) -> _Attributes:
     seconds, nanoseconds = divmod(mtime_ns, 1_000_000_000)
     times = (seconds,) * 3 + (nanoseconds,) * 3
     rest = (mode, 1, shown.uid, shown.gid, 0, shown.block_bytes, 0)
@@ -227,7 +229,13 @@ def _attributes(node: int, mode: int, size: int, mtime_ns: int, shown: Shown) ->
 
 
 def entry_answer(
-    node: int, mode: int, size: int, mtime_ns: int, name_valid_s: int, valid_s: int, shown: Shown
+    node: int,
+    mode: int,
+    size: int,
+    mtime_ns: int,
+    name_valid_s: int,
+    valid_s: int,
+    shown: CommonAttributes,
 ) -> bytes:
     """What a LOOKUP finds; node 0 says for so many seconds that there is none."""
     attributes = _attributes(node, mode, size, mtime_ns, shown) if node else (0,) * 16
@@ -235,7 +243,7 @@ def entry_answer(
 
 
 def attributes_answer(
-    node: int, mode: int, size: int, mtime_ns: int, valid_s: int, shown: Shown
+    node: int, mode: int, size: int, mtime_ns: int, valid_s: int, shown: CommonAttributes
 ) -> bytes:
     """What a GETATTR is told."""
     return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, shown))
@@ -251,7 +259,7 @@ def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: i
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
-def refusal(unique: int, number: int) -> bytes:
+def error_reply(unique: int, number: int) -> bytes:
     """An answer that is an errno; 0 for an answer without content."""
     return OUT_HEADER.pack(OUT_HEADER.size, -number, unique)
 
@@ -261,7 +269,7 @@ def answer_header(unique: int, size: int) -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + size, 0, unique)
 
 
-def node_is_old(node: int) -> bytes:
+def invalidate_node(node: int) -> bytes:
     """A notification: the kernel is to ask again for what it keeps of a node, attributes included.
 
     Of a folder, for its listing; names in it stay.
@@ -269,7 +277,7 @@ def node_is_old(node: int) -> bytes:
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, 0, 0)
 
 
-def name_is_old(folder: int, name: bytes) -> bytes:
+def invalidate_name(folder: int, name: bytes) -> bytes:
     """A notification: the kernel is to ask again where a name leads, also if it led nowhere."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (

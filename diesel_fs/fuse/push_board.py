@@ -35,7 +35,7 @@ STILL_STEPS = 2
 HOLD_STEPS = 5
 """A READ is held no longer than so many steps: some thousand small files are pushed meanwhile."""
 
-FEW_S = 0.01
+MISS_INTERVAL_S = 0.01
 """Where few misses are wanted, so long lies between two that the helper is told of."""
 
 _SOON, _NOW = 1, 2
@@ -47,14 +47,14 @@ _Entries = npt.NDArray[np.uint32]
 _NONE: _Entries = np.empty(0, np.uint32)
 
 
-def board_file(entry_count: int) -> int:
+def push_status_file(entry_count: int) -> int:
     """A descriptor of the memory for a board of so many entries. Raises OSError."""
     descriptor = os.memfd_create("diesel-board", os.MFD_CLOEXEC)
     os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
     return descriptor
 
 
-class PushBoard:
+class PushStatusMap:
     """One mount's board, in one of its two processes."""
 
     def __init__(self, descriptor: int) -> None:
@@ -65,54 +65,54 @@ class PushBoard:
         self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
         self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
         self._few = memoryview(shared)[_FEW_AT : _FEW_AT + 1]
-        self._told_s = -math.inf
+        self._miss_sent_s = -math.inf
         self._marked = _NONE
 
     @classmethod
     def make(cls, entry_count: int) -> tuple[Self, int]:
         """A new one, and the descriptor for the other process. Raises OSError."""
-        descriptor = board_file(entry_count)
+        descriptor = push_status_file(entry_count)
         return cls(descriptor), descriptor
 
     # the helper
 
-    def announce(self, entries: _Entries) -> None:
+    def mark_soon(self, entries: _Entries) -> None:
         """These, and no others, are pushed next."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
         self._marked = entries
 
-    def rest(self) -> None:
+    def clear_soon(self) -> None:
         """Nothing is pushed now: no READ need wait."""
         if len(self._marked):
-            self.announce(_NONE)
+            self.mark_soon(_NONE)
 
-    def want(self, *, each_miss: bool) -> None:
+    def set_wants_all_misses(self, *, each_miss: bool) -> None:
         """Of how many misses to be told from now on."""
         self._few[0] = not each_miss
 
-    def went_on(self) -> None:
+    def count_progress(self) -> None:
         """Some more have been pushed."""
         self._count += np.uint64(1)
 
-    def store_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """These are stored now, but those of them that have a READ that is held: which have."""
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
     # the server
 
-    def is_told(self) -> bool:
+    def takes_miss(self) -> bool:
         """Whether the helper is told of this miss."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()
-        if now_s - self._told_s < FEW_S:
+        if now_s - self._miss_sent_s < MISS_INTERVAL_S:
             return False
-        self._told_s = now_s
+        self._miss_sent_s = now_s
         return True
 
-    def is_held(self, entry: int) -> bool:
+    def try_hold(self, entry: int) -> bool:
         """Whether a READ of an entry is to wait in `hold`; if so, it counts as held from now on.
 
         Never one of what is no entry.
@@ -125,7 +125,7 @@ class PushBoard:
             return False
         return True
 
-    def answered(self, entry: int) -> None:
+    def end_hold(self, entry: int) -> None:
         """A READ that was held has been answered, or is no longer wanted."""
         self._being_read[entry] = 0
 
@@ -145,7 +145,7 @@ class PushBoard:
             before = now
 
 
-class NumberedBoard(PushBoard):
+class NodePushStatusMap(PushStatusMap):
     """The server's end where entries are known by their nodes alone: `entry` is a node - 1."""
 
     def __init__(self, descriptor: int, entry_of: Callable[[int], int]) -> None:
@@ -153,14 +153,14 @@ class NumberedBoard(PushBoard):
         super().__init__(descriptor)
         self._entry_of = entry_of
 
-    def is_held(self, entry: int) -> bool:
-        """See `PushBoard`."""
-        return super().is_held(self._entry_of(entry + 1))
+    def try_hold(self, entry: int) -> bool:
+        """See `PushStatusMap`."""
+        return super().try_hold(self._entry_of(entry + 1))
 
-    def answered(self, entry: int) -> None:
-        """See `PushBoard`."""
-        super().answered(self._entry_of(entry + 1))
+    def end_hold(self, entry: int) -> None:
+        """See `PushStatusMap`."""
+        super().end_hold(self._entry_of(entry + 1))
 
     def is_soon(self, entry: int) -> bool:
-        """See `PushBoard`."""
+        """See `PushStatusMap`."""
         return super().is_soon(self._entry_of(entry + 1))

@@ -1,8 +1,8 @@
 """What pyfuse3 sees in the place of trio: the same tasks, but not a turn of trio's for a request.
 
 pyfuse3 takes what it needs of trio from its attribute `trio`, so that its own asyncio mode can put
-another module there; `installed` puts a `Loop` there. Of what pyfuse3 does for each request, its
-lock and its wait for the kernel cost more than most answers. So here a task that comes back for
+another module there; `installed` puts a `TrioStandIn` there. Of what pyfuse3 does for each request,
+its lock and its wait for the kernel cost more than most answers. So here a task that comes back for
 the lock gets it without waiting for its turn, and the wait is that of `request_wait.py`.
 
 Concurrency: all in trio's thread.
@@ -40,7 +40,7 @@ class _Lock:
         self._waiting.unpark()
 
 
-class Loop:
+class TrioStandIn:
     """Trio for pyfuse3. `idle` says whether nothing but the next request is waited for."""
 
     Lock = _Lock
@@ -56,7 +56,7 @@ class Loop:
 
 
 @contextmanager
-def installed(loop: Loop) -> Iterator[None]:
+def installed(loop: TrioStandIn) -> Iterator[None]:
     """While pyfuse3's main loop runs. Its lock lives on in it, so there is one run per process."""
     pyfuse3.trio = loop  # type: ignore[attr-defined]  # its stub leaves that out
     try:

@@ -21,13 +21,13 @@ from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import pyfuse3
 
-from ..daemons import bared_environment
+from ..daemons import minimal_environment_set
 from ..entries import NAME_BYTES_MAX
 from ..errors import DieselError
-from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, Listing, Refused
+from ..nodes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
 from ..vfs import BLOCK_BYTES, Vfs
 from . import kernel
-from .pyfuse3_loop import Loop, installed
+from .pyfuse3_loop import TrioStandIn, installed
 from .session import MountOptions
 
 TASKS_MAX = 10_000
@@ -55,7 +55,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
             try:
                 return handler(self, node, *args, **kw)
             except BaseException as fault:
-                raise self.refusal(fault, request, node) from None
+                raise self.fuse_error(fault, request, node) from None
 
         return answer
 
@@ -75,13 +75,13 @@ class _Operations(pyfuse3.Operations):
         self._listed = self._blank()
         self._opened = pyfuse3.FileInfo(keep_cache=True)
         self.started: Callable[[], object] = int
-        self.observe_open: Callable[[int], object] = int
+        self.on_open: Callable[[int], object] = int
 
     def init(self) -> None:
         """Called while the kernel's first request is answered."""
         self.started()
 
-    def refusal(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
+    def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
         """What to raise for whatever a handler raised.
 
         pyfuse3 lets only FUSEError through: any other exception would end the mount.
@@ -95,7 +95,7 @@ class _Operations(pyfuse3.Operations):
         entry.attr_timeout = FOREVER_S
         return entry
 
-    def _told(self, found: Attributes) -> pyfuse3.EntryAttributes:
+    def _entry_attributes(self, found: Attributes) -> pyfuse3.EntryAttributes:
         entry = self._entry
         entry.st_ino, entry.st_mode, entry.st_size = found.node, found.mode, found.size
         entry.st_blocks = -(-found.size // 512)
@@ -109,15 +109,15 @@ class _Operations(pyfuse3.Operations):
         if node < HIDDEN_ROOT:
             return await self._lookup(node, name)
         found = await self._waited("lookup", node, self.vfs.lookup_hidden, name)
-        self.vfs.remember(found.node)
-        return self._told(found)
+        self.vfs.count_lookup(found.node)
+        return self._entry_attributes(found)
 
     @_answered("lookup")
     def _lookup(self, node: int, name: bytes) -> pyfuse3.EntryAttributes:
         found = self.vfs.lookup(node, name)
-        if found.node >= self.vfs.counted_from:
-            self.vfs.remember(found.node)
-        return self._told(found)
+        if found.node >= self.vfs.first_counted_node:
+            self.vfs.count_lookup(found.node)
+        return self._entry_attributes(found)
 
     async def _waited(
         self,
@@ -134,16 +134,16 @@ class _Operations(pyfuse3.Operations):
         except GeneratorExit:
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
-            raise self.refusal(fault, request, node) from None
+            raise self.fuse_error(fault, request, node) from None
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node, count in inode_list:
-            if node >= self.vfs.counted_from:
+            if node >= self.vfs.first_counted_node:
                 self.vfs.forget(node, count)
 
     @_answered("getattr")
     def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        return self._told(self.vfs.attributes(node))
+        return self._entry_attributes(self.vfs.attributes(node))
 
     @_answered("readlink")
     def readlink(self, node: int, ctx: pyfuse3.RequestContext) -> bytes:
@@ -152,7 +152,7 @@ class _Operations(pyfuse3.Operations):
     @_answered("open")
     def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         if node < HIDDEN_ROOT:
-            self.observe_open(node - 1)
+            self.on_open(node - 1)
         self._opened.fh = node
         return self._opened
 
@@ -160,14 +160,14 @@ class _Operations(pyfuse3.Operations):
         vfs = self.vfs
         vfs.requests["read"] += 1
         try:
-            found = vfs.read_now(node, off, size)
+            found = vfs.read_nowait(node, off, size)
             if found is None:
                 with _nudged(vfs):
                     found = await vfs.read(node, off, size)
         except GeneratorExit:
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
-            raise self.refusal(fault, "read", node) from None
+            raise self.fuse_error(fault, "read", node) from None
         # pyfuse3 takes anything with a buffer and hands it to writev(2) as it is.
         return found  # type: ignore[return-value]
 
@@ -190,7 +190,7 @@ class _Operations(pyfuse3.Operations):
     def _readdir(
         self, node: int, start_id: int, token: pyfuse3.ReaddirToken, hidden: Listing | None
     ) -> None:
-        base, start_id = self.vfs.listing_from(node, start_id)
+        base, start_id = self.vfs.resume_listing(node, start_id)
         if start_id == 0 and not self._dot(token, b".", node, base + 1):
             return
         if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), base + 2):
@@ -209,7 +209,9 @@ class _Operations(pyfuse3.Operations):
         pass
 
     def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
-        return pyfuse3.readdir_reply(token, name, self._told(self.vfs.attributes(node)), after)
+        return pyfuse3.readdir_reply(
+            token, name, self._entry_attributes(self.vfs.attributes(node)), after
+        )
 
     def _children(
         self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
@@ -221,7 +223,7 @@ class _Operations(pyfuse3.Operations):
         if skip >= len(found.names):
             return position
         entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
-        counted_from, behind = self.vfs.counted_from, base + 3
+        counted_from, behind = self.vfs.first_counted_node, base + 3
         entry.entry_timeout = found.name_valid_s
         columns = (found.names, found.nodes, found.modes, found.sizes, found.mtimes_ns)
         rest = zip(*(column[skip:] for column in columns), strict=True)
@@ -235,7 +237,7 @@ class _Operations(pyfuse3.Operations):
             if not reply(token, name, entry, position + behind):
                 return -1
             if node >= counted_from:
-                self.vfs.remember(node)
+                self.vfs.count_lookup(node)
             position += 1
         return position
 
@@ -244,23 +246,23 @@ class _Operations(pyfuse3.Operations):
 
     @_answered("statfs")
     def _statfs(self, node: int) -> pyfuse3.StatvfsData:
-        space, told = self.vfs.space(), pyfuse3.StatvfsData()
-        told.f_bsize = told.f_frsize = BLOCK_BYTES
-        told.f_blocks, told.f_files = space.blocks, space.entries
-        told.f_namemax = NAME_BYTES_MAX
-        return told
+        space, reply = self.vfs.space(), pyfuse3.StatvfsData()
+        reply.f_bsize = reply.f_frsize = BLOCK_BYTES
+        reply.f_blocks, reply.f_files = space.blocks, space.entries
+        reply.f_namemax = NAME_BYTES_MAX
+        return reply
 
     @_answered("flush")
     def flush(self, node: int) -> None:
-        raise Refused(errno.ENOSYS)
+        raise FuseErrno(errno.ENOSYS)
 
     @_answered("getxattr")
     def getxattr(self, node: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        raise Refused(errno.ENOSYS)
+        raise FuseErrno(errno.ENOSYS)
 
     @_answered("listxattr")
     def listxattr(self, node: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        raise Refused(errno.ENOSYS)
+        raise FuseErrno(errno.ENOSYS)
 
 
 @contextmanager
@@ -280,7 +282,7 @@ class Pyfuse3Session:
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
-        self.runs_with = f"pyfuse3 {pyfuse3.__version__}"
+        self.negotiated = f"pyfuse3 {pyfuse3.__version__}"
         self._operations = _Operations(vfs)
         self._mountpoint = mountpoint
         self._options = options
@@ -288,7 +290,7 @@ class Pyfuse3Session:
     def mount(self) -> None:
         """Puts the file system in the tree. What libfuse says of a failure is on stderr."""
         try:
-            with bared_environment():  # libfuse starts fusermount3 with what this process has
+            with minimal_environment_set():  # libfuse starts fusermount3 with what this process has
                 pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
         except RuntimeError as error:
             raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
@@ -298,7 +300,7 @@ class Pyfuse3Session:
         self._operations.started = started
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
-            with installed(Loop(lambda: not self._operations.vfs.waiting)):
+            with installed(TrioStandIn(lambda: not self._operations.vfs.waiting)):
                 await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -312,9 +314,9 @@ class Pyfuse3Session:
                     return kernel.clone(int(name))
         raise OSError(errno.EBADF, "no connection")
 
-    def observe_opens(self, opened: Callable[[int], None]) -> None:
+    def set_open_callback(self, opened: Callable[[int], None]) -> None:
         """From now on, tell of each entry that is opened."""
-        self._operations.observe_open = opened
+        self._operations.on_open = opened
 
     def close(self) -> None:
         """Closes the connection; unmounting is the daemon's affair."""

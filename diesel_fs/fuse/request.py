@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..available_memory import limit_bytes
+from ..available_memory import memory_limit_bytes
 from ..credentials import Credentials, parse_key
-from ..daemons import Request
+from ..daemons import DaemonRequest
 from ..errors import UsageError
 from ..settings import READ_DEADLINE_S
 from ..task.request import NO_TASK, TaskOptions
 from ..urls import parse_url
 
-Policy = Literal["on-demand", "oneshot"]
+FillPolicy = Literal["on-demand", "oneshot"]
 
 
 @dataclass(frozen=True, slots=True)
-class MountRequest(Request):
+class MountRequest(DaemonRequest):
     """A dataset, where to mount it, and how. Paths are absolute; 0 and "" mean: the default."""
 
     BYTES_MAX: ClassVar[int] = 65_536
@@ -32,10 +32,10 @@ class MountRequest(Request):
     offline: bool = False
     version: int = 0  # one that is kept; 0: the current one
     follow: bool = False
-    look_s: float = 0.0  # how often a mount that follows looks for another version
+    follow_interval_s: float = 0.0  # how often a mount that follows looks for another version
     session: str = "auto"
     memory_bytes: int = 0
-    policy: Policy = "on-demand"
+    policy: FillPolicy = "on-demand"
     seed: int = 0
     group_size: int = 0
     allow_other: bool = False
@@ -46,10 +46,10 @@ class MountRequest(Request):
     read_deadline_s: float = READ_DEADLINE_S
     user: str = ""  # to a server
     key: str = field(default="", repr=False)
-    joins: TaskOptions = NO_TASK
+    task_options: TaskOptions = NO_TASK
     made_folders: tuple[str, ...] = ()  # for the mount point, the outermost first; they go with it
 
-    def made_by(self, credentials: Credentials | None) -> "MountRequest":
+    def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
         """The same request, of somebody whom a server knows."""
         if credentials is None:
             return self
@@ -62,11 +62,11 @@ class MountRequest(Request):
 
     def check(self) -> None:
         """Raises UsageError for what cannot be had together."""
-        self.joins.check()
-        if self.memory_bytes > limit_bytes():
+        self.task_options.check()
+        if self.memory_bytes > memory_limit_bytes():
             raise UsageError(
-                f"{self.memory_bytes:,} bytes of memory are more than the {limit_bytes():,} bytes"
-                " that programs may use here",
+                f"{self.memory_bytes:,} bytes of memory are more than the"
+                f" {memory_limit_bytes():,} bytes that programs may use here",
                 advice="where none is named, a mount takes half of what is free",
             )
         if self.offline and not self.snapshot_file:
@@ -88,10 +88,10 @@ class MountRequest(Request):
             )
 
     @property
-    def kept_outside(self) -> Sequence[Path]:
+    def forbidden_folders(self) -> Sequence[Path]:
         """Folders that the mount must neither hide nor lie in."""
         kept = [parse_url(self.url).path] if self.url.startswith("file:") else []
-        return kept + [Path(self.joins.cache_dir)] * bool(self.joins.cache_dir)
+        return kept + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
 
     @property
     def owner_ids(self) -> tuple[int, int]:

@@ -28,13 +28,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..plans import Entries, Epoch, Order, Plan, Stream
-from .decisions import Decision, Done, Drop, Idle, Policy, Push, ResidencyStats, Sample
-from .held import NONE, Held, Mask
-from .members import Members
-from .streams import STRIDE, Follow
+from ..plans import Entries, EntryOrder, Epoch, Plan, Stream
+from .decisions import (
+    Decision,
+    Drop,
+    FillPolicy,
+    Idle,
+    PrefetchCounters,
+    PrefetchStats,
+    Push,
+    Sample,
+)
+from .held import NO_ENTRIES, Mask, ResidentSet
+from .members import ChunkEntries
+from .streams import MARKER_STRIDE, StreamTracker
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
-from .unplanned import Unplanned
+from .unplanned import MissFill
 from .watches import Watches
 
 STILL_S = 60.0
@@ -42,12 +51,12 @@ STILL_S = 60.0
 longer than that in many runs, and comes back with one miss."""
 TENTATIVE_S = 600.0
 """So long after its list was read, a stream that nobody has begun to follow is withdrawn."""
-STILL_ROOM = 4
+STILL_DIVISOR = 4
 """A still stream gets room only where more than this part of the budget (1/4) stays free."""
 
 LATE_READ_S = 1.0
 """A READ that set out before its entry was pushed may be reported so long after."""
-KNOWN_PART = 8
+KNOWN_DIVISOR = 8
 """Kernel memory for entries takes at most one part in this many of the budget. Names must be known
 before contents can be pushed: of small files they take a quarter of what the contents do, whatever
 the budget is, and the kernel frees both alike."""
@@ -69,7 +78,7 @@ PASSES_MAX = 64
 """Units with nothing to push that one decision passes over: it stays below some milliseconds."""
 
 
-class Residency:
+class PrefetchPlanner:
     """The decisions of one mount (see the module)."""
 
     def __init__(
@@ -79,7 +88,7 @@ class Residency:
         chunk_count: int,
         *,
         budget_bytes: int,
-        policy: Policy = "on-demand",
+        policy: FillPolicy = "on-demand",
         offset: npt.NDArray[np.int64] | None = None,
         is_file: Mask | None = None,
     ) -> None:
@@ -94,13 +103,13 @@ class Residency:
         self._plan = Plan(chunk >= 0 if is_file is None else is_file)
         self._budget_bytes = budget_bytes
         self._known = 0
-        self._members = Members(self._columns, offset)
-        self._held = Held(self._cost)
+        self._chunk_entries = ChunkEntries(self._columns, offset)
+        self._resident_set = ResidentSet(self._cost)
         self._lost: deque[Entries] = deque()
-        self._unplanned = Unplanned(
-            self._members, self._held, chunk_count, everything=policy == "oneshot"
+        self._miss_fill = MissFill(
+            self._chunk_entries, self._resident_set, chunk_count, everything=policy == "oneshot"
         )
-        self._follows: dict[str, Follow] = {}
+        self._trackers: dict[str, StreamTracker] = {}
         self._watches = Watches()
         self._share_bytes = 0
         self._outstanding: Push | Drop | Sample | None = None
@@ -108,49 +117,49 @@ class Residency:
         self._pause_s = 0.0  # after the last push failed
         self._paused_until_s = -math.inf
         self._now_s = 0.0
-        self._done = Done()
+        self._done = PrefetchCounters()
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """What is believed resident, in whole pages."""
-        return self._held.bytes
+        return self._resident_set.bytes
 
     @property
     def wants_misses(self) -> bool:
         """Whether each miss counts. Where nothing is planned and nothing more has room, a few of
         them show if pages are lost.
         """
-        return bool(self._follows) or self._unplanned.has_room(self._room())
+        return bool(self._trackers) or self._miss_fill.has_room(self._room())
 
-    def take_over(self, old: "Residency", was: npt.NDArray[np.int32]) -> None:
+    def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
         """Go on where another version ended, whose entries these `was` (-1: none). Plans end."""
-        self._held.take_over(old._held, was)
+        self._resident_set.inherit(old._resident_set, was)
         self._done, self._start_s, self._now_s = old._done, old._start_s, old._now_s
 
     def running(self, now_s: float) -> list[str]:
         """The streams whose readers are in the midst of what is announced."""
-        return [name for name, follow in self._follows.items() if follow.runs(now_s)]
+        return [name for name, follow in self._trackers.items() if follow.is_running(now_s)]
 
     # Facts: the plan
 
     def announce(self, stream: Stream, now_s: float) -> None:
         """A stream, new or again. Raises UsageError, as the next three do: nothing has changed."""
         self._tick(now_s)
-        if (over := self._plan.in_the_way(stream.name)) is not None:
+        if (over := self._plan.ended_to_withdraw(stream.name)) is not None:
             self.withdraw(over)
         self._plan.announce(stream)
         self._end(stream.name)
-        self._follows[stream.name] = Follow(self._columns, stream, now_s)
+        self._trackers[stream.name] = StreamTracker(self._columns, stream, now_s)
         self._share_bytes = 0  # to be shared out anew
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
         """More epochs of a stream, or more of its last one."""
-        self._follow(name).extended(self._plan.extend(name, epochs))
+        self._tracker(name).extended(self._plan.extend(name, epochs))
         self._share_bytes = 0
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
         """An epoch is another, whole or from a position on."""
-        follow = self._follow(name)
+        follow = self._tracker(name)
         stream = self._plan.replace(name, epoch, position)
         self._release(follow, follow.replaced(stream, epoch.number, position), behind=False)
         self._share_bytes = 0
@@ -164,27 +173,27 @@ class Residency:
         another is named. This counts, whatever its markers say. Raises UsageError.
         """
         self._tick(now_s)
-        follow = self._follow(name)
+        follow = self._tracker(name)
         if epoch is None:
-            part = next((each for each in follow.parts if follow.high < each.end), None)
+            part = next((each for each in follow.epoch_states if follow.high < each.end), None)
         else:
-            part = next((each for each in follow.parts if each.epoch.number == epoch), None)
+            part = next((each for each in follow.epoch_states if each.epoch.number == epoch), None)
         if part is None or not 0 <= position <= len(part.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
-        if follow.is_left(part.base + position):
+        if follow.has_gaps(part.base + position):
             self._take_back(follow, 0)  # what lies there was let go: all from there again
         follow.progress(part.base + position, now_s)
 
-    def value(self, entries: "int | Order", importance: float) -> None:
+    def value(self, entries: "int | EntryOrder", importance: float) -> None:
         """What an unclaimed entry is worth against others; 0 until said. Raises UsageError."""
         if not math.isfinite(importance):
             raise UsageError(f"bad importance {importance}")
         checked = self._checked([entries] if isinstance(entries, int) else entries)
-        self._held.set_value(checked, importance)
+        self._resident_set.set_value(checked, importance)
 
     # Facts: the kernel
 
-    def known(self, count: int) -> None:
+    def set_known_entries(self, count: int) -> None:
         """The kernel knows so many entries now: those of the folders that were walked."""
         self._known = count
         self._share_bytes = 0
@@ -201,13 +210,13 @@ class Residency:
         if not users:
             return
         # Others may read the same file elsewhere in their orders: it was who is nearest to it.
-        nearest = min(follow.find(entry)[1] for follow in self._follows.values())
+        nearest = min(follow.nearest_position(entry)[1] for follow in self._trackers.values())
         for name in {name for name, _ in users}:
-            follow = self._follows[name]
+            follow = self._trackers[name]
             high, places = follow.high, [at for user, at in users if user == name]
             position = min(places, key=lambda at: abs(at - high))
-            if abs(position - high) <= nearest + STRIDE:
-                follow.opened(position, now_s)
+            if abs(position - high) <= nearest + MARKER_STRIDE:
+                follow.note_open(position, now_s)
 
     def missed(self, entry: int, now_s: float) -> None:
         """A READ of an entry's content reached the server."""
@@ -215,21 +224,27 @@ class Residency:
         if not 0 <= entry < len(self._cost) or not self._cost[entry]:
             return
         follow, position = self._attributed(entry, now_s)
-        if self._held.resident[entry]:
-            if now_s - self._start_s - float(self._held.since_s[entry]) >= LATE_READ_S:
-                self._lose(entry, follow, position)
+        if self._resident_set.resident[entry]:
+            if now_s - self._start_s - float(self._resident_set.pushed_s[entry]) >= LATE_READ_S:
+                self._pages_lost(entry, follow, position)
             return
-        self._held.read(entry, now_s - self._start_s)
+        self._resident_set.note_read(entry, now_s - self._start_s)
         need = int(self._cost[entry])
-        if follow is None and need <= self._whole():
-            self._unplanned.missed(int(self._chunk[entry]), need, self._room(), self._now_s)
+        if follow is None and need <= self._contents_budget():
+            self._miss_fill.missed(int(self._chunk[entry]), need, self._room(), self._now_s)
 
-    def forgotten(self, entries: Order) -> None:
+    def forgotten(self, entries: EntryOrder) -> None:
         """The kernel has forgotten these; their pages went along."""
-        self._held.remove(np.unique(self._checked(entries)))
+        self._resident_set.remove(np.unique(self._checked(entries)))
 
     def pushed(
-        self, push: Push, done: Order, absent: Order, now_s: float, *, failed: bool = False
+        self,
+        push: Push,
+        done: EntryOrder,
+        absent: EntryOrder,
+        now_s: float,
+        *,
+        failed: bool = False,
     ) -> None:
         """What came of a push. `absent`: the kernel does not know them. These and what is left out
         are not tried again before they are missed; where the store has `failed`, what is left out
@@ -239,9 +254,9 @@ class Residency:
         assert push is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         resident, unknown = self._checked(done), self._checked(absent)
-        self._held.since_s[resident] = now_s - self._start_s
-        self._held.add(resident if done is push.entries else np.unique(resident))
-        self._done.push(len(resident), int(self._cost[resident].sum()), len(unknown))
+        self._resident_set.pushed_s[resident] = now_s - self._start_s
+        self._resident_set.add(resident if done is push.entries else np.unique(resident))
+        self._done.count_push(len(resident), int(self._cost[resident].sum()), len(unknown))
         self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
         self._paused_until_s = now_s + self._pause_s
         if failed:
@@ -252,17 +267,17 @@ class Residency:
         """A drop was carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
-        self._held.gone(drop.entries)
-        self._done.drop(len(drop.entries))
+        self._resident_set.victims_dropped(drop.entries)
+        self._done.count_drop(len(drop.entries))
 
-    def sampled(self, entries: Order, resident_mask: Mask) -> None:
+    def sampled(self, entries: EntryOrder, resident_mask: Mask) -> None:
         """What a sample showed, or what anybody has seen of these entries."""
         if isinstance(self._outstanding, Sample):
             self._outstanding = None
         gone = self._checked(entries)[~np.asarray(resident_mask, np.bool_)]
-        for entry in gone[self._held.resident[gone]].tolist():
-            if self._held.resident[entry]:  # an earlier one may have taken it along
-                self._lose(entry, *self._place_of(entry))
+        for entry in gone[self._resident_set.resident[gone]].tolist():
+            if self._resident_set.resident[entry]:  # an earlier one may have taken it along
+                self._pages_lost(entry, *self._place_of(entry))
 
     # Decisions
 
@@ -270,7 +285,7 @@ class Residency:
         """What to do now. Every decision but Idle is reported back before the next is asked for."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._tick(now_s)
-        self._move_on(now_s)
+        self._release_passed(now_s)
         decision = (
             self._shrink()
             or self._unwatch_many(UNWATCH_MIN)
@@ -287,24 +302,24 @@ class Residency:
     def upcoming(self, count: int) -> list[Entries]:
         """What the next pushes will probably be, the soonest first: to be fetched ahead."""
         found = []
-        for follow in sorted(self._follows.values(), key=self._ahead_s):
+        for follow in sorted(self._trackers.values(), key=self._ahead_s):
             found += follow.units_ahead(count)
-        return [*found, *self._unplanned.upcoming(count)][:count]
+        return [*found, *self._miss_fill.upcoming(count)][:count]
 
     def planned(self, count: int) -> list[Entries]:
         """What each stream's next pushes will be, so many of each."""
-        return [unit for each in self._follows.values() for unit in each.units_ahead(count)]
+        return [unit for each in self._trackers.values() for unit in each.units_ahead(count)]
 
-    def resident(self, entries: Order) -> Mask:
+    def resident(self, entries: EntryOrder) -> Mask:
         """Which of these a read would find without us, as far as is known. Raises UsageError."""
         checked = self._checked(entries)
-        found: Mask = self._held.resident[checked] | (self._cost[checked] == 0)
+        found: Mask = self._resident_set.resident[checked] | (self._cost[checked] == 0)
         return found
 
-    def stats(self) -> ResidencyStats:
+    def stats(self) -> PrefetchStats:
         """What has been done, and where every stream is."""
-        follows = self._follows.values()
-        return ResidencyStats(
+        follows = self._trackers.values()
+        return PrefetchStats(
             pushes=self._done.pushes,
             pushed_entries=self._done.pushed_entries,
             pushed_bytes=self._done.pushed_bytes,
@@ -312,13 +327,13 @@ class Residency:
             drops=self._done.drops,
             dropped_entries=self._done.dropped_entries,
             lost_entries=self._done.lost_entries,
-            resident_entries=int(np.count_nonzero(self._held.resident)),
-            resident_bytes=self._held.bytes,
+            resident_entries=int(np.count_nonzero(self._resident_set.resident)),
+            resident_bytes=self._resident_set.bytes,
             known_bytes=self._known * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
-            has_room=self._unplanned.has_room(self._room()),
-            oneshot_chunks=self._unplanned.in_turn_count,
-            oneshot_done_chunks=self._unplanned.done_count,
+            has_room=self._miss_fill.has_room(self._room()),
+            oneshot_chunks=self._miss_fill.in_turn_count,
+            oneshot_done_chunks=self._miss_fill.done_count,
             streams=[follow.stats() for follow in follows],
         )
 
@@ -330,38 +345,38 @@ class Residency:
         while over > 0:
             if (drop := self._drop(over)) is not None:
                 return drop
-            farthest = sorted(self._follows.values(), key=self._ahead_s, reverse=True)
+            farthest = sorted(self._trackers.values(), key=self._ahead_s, reverse=True)
             if not any(self._retreat(follow) for follow in farthest):
                 return None
         return None
 
     def _unwatch_many(self, least: int) -> Drop | None:
         enough = len(self._watches.unneeded) >= least
-        return Drop(NONE, self._watches.take_unneeded()) if enough else None
+        return Drop(NO_ENTRIES, self._watches.take_unneeded()) if enough else None
 
     def _push_lost(self) -> Push | None:
         while self._lost:
             entries = self._lost.popleft()
-            wanted = self._held.missing(entries)
-            if self._follows:
-                wanted = wanted[self._held.claims[wanted] > 0]
-            wanted = self._members.fetch_order(np.unique(wanted))
+            wanted = self._resident_set.missing(entries)
+            if self._trackers:
+                wanted = wanted[self._resident_set.claims[wanted] > 0]
+            wanted = self._chunk_entries.fetch_order(np.unique(wanted))
             wanted = wanted[np.cumsum(self._cost[wanted]) <= self._room()]
             if len(wanted):
                 return self._push(wanted, [])
         return None
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        if not self._follows:
+        if not self._trackers:
             return None
         share = self._shared()
-        ahead_max = max(MARKERS_MAX // max(self._active(), 1), 16) * STRIDE
+        ahead_max = max(MARKERS_MAX // max(self._active(), 1), 16) * MARKER_STRIDE
         refused: set[str] = set()
         markers: list[int] = []
-        signs = [each.last_sign_s for each in self._follows.values()]
+        signs = [each.last_sign_s for each in self._trackers.values()]
         for _ in range(PASSES_MAX):
             near, near_s = None, math.inf
-            for name, follow in self._follows.items():
+            for name, follow in self._trackers.items():
                 if name in refused:
                     continue
                 frontier = follow.frontier(share)
@@ -372,50 +387,52 @@ class Residency:
                     near, near_s = follow, ahead_s
             if near is None:
                 break
-            ahead = near.ahead()
-            entries = self._held.missing(ahead.entries)
+            ahead = near.peek_unit()
+            entries = self._resident_set.missing(ahead.entries)
             if not ahead.once:
                 _, first = np.unique(entries, return_index=True)
                 entries = entries[np.sort(first)]
-            entries = entries[self._cost[entries] <= self._whole()]  # else its reads are served
+            entries = entries[
+                self._cost[entries] <= self._contents_budget()
+            ]  # else its reads are served
             need = int(self._cost[entries].sum())
             room = self._room()
-            if need > self._whole():
-                entries, need = NONE, 0  # it will never fit
+            if need > self._contents_budget():
+                entries, need = NO_ENTRIES, 0  # it will never fit
             still = self._is_still(near, signs, now_s)
-            if need > room - still * self._budget_bytes // STILL_ROOM:
+            if need > room - still * self._budget_bytes // STILL_DIVISOR:
                 if near.tentative or still:
                     refused.add(near.stream.name)
                     continue
                 if markers:
                     break
                 return self._make_room(near, near_s, need - room, signs, now_s)
-            near.take(ahead)
-            self._held.claim(ahead.entries)
+            near.claim(ahead)
+            self._resident_set.claim(ahead.entries)
             for position, entry in ahead.markers:
                 if self._watches.add(entry, near.stream.name, position):
                     markers.append(entry)
             if len(entries):
                 return self._push(entries, markers)
         else:
-            return self._push(NONE, markers)  # there may be more
-        return self._push(NONE, markers) if markers else None
+            return self._push(NO_ENTRIES, markers)  # there may be more
+        return self._push(NO_ENTRIES, markers) if markers else None
 
     def _push_unplanned(self) -> Push | None:
         """What was missed, then what a oneshot still lacks; only into room that is free."""
-        entries = self._unplanned.next(self._room())
+        entries = self._miss_fill.next(self._room())
         return None if entries is None else self._push(entries, [])
 
     def _sample(self, now_s: float) -> Sample | None:
         """A few of what will be read next, of the stream whose turn it is."""
-        for follow in self._follows.values():
+        for follow in self._trackers.values():
             if now_s < follow.sampled_s + SAMPLE_S or now_s - follow.last_sign_s >= STILL_S:
                 continue
             follow.sampled_s = now_s
             near = follow.neighbours(follow.high, SAMPLE_AHEAD_ENTRIES)
             near = near[:: max(1, len(near) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
-            near = np.unique(near[self._held.resident[near]])
-            free = [not self._watches.stands(entry) for entry in near.tolist()]
+            near = np.unique(near[self._resident_set.resident[near]])
+            free = [not self._watches.is_watched(entry) for entry in near.tolist()]
             if any(free):
                 return Sample(near[free])
         return None
@@ -423,7 +440,7 @@ class Residency:
     def _until(self, now_s: float) -> float | None:
         """When time alone will have changed something."""
         times = [self._paused_until_s]
-        for follow in self._follows.values():
+        for follow in self._trackers.values():
             if follow.tentative:
                 times.append(follow.last_sign_s + TENTATIVE_S)
             if now_s - follow.last_sign_s < STILL_S:
@@ -434,81 +451,83 @@ class Residency:
 
     def _room(self) -> int:
         """What is left of the budget in bytes; below 0 where it has become too small."""
-        return self._whole() - self._held.bytes
+        return self._contents_budget() - self._resident_set.bytes
 
-    def _whole(self) -> int:
+    def _contents_budget(self) -> int:
         """The budget less the kernel's memory for entries, or most of it: contents need room."""
         known_bytes = self._known * KNOWN_ENTRY_BYTES
-        return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_PART)
+        return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_DIVISOR)
 
-    def _is_still(self, follow: Follow, signs: list[float], now_s: float) -> bool:
+    def _is_still(self, follow: StreamTracker, signs: list[float], now_s: float) -> bool:
         return now_s - follow.last_sign_s >= STILL_S and max(signs) > follow.last_sign_s
 
-    def _ahead_s(self, follow: Follow, frontier: int | None = None) -> float:
+    def _ahead_s(self, follow: StreamTracker, frontier: int | None = None) -> float:
         """How long the reader needs to the frontier; at equal rates until they are measured."""
         distance = (self._frontier(follow) if frontier is None else frontier) - follow.high
         rate = follow.rate
         if not rate:
-            rates = [each.rate for each in self._follows.values() if each.rate]
+            rates = [each.rate for each in self._trackers.values() if each.rate]
             rate = sum(rates) / len(rates) if rates else 1.0
         return distance / rate
 
     def _active(self) -> int:
         """The streams that have something left to be read."""
-        return sum(1 for follow in self._follows.values() if follow.parts)
+        return sum(1 for follow in self._trackers.values() if follow.epoch_states)
 
     def _shared(self) -> int:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
-            self._share_bytes = max(self._whole() // max(self._active(), 1), 1)
-            for follow in self._follows.values():
+            self._share_bytes = max(self._contents_budget() // max(self._active(), 1), 1)
+            for follow in self._trackers.values():
                 follow.give_share(self._share_bytes)
         return self._share_bytes
 
     def _make_room(
-        self, near: Follow, near_s: float, need: int, signs: list[float], now_s: float
+        self, near: StreamTracker, near_s: float, need: int, signs: list[float], now_s: float
     ) -> Drop | None:
         """For a unit of a stream: drop what nobody has claimed, or take from who is far ahead."""
         if (drop := self._drop(need)) is not None:
             return drop
-        others = [each for each in self._follows.values() if each is not near]
+        others = [each for each in self._trackers.values() if each is not near]
         still = [each for each in others if self._is_still(each, signs, now_s)]
         for follow in still:
             if self._take_back(follow, follow.floor) and (drop := self._drop(need)) is not None:
                 return drop
         far = max(others, key=self._ahead_s, default=None)
         # Within two markers nobody knows who is nearer.
-        if far is None or self._ahead_s(far) <= 2 * max(near_s, 0) + 2 * STRIDE / (far.rate or 1):
+        if far is None or self._ahead_s(far) <= 2 * max(near_s, 0) + 2 * MARKER_STRIDE / (
+            far.rate or 1
+        ):
             return None
         return self._drop(need) if self._retreat(far) else None
 
-    def _frontier(self, follow: Follow) -> int:
+    def _frontier(self, follow: StreamTracker) -> int:
         frontier = follow.frontier(self._shared())
         return follow.end if frontier is None else frontier
 
-    def _retreat(self, follow: Follow) -> bool:
+    def _retreat(self, follow: StreamTracker) -> bool:
         """Take back the farther half of what a stream has claimed ahead of its reader."""
         middle = follow.high + max(self._frontier(follow) - follow.high, 0) // 2
         return self._take_back(follow, middle) or self._take_back(follow, follow.floor)
 
-    def _take_back(self, follow: Follow, position: int) -> bool:
+    def _take_back(self, follow: StreamTracker, position: int) -> bool:
         """All that a stream has claimed from a position on, the farthest to go first."""
         released = follow.retreat(position)
         self._release(follow, released[::-1], behind=True)
         return len(released) > 0
 
-    def _release(self, follow: Follow, entries: Entries, *, behind: bool) -> None:
+    def _release(self, follow: StreamTracker, entries: Entries, *, behind: bool) -> None:
         """A stream has given up claims, and perhaps watches."""
-        self._held.unclaim(entries, behind=behind)
-        self._watches.remove(follow.stream.name, follow.unwatched())
+        self._resident_set.unclaim(entries, passed=behind)
+        self._watches.remove(follow.stream.name, follow.take_unwatched())
 
     def _drop(self, need: int) -> Drop | None:
         """Give up what nobody has claimed, at least so many bytes where there are as many."""
-        victims = self._held.victims(need, self._next_use)
+        victims = self._resident_set.victims(need, self._next_use)
         return Drop(victims, self._watches.take_unneeded()) if len(victims) else None
 
     def _next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
-        uses = [follow.next_use(entries) for follow in self._follows.values()]
+        uses = [follow.next_use(entries) for follow in self._trackers.values()]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def _tick(self, now_s: float) -> None:
@@ -516,9 +535,9 @@ class Residency:
             self._start_s = now_s
         self._now_s = now_s
 
-    def _move_on(self, now_s: float) -> None:
+    def _release_passed(self, now_s: float) -> None:
         """End the claims on what readers have passed; end streams that nobody follows."""
-        for name, follow in tuple(self._follows.items()):
+        for name, follow in tuple(self._trackers.items()):
             if follow.tentative and now_s - follow.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
                 continue
@@ -527,67 +546,69 @@ class Residency:
                 self._plan.finish(name, follow.finished)
                 follow.finished, self._share_bytes = 0, 0
 
-    def _follow(self, name: str) -> Follow:
+    def _tracker(self, name: str) -> StreamTracker:
         self._plan.stream(name)
-        return self._follows[name]
+        return self._trackers[name]
 
     def _end(self, name: str) -> None:
-        follow = self._follows.get(name)
+        follow = self._trackers.get(name)
         if follow is not None:
             self._release(follow, follow.retreat(0), behind=False)
-            del self._follows[name]
+            del self._trackers[name]
             self._share_bytes = 0
 
-    def _place_of(self, entry: int) -> tuple[Follow | None, int]:
+    def _place_of(self, entry: int) -> tuple[StreamTracker | None, int]:
         """The stream whose reader is nearest to an entry, and its position there."""
-        best: tuple[Follow | None, int] = None, -1
+        best: tuple[StreamTracker | None, int] = None, -1
         least = math.inf
-        for follow in self._follows.values():
-            position, distance = follow.find(entry)
+        for follow in self._trackers.values():
+            position, distance = follow.nearest_position(entry)
             if position >= 0 and distance < least:
                 best, least = (follow, position), distance
         return best
 
-    def _attributed(self, entry: int, now_s: float) -> tuple[Follow | None, int]:
+    def _attributed(self, entry: int, now_s: float) -> tuple[StreamTracker | None, int]:
         """Of which stream a READ probably is; it tells where that stream's reader is."""
         follow, position = self._place_of(entry)
         if follow is None:
             return None, -1
         if position < follow.floor:  # let go too early, rather than never there
-            self._release(follow, follow.fell_behind(position, now_s), behind=True)
+            self._release(follow, follow.note_late_read(position, now_s), behind=True)
         if position < follow.low and follow.is_far(position):
             return None, -1
-        if not follow.read(position, now_s):
+        if not follow.note_read(position, now_s):
             return None, -1
         return follow, position
 
-    def _lose(self, entry: int, follow: Follow | None, position: int) -> None:
+    def _pages_lost(self, entry: int, follow: StreamTracker | None, position: int) -> None:
         """Pages that were there have gone: those around will have, too."""
         mates = np.array([entry], np.uint32)
         chunk = int(self._chunk[entry])
-        if self._members.may_push(chunk, self._now_s):
-            mates = self._members.of(chunk)
+        if self._chunk_entries.may_push(chunk, self._now_s):
+            mates = self._chunk_entries.of(chunk)
             if follow is not None:
-                mates = np.concatenate([mates, follow.neighbours(position, STRIDE)])
-            old = self._now_s - self._start_s - self._held.since_s[mates] >= LATE_READ_S
-            mates = np.unique(mates[self._held.resident[mates] & (old | (mates == entry))])
+                mates = np.concatenate([mates, follow.neighbours(position, MARKER_STRIDE)])
+            old = self._now_s - self._start_s - self._resident_set.pushed_s[mates] >= LATE_READ_S
+            mates = np.unique(mates[self._resident_set.resident[mates] & (old | (mates == entry))])
             self._lost.append(mates)
         self._done.lost_entries += len(mates)
-        self._held.remove(mates)
+        self._resident_set.remove(mates)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
-        entries, brought = self._held.without_read(entries, self._now_s - self._start_s)
-        self._held.since_s[brought] = self._now_s - self._start_s
+        entries, brought = self._resident_set.split_recent_reads(
+            entries, self._now_s - self._start_s
+        )
+        self._resident_set.pushed_s[brought] = self._now_s - self._start_s
         chunk = -1
         if len(entries):
             chunks = self._chunk[entries]
             if (chunks == chunks[0]).all():
                 chunk = int(chunks[0])
             else:
-                entries = self._members.fetch_order(entries)
+                entries = self._chunk_entries.fetch_order(entries)
         return Push(chunk, entries, np.array(markers, np.uint32))
 
-    def _checked(self, entries: Order) -> Entries:
+    def _checked(self, entries: EntryOrder) -> Entries:
         found = np.asarray(entries)
         if len(found) and (found.min() < 0 or found.max() >= len(self._cost)):
             raise UsageError(f"no entry {found.max()} among {len(self._cost)}")

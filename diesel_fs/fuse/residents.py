@@ -23,7 +23,7 @@ from ..cache.extents import Batch
 from ..snapshot import ROOT_INDEX, Snapshot
 from . import kernel
 from .dropper import Dropper
-from .protocol import NOTIFY_STORE, STORE, node_is_old
+from .protocol import NOTIFY_STORE, STORE, invalidate_node
 
 FOLDERS_OPEN = 256
 """Folders of the mount that are kept open to open files in; the least recently used goes."""
@@ -43,11 +43,11 @@ _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
 
 
-class Folders:
+class FolderHandles:
     """Descriptors of the mount's folders, by index.
 
     They must not keep the mount busy: nobody could unmount it. Root works in a clone of the mount
-    that hangs in no tree; others let go after each piece of work (`rest`).
+    that hangs in no tree; others let go after each piece of work (`release_folders`).
     """
 
     def __init__(self, mountpoint: str, snapshot: Snapshot) -> None:
@@ -80,25 +80,25 @@ class Folders:
             return os.open(self._mountpoint, _FOLDER)
         return os.open(".", _FOLDER, dir_fd=self._clone)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """A piece of work is done."""
         if self._clone < 0:
-            self._let_go()
+            self._close_all()
 
     def close(self) -> None:
         """Lets go of the mount."""
-        self._let_go()
+        self._close_all()
         if self._clone >= 0:
             os.close(self._clone)
             self._clone = -1
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
 
 
-def drop_from(folders: Folders, snapshot: Snapshot, entries: list[int]) -> None:
+def drop_pages(folders: FolderHandles, snapshot: Snapshot, entries: list[int]) -> None:
     """Take the pages of files out of the kernel's cache; who reads them meanwhile asks us."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     parents = snapshot.columns.parent[entries].tolist()
@@ -116,10 +116,10 @@ def drop_from(folders: Folders, snapshot: Snapshot, entries: list[int]) -> None:
             advise(file, 0, 0, unneeded)
         finally:
             close(file)
-    folders.rest()
+    folders.release()
 
 
-class Residents:
+class PageCache:
     """The files of one mount as the kernel holds them; see the module.
 
     `device` is a descriptor of the connection, used for notifications alone; `nodes` are those of
@@ -136,15 +136,15 @@ class Residents:
         self._snapshot = snapshot
         self._nodes = nodes
         self._device = device
-        self._folders = Folders(mountpoint, snapshot)
+        self._folders = FolderHandles(mountpoint, snapshot)
         self._inotify = kernel.inotify_init()
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
-        self.walked_entries = 0
+        self.known_entries = 0
 
         def dropping() -> Callable[[list[int]], None]:
-            folders = Folders(mountpoint, snapshot)
-            return lambda entries: drop_from(folders, snapshot, entries)
+            folders = FolderHandles(mountpoint, snapshot)
+            return lambda entries: drop_pages(folders, snapshot, entries)
 
         self._dropper = Dropper(dropping)
 
@@ -176,28 +176,28 @@ class Residents:
             else:
                 return unknown
 
-    def forget(self, node: int) -> None:
+    def invalidate(self, node: int) -> None:
         """Have the kernel drop what it keeps of a node of ours: it asks again when it is needed.
 
         Waits while a READ of its pages is under way.
         """
         with suppress(FileNotFoundError):  # it keeps nothing
-            os.write(self._device, node_is_old(node))
+            os.write(self._device, invalidate_node(node))
 
-    def walk(self, folder: int) -> None:
+    def make_folder_known(self, folder: int) -> None:
         """Make everything in a folder known to the kernel: it asks for names and attributes."""
         inside = self._folders.descriptor(folder)
         with os.scandir(inside) as listed:
-            self.walked_entries += sum(1 for _ in listed)
+            self.known_entries += sum(1 for _ in listed)
 
-    def look_up(self, entry: int) -> None:
+    def make_entry_known(self, entry: int) -> None:
         """Make one entry known to the kernel. Raises OSError."""
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         os.stat(self._snapshot.name(entry), dir_fd=inside, follow_symlinks=False)
 
-    def drop(self, entries: npt.NDArray[np.uint32], went_on: Callable[[], None]) -> None:
-        """Have files dropped soon, in another process; `went_on` is called as it goes."""
-        self._dropper.drop(entries, went_on)
+    def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
+        """Have files dropped soon, in another process; `on_progress` is called as it goes."""
+        self._dropper.drop(entries, on_progress)
 
     def resident_bytes(self, entry: int) -> int:
         """How many bytes of a file are in the kernel's cache, in whole pages."""
@@ -210,7 +210,7 @@ class Residents:
             os.close(file)
 
     def watch(self, entries: Iterable[int]) -> None:
-        """From now on, `opened` tells when one of these files is opened."""
+        """From now on, `read_opens` tells when one of these files is opened."""
         for entry in entries:
             if entry in self._watch_of:
                 continue
@@ -229,7 +229,7 @@ class Residents:
                 with suppress(OSError):
                     kernel.inotify_remove(self._inotify, watch)
 
-    def opened(self) -> list[int]:
+    def read_opens(self) -> list[int]:
         """The watched files that were opened since the last call, in order. Never waits."""
         found: list[int] = []
         while True:
@@ -245,9 +245,9 @@ class Residents:
                 if entry is not None and mask & _IN_OPEN:
                     found.append(entry)
 
-    def rest(self) -> None:
+    def release_folders(self) -> None:
         """A piece of work is done: nothing of ours may keep the mount busy now."""
-        self._folders.rest()
+        self._folders.release()
 
     def close(self) -> None:
         """Lets go of the mount."""

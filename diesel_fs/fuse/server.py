@@ -4,9 +4,9 @@ Owned here: the process's life (start, report, signals, end) and which session s
 starting it and watching over it (`daemon.py`), where the content comes from (`source.py`),
 answering the kernel (the sessions), what is pushed into its cache (`helper.py`).
 
-`LEAVE` unmounts, lazily where somebody holds the mount, lets reads under way finish for `GRACE_S`,
-and ends; a second one ends at once. Concurrency: trio, in the main thread; the process never
-touches its own mount, and unmounts from another thread while it goes on answering.
+`UNMOUNT_SIGNAL` unmounts, lazily where somebody holds the mount, lets reads under way finish for
+`GRACE_S`, and ends; a second one ends at once. Concurrency: trio, in the main thread; the process
+never touches its own mount, and unmounts from another thread while it goes on answering.
 """
 
 import logging
@@ -22,7 +22,7 @@ import trio
 from ..errors import DieselError
 from ..following import FollowingVfs
 from ..hidden import HiddenFile
-from ..messages import described
+from ..messages import error_message
 from ..nodes import Owner
 from ..settings import runtime_folder
 from ..shuffle import GROUP_SIZE_DEFAULT
@@ -31,15 +31,15 @@ from ..snapshots import snapshot_descriptor
 from ..vfs import Vfs
 from . import kernel
 from .control_socket import ControlSocket
-from .follower import Follower
-from .helper_link import HelperLink, Message
+from .follower import VersionWatcher
+from .helper_link import Message, WorkerLink
 from .kernel_session import KernelSession
 from .list_plans import ListPlans
 from .mountpoint import mounted_at, unmount
-from .push_board import PushBoard, board_file
+from .push_board import PushStatusMap, push_status_file
 from .request import MountRequest
 from .session import MountOptions, Session, SessionUnsupported
-from .source import Memory, SourceOpener
+from .source import MemorySplit, MountSource
 from .version_leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
@@ -50,17 +50,17 @@ GRACE_S = 1.5
 LEASE_DEADLINE_S = 2.0
 """So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""
 
-HELPER_DEADLINE_S = 2.0
+WORKER_HELLO_DEADLINE_S = 2.0
 """So long a mount waits to hear of its helper before it is ready; it says so as soon as it runs."""
 
 BEAT_S = 1.0
 """How often the watchdog is told that requests are answered."""
 
-LEAVE = signal.SIGUSR1
+UNMOUNT_SIGNAL = signal.SIGUSR1
 """How the supervisor tells that it was signalled: once to unmount, twice to end at once. SIGTERM
 from others unmounts as well, but does not count: they may have signalled the supervisor too."""
 
-ORPHANED = signal.SIGUSR2
+ORPHANED_SIGNAL = signal.SIGUSR2
 """The supervisor has been killed: the connection is aborted here, since the helper may wait for a
 page lock. Before there is a mount this signal ends the process, as the kernel does by default."""
 
@@ -77,7 +77,7 @@ Report = Callable[[Mapping[str, object]], None]
 
 def serve_mount(
     request: MountRequest,
-    opener: SourceOpener,
+    opener: MountSource,
     report: Report,
     beat: int,
     link: socket.socket,
@@ -89,14 +89,14 @@ def serve_mount(
     `beat` is a pipe to the supervisor: the mount's device, `READY`, and a line each `BEAT_S`.
     """
     try:
-        _Server(request, opener, report, beat, HelperLink(link), foreground).run()
+        _Server(request, opener, report, beat, WorkerLink(link), foreground).run()
     except DieselError as error:
         log.error("%s", error)
-        report(described(error))
+        report(error_message(error))
         return error.exit_code
     except Exception as error:
         log.exception("the mount failed")
-        report(described(DieselError(f"the mount failed: {error!r}")))
+        report(error_message(DieselError(f"the mount failed: {error!r}")))
         return DieselError.exit_code
     return 0
 
@@ -115,7 +115,7 @@ def _session_called(name: str) -> type[Session]:
     return Pyfuse3Session
 
 
-class _Teller(logging.Handler):
+class _ReportHandler(logging.Handler):
     def __init__(self, report: Report) -> None:
         super().__init__(logging.WARNING)
         self._report = report
@@ -130,16 +130,16 @@ class _Server:
     def __init__(
         self,
         request: MountRequest,
-        opener: SourceOpener,
+        opener: MountSource,
         report: Report,
         beat: int,
-        link: HelperLink,
+        link: WorkerLink,
         foreground: bool,
     ) -> None:
         self._request = request
         self._opener = opener
         self._report = report
-        self._beat = beat
+        self._supervisor_pipe = beat
         self._link = link
         self._foreground = foreground
         self._device = ""
@@ -152,12 +152,12 @@ class _Server:
             report({"warning": source.warning})
         self._snapshot = source.snapshot
         self._warnings = {source.snapshot.version: source.warning} if source.warning else {}
-        self._memory = Memory.of(request)
+        self._memory = MemorySplit.of(request)
         self._lists = ListPlans(
             request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
         )
         self._control: ControlSocket | None = None
-        self._follower: Follower | None = None
+        self._follower: VersionWatcher | None = None
         self._leases = VersionLeases(request, opener)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
@@ -168,7 +168,9 @@ class _Server:
         log.info("the mount on %s has ended", self._request.mountpoint)
 
     async def _run(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, LEAVE, ORPHANED) as signals:  # none before
+        with trio.open_signal_receiver(
+            signal.SIGTERM, UNMOUNT_SIGNAL, ORPHANED_SIGNAL
+        ) as signals:  # none before
             self._control = self._control_socket()
             try:
                 await self._mount_and_serve(signals)
@@ -177,20 +179,20 @@ class _Server:
                     self._control.close()
 
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
-        with self._telling():
+        with self._task_warnings_reported():
             self._session = self._mounted()
         found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
         self._abort_file = kernel.open_abort(self._device)
-        os.write(self._beat, f"{self._device}\n".encode())
+        os.write(self._supervisor_pipe, f"{self._device}\n".encode())
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._obey, signals, nursery.cancel_scope)
-                nursery.start_soon(self._announce)
+                nursery.start_soon(self._handle_signals, signals, nursery.cancel_scope)
+                nursery.start_soon(self._become_ready)
                 nursery.start_soon(self._pulse)
-                nursery.start_soon(self._hold)
-                if self._request.joins:
-                    nursery.start_soon(self._hear_task)
+                nursery.start_soon(self._lease_and_follow)
+                if self._request.task_options:
+                    nursery.start_soon(self._poll_task_stats)
                 if self._control is not None:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
@@ -201,9 +203,9 @@ class _Server:
             self._close()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _task_warnings_reported(self) -> Iterator[None]:
         """What the task warns of is a warning of the mount meanwhile."""
-        teller, task = _Teller(self._report), logging.getLogger("diesel.task")
+        teller, task = _ReportHandler(self._report), logging.getLogger("diesel.task")
         task.addHandler(teller)
         try:
             yield
@@ -245,7 +247,7 @@ class _Server:
         memory_bytes = self._memory.server_bytes(pushes=pushes)
         reader = self._opener.reader(request, snapshot, memory_bytes, pushes=pushes)
         owner = Owner(*request.owner_ids, request.umask)
-        about = {
+        mount_info = {
             "session": session,
             "pid": os.getppid(),
             "server_pid": os.getpid(),
@@ -254,36 +256,51 @@ class _Server:
         hidden = {b"snapshot": HiddenFile(lambda: self._snapshot.buffer)}
         if not request.follow:
             return Vfs(
-                snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
-                control=self._control_path, residency=self._residency, besides=self._besides,
+                snapshot,
+                reader,
+                owner,
+                mount_info=mount_info,
+                hidden=hidden,
+                list_observer=self._lists,
+                control_path=self._control_path,
+                prefetch_stats=self._prefetch_stats,
+                extra_stats=self._extra_stats,
                 read_deadline_s=request.read_deadline_s,
-            )  # fmt: skip
-        self._follower = Follower(
-            request, self._opener, self._link, self._leases, memory_bytes, self._show
+            )
+        self._follower = VersionWatcher(
+            request, self._opener, self._link, self._leases, memory_bytes, self._on_switch
         )
         made = FollowingVfs(
-            snapshot, reader, owner, about=about, hidden=hidden, readers=self._lists,
-            control=self._control_path, residency=self._residency, besides=self._besides,
-            follow=self._follower.stats, read_deadline_s=request.read_deadline_s,
-        )  # fmt: skip
-        self._follower.follow(made)
+            snapshot,
+            reader,
+            owner,
+            mount_info=mount_info,
+            hidden=hidden,
+            list_observer=self._lists,
+            control_path=self._control_path,
+            prefetch_stats=self._prefetch_stats,
+            extra_stats=self._extra_stats,
+            follow_stats=self._follower.stats,
+            read_deadline_s=request.read_deadline_s,
+        )
+        self._follower.attach_vfs(made)
         return made
 
     def _control_path(self) -> bytes:
         return b"" if self._control is None else self._control.path
 
-    def _residency(self) -> Message:
-        return dict(self._link.state)
+    def _prefetch_stats(self) -> Message:
+        return dict(self._link.worker_stats)
 
-    def _besides(self) -> dict[str, object]:
-        told: dict[str, object] = {}
+    def _extra_stats(self) -> dict[str, object]:
+        extra: dict[str, object] = {}
         if warning := self._warnings.get(self._snapshot.version):
-            told["warning"] = warning
-        if self._request.joins:
-            told["task"] = self._task_stats
-        return told
+            extra["warning"] = warning
+        if self._request.task_options:
+            extra["task"] = self._task_stats
+        return extra
 
-    async def _hear_task(self) -> None:
+    async def _poll_task_stats(self) -> None:
         """What the task says of itself, for `.diesel/stats`: asking may wait for the master."""
         while True:
             self._task_stats = await trio.to_thread.run_sync(
@@ -291,16 +308,18 @@ class _Server:
             )
             await trio.sleep(TASK_STATS_S)
 
-    def _show(self, snapshot: Snapshot) -> None:
+    def _on_switch(self, snapshot: Snapshot) -> None:
         """Names lead to another version: so does all that speaks of it."""
         self._snapshot = snapshot
-        self._lists.show(snapshot.version)
+        self._lists.switch_version(snapshot.version)
         if self._control is not None:
-            self._control.show(self._hello())
+            self._control.set_hello(self._hello())
 
-    async def _hold(self) -> None:
+    async def _lease_and_follow(self) -> None:
         """Says that this version is being read; then follows, where that is asked for."""
-        await trio.to_thread.run_sync(self._leases.hold, [self._snapshot], abandon_on_cancel=True)
+        await trio.to_thread.run_sync(
+            self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
+        )
         self._leased.set()
         if self._follower is not None:
             await self._started.wait()
@@ -327,7 +346,7 @@ class _Server:
     def _stats(self) -> Message:
         return self._vfs.stats()  # type: ignore[return-value]  # what JSON takes, msgpack takes
 
-    async def _announce(self) -> None:
+    async def _become_ready(self) -> None:
         """Settings come after the kernel's first exchange, which would set them back."""
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
@@ -339,27 +358,29 @@ class _Server:
             self._snapshot.version,
             self._request.mountpoint,
             self._session.name,
-            self._session.runs_with,
+            self._session.negotiated,
             self._device,
         )
         if isinstance(self._session, KernelSession):
-            await self._link.meet(HELPER_DEADLINE_S)
-        os.write(self._beat, READY + b"\n")  # the supervisor reports it: `umount` can find it then
+            await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
+        os.write(
+            self._supervisor_pipe, READY + b"\n"
+        )  # the supervisor reports it: `umount` can find it then
         if not self._foreground:
             os.dup2(2, 1)  # whoever started us sees the end of the report
-        if isinstance(self._session, KernelSession) and self._begin_helping(self._session):
+        if isinstance(self._session, KernelSession) and self._start_worker(self._session):
             await self._link.run()
-            self._session.observe_no_more()
+            self._session.detach_worker()
         else:
             self._link.close()
-        self._session.observe_opens(self._opened)
+        self._session.set_open_callback(self._on_open)
 
-    def _opened(self, entry: int) -> None:
+    def _on_open(self, entry: int) -> None:
         """A file whose node is its `entry` + 1 was opened."""
         vfs = self._vfs
-        self._lists.opened(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
+        self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
-    def _begin_helping(self, session: KernelSession) -> bool:
+    def _start_worker(self, session: KernelSession) -> bool:
         """Hands the helper what it works with: the connection, and the snapshot."""
         begin: Message = {
             "do": "begin",
@@ -370,42 +391,44 @@ class _Server:
             try:
                 held.callback(os.close, device := session.clone())
                 held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
-                held.callback(os.close, shared := board_file(self._snapshot.entry_count))
-                self._link.begin(begin, [device, snapshot, shared])
+                held.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
+                self._link.start_worker(begin, [device, snapshot, shared])
                 if self._follower is not None:
-                    self._follower.observe(session, shared)
+                    self._follower.attach_session(session, shared)
                 else:
-                    board = PushBoard(shared)
-                    session.observe(self._link.missed, self._link.forgotten, board)
+                    board = PushStatusMap(shared)
+                    session.attach_worker(
+                        self._link.report_miss, self._link.report_forgotten, board
+                    )
             except OSError as error:
                 log.error("nothing is pushed into the kernel's cache: %s", error)
                 return False
-        self._lists.help_comes(self._link)
+        self._lists.connect_worker(self._link)
         if self._control is not None:
-            self._control.has_helper = True
+            self._control.has_worker = True
         return True
 
     async def _pulse(self) -> None:
         while True:
             with suppress(BlockingIOError):
-                os.write(self._beat, b"\n")
+                os.write(self._supervisor_pipe, b"\n")
             await trio.sleep(BEAT_S)
 
-    async def _obey(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    async def _handle_signals(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         first = await anext(signals)
-        if first == ORPHANED:
+        if first == ORPHANED_SIGNAL:
             self._abort()
             return
         log.info("unmounting %s", self._request.mountpoint)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._leave, scope)
-            told = first == LEAVE
+            nursery.start_soon(self._unmount_and_end, scope)
+            was_signalled = first == UNMOUNT_SIGNAL
             async for number in signals:
-                if number == ORPHANED:
+                if number == ORPHANED_SIGNAL:
                     self._abort()
-                if told and number == LEAVE:
+                if was_signalled and number == UNMOUNT_SIGNAL:
                     break
-                told = told or number == LEAVE
+                was_signalled = was_signalled or number == UNMOUNT_SIGNAL
             log.warning("told again: ending at once")
             with suppress(DieselError):
                 self._unmount(lazy=True)
@@ -417,11 +440,11 @@ class _Server:
             os.write(self._abort_file, b"1")
         os._exit(1)
 
-    async def _leave(self, scope: trio.CancelScope) -> None:
+    async def _unmount_and_end(self, scope: trio.CancelScope) -> None:
         """Unmounts, or detaches where somebody holds the mount, and ends the session."""
         if self._follower is not None:
-            self._follower.end()
-        self._link.tell({"do": "end"})  # it holds the mount, too
+            self._follower.stop()
+        self._link.send({"do": "end"})  # it holds the mount, too
         with trio.move_on_after(GRACE_S):
             try:
                 await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
@@ -429,7 +452,7 @@ class _Server:
                 log.warning("%s: detaching it", error)
                 with suppress(DieselError):
                     await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
-            await self._vfs.settle()
+            await self._vfs.drain()
         scope.cancel()
 
     def _unmount(self, lazy: bool = False) -> None:
@@ -440,10 +463,10 @@ class _Server:
 
     def _close(self) -> None:
         self._session.close()
-        closing = threading.Thread(target=self._let_go, daemon=True)
+        closing = threading.Thread(target=self._release, daemon=True)
         closing.start()
         closing.join(0.3)  # a reader that waits for a dead store must not keep us
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._vfs.close()
         self._leases.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from ..entries import check_dataset_name
+from ..names import check_dataset_name
 from ..vfs import Vfs
 from .mountpoint import SUBTYPE
 
@@ -43,7 +43,7 @@ class Session(Protocol):
     """One connection to the kernel. The same suite runs over every implementation."""
 
     name: ClassVar[str]
-    runs_with: str
+    negotiated: str
     """What was agreed upon with the kernel, for the log."""
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None: ...
@@ -61,7 +61,7 @@ class Session(Protocol):
         """
         ...
 
-    def observe_opens(self, opened: Callable[[int], None]) -> None:
+    def set_open_callback(self, opened: Callable[[int], None]) -> None:
         """From now on, tell of each entry that is opened; nothing where the kernel opens files by
         itself.
         """

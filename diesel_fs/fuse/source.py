@@ -16,29 +16,29 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from ..available_memory import fair_bytes
-from ..cache.extents import Batch, ExtentReader
-from ..cache.store import ContentReader as RepositoryReader
+from ..available_memory import default_memory_bytes
+from ..cache.extents import Batch, CoalescingReader
+from ..cache.store import EntryReader as RepositoryReader
 from ..catalogue import DatasetInfo
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..leases import ReadLease
 from ..repositories import open_repository
-from ..repository import Repository
+from ..repository import LocalRepository
 from ..snapshot import Snapshot
-from ..snapshot_match import Match, Places
-from ..snapshots import adopt
+from ..snapshot_match import OldIndices, SnapshotDiff
+from ..snapshots import open_snapshot_file
 from ..storage.objects import ObjectStore
-from ..task.client import END_S, TaskStore, requested
-from ..vfs import ContentReader
+from ..task.client import MASTER_END_WAIT_S, TaskStore, master_request
+from ..vfs import EntryReader
 from .request import MountRequest
 
 log = logging.getLogger("diesel.mount")
 
-OWN_FRACTION = 8
+SERVER_DIVISOR = 8
 """Where contents are pushed, the server keeps one part in this many of that for chunks; the rest is
 the kernel's pages."""
 
-OWN_BYTES_MAX = 256 << 20
+SERVER_BYTES_MAX = 256 << 20
 
 TASK_SHARE = 3, 4
 """Of what is left, the master's part where a mount joins a task: what it holds is fetched by no
@@ -46,14 +46,14 @@ node again, and what the kernel has dropped comes back from there; the kernel's 
 what is read next."""
 
 
-class Pieces(Protocol):
+class BatchSource(Protocol):
     """Where contents come from, checked."""
 
     def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
         """All parts of these files; what is damaged is left out. Raises DieselError."""
         ...
 
-    def ahead(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
+    def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
         """What will probably be asked for next, the soonest first."""
         ...
 
@@ -67,7 +67,7 @@ class Pieces(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedSnapshot:
     """What a mount shows, and what to warn its user of."""
 
     snapshot: Snapshot
@@ -75,16 +75,16 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySplit:
     """How the memory of a mount is shared out, in bytes."""
 
     total_bytes: int
     joins_task: bool = False
 
     @classmethod
-    def of(cls, request: MountRequest) -> "Memory":
+    def of(cls, request: MountRequest) -> "MemorySplit":
         """What was asked for; 0: a part of what is available."""
-        return cls(request.memory_bytes or fair_bytes(), bool(request.joins))
+        return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
     def server_bytes(self, *, pushes: bool) -> int:
         """For chunks in the server: everything that is left where nothing is pushed."""
@@ -92,7 +92,7 @@ class Memory:
 
     @property
     def _own_bytes(self) -> int:
-        return min(self.total_bytes // OWN_FRACTION, OWN_BYTES_MAX)
+        return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
     def task_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Memory:
         return self.total_bytes - self.server_bytes(pushes=True) - self.task_bytes
 
 
-class SourceOpener:
+class MountSource:
     """Opens what a request names; the server and the helper of a mount each do.
 
     What was opened for a task is kept, by version, until another version is shown: a process joins
@@ -117,19 +117,19 @@ class SourceOpener:
         self._stores: dict[int, TaskStore] = {}
         self._shown_version = 0
 
-    def open(self, request: MountRequest) -> Source:
+    def open(self, request: MountRequest) -> OpenedSnapshot:
         """The dataset that was asked for. Raises DieselError."""
         with _opened(request) as repository:  # reading needs the object store alone
             if request.snapshot_file:
-                snapshot = adopt(Path(request.snapshot_file))
-                return Source(snapshot, _doubt(repository, request, snapshot))
+                snapshot = open_snapshot_file(Path(request.snapshot_file))
+                return OpenedSnapshot(snapshot, _staleness_warning(repository, request, snapshot))
             if request.version:
-                return Source(repository.view_at(request.dataset, request.version))
+                return OpenedSnapshot(repository.view_at(request.dataset, request.version))
             view = repository.view(request.dataset)
-            warning = repository.may_be_old(view)
+            warning = repository.staleness_warning(view)
             if warning and request.stale == "refuse":
                 raise ConflictError(warning, advice="mount with --stale warn, or when it is back")
-            return Source(view, "" if request.stale == "allow" else warning)
+            return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
         """The current version of the dataset that is mounted. Raises NoSuchDataset where it has
@@ -149,7 +149,7 @@ class SourceOpener:
 
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
-    ) -> ContentReader:
+    ) -> EntryReader:
         """A reader of the content through so much memory, for what is not pushed.
 
         Raises DieselError.
@@ -158,7 +158,7 @@ class SourceOpener:
             objects = self._objects(request, repository, snapshot)
             return RepositoryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
 
-    def pieces(self, request: MountRequest, snapshot: Snapshot) -> Pieces:
+    def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
         """What the helper pushes. Raises DieselError."""
         with _opened(request) as repository:
             try:
@@ -166,13 +166,13 @@ class SourceOpener:
             except DieselError as error:  # the mount goes on without a master, too
                 log.warning("what is pushed does not come through the task: %s", error)
                 objects = repository.objects
-            return ExtentReader(snapshot, objects)
+            return CoalescingReader(snapshot, objects)
 
-    def shown(self, snapshot: Snapshot) -> None:
+    def switch_version(self, snapshot: Snapshot) -> None:
         """The mount has gone over to a version: so does the task. Blocks for a moment."""
         before = self._stores.get(self._shown_version)
         if before is not None and self._shown_version != snapshot.version:
-            before.show(snapshot)
+            before.switch_version(snapshot)
         if (store := self._stores.get(snapshot.version)) is not None:
             store.retry()
             store.connect()  # a master ends with its last connection: first this, then the others
@@ -192,39 +192,43 @@ class SourceOpener:
         return {} if store is None else store.stats()
 
     def _objects(
-        self, request: MountRequest, repository: Repository, snapshot: Snapshot
+        self, request: MountRequest, repository: LocalRepository, snapshot: Snapshot
     ) -> ObjectStore:
         """Where contents are read from: the repository, or the task's cache before that."""
-        if not request.joins or snapshot.version < self._shown_version:
+        if not request.task_options or snapshot.version < self._shown_version:
             return repository.objects
         store = self._stores.get(snapshot.version)
         if store is None:
-            memory_bytes = Memory.of(request).task_bytes
+            memory_bytes = MemorySplit.of(request).task_bytes
             asked = replace(
-                requested(request.joins, repository, snapshot, memory_bytes=memory_bytes),
-                memory_guessed=not request.memory_bytes,
+                master_request(
+                    request.task_options, repository, snapshot, memory_bytes=memory_bytes
+                ),
+                memory_is_default=not request.memory_bytes,
             )
-            patience_s = 0.0 if self._stores else END_S  # it will be told of the version, and stays
-            store = TaskStore.joined(repository.objects, asked, snapshot, patience_s=patience_s)
+            patience_s = (
+                0.0 if self._stores else MASTER_END_WAIT_S
+            )  # it will be told of the version, and stays
+            store = TaskStore.join(repository.objects, asked, snapshot, wait_s=patience_s)
             self._stores[snapshot.version] = store
             self._shown_version = self._shown_version or snapshot.version
         return store
 
 
-def numbers_file(found: Match, nodes: npt.NDArray[np.uint64]) -> int:
+def node_map_file(found: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
     """A descriptor of a file that holds a version's nodes and what its entries were before, for
     another process of the same mount. Raises OSError.
     """
     descriptor = os.memfd_create("diesel-numbers", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
-        for column in (nodes, found.met, found.was):
+        for column in (nodes, found.same_path, found.unchanged):
             file.write(column.data)
     return descriptor
 
 
-def read_numbers(
+def read_node_map(
     descriptor: int, entry_count: int
-) -> tuple[npt.NDArray[np.uint64], Places, Places]:
+) -> tuple[npt.NDArray[np.uint64], OldIndices, OldIndices]:
     """The columns in such a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     nodes = np.frombuffer(mapped, np.uint64, entry_count)
@@ -232,17 +236,19 @@ def read_numbers(
     return nodes, places[:entry_count], places[entry_count:]
 
 
-def snapshot_at(descriptor: int) -> Snapshot:
+def map_snapshot(descriptor: int) -> Snapshot:
     """The snapshot in such a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
 
-def _opened(request: MountRequest) -> Repository:
+def _opened(request: MountRequest) -> LocalRepository:
     return open_repository(request.url, request.credentials)
 
 
-def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
+def _staleness_warning(
+    repository: LocalRepository, request: MountRequest, snapshot: Snapshot
+) -> str:
     """What a snapshot from a file is beside the current version, where that must be told.
 
     One that is older is stale, and one that is newer says that the metadata store has lost
@@ -259,7 +265,7 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
         )
     if info is None or request.offline:
         return ""
-    known = info.marker.version if info.marker else 0
+    known = info.head.version if info.head else 0
     current = repository.newest_known(info)
     text = ""
     if current > snapshot.version:
@@ -271,7 +277,7 @@ def _doubt(repository: Repository, request: MountRequest, snapshot: Snapshot) ->
     return "" if request.stale == "allow" else text
 
 
-def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:
+def _known(repository: LocalRepository, request: MountRequest) -> DatasetInfo | None:
     """What is known of the dataset; None only where `offline` and the store cannot tell."""
     try:
         if repository.meta_problem is not None and not request.offline:

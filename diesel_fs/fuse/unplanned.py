@@ -1,6 +1,6 @@
 """What is pushed where no plan says what comes: chunks that were missed, or all of them in turn.
 
-Owned here: `Unplanned`: which chunks wait, and whether telling of further misses would change
+Owned here: `MissFill`: which chunks wait, and whether telling of further misses would change
 anything. Not owned: room (`residency.py`), and how soon a chunk may come again (`members.py`). Used
 by one thread.
 """
@@ -8,19 +8,21 @@ by one thread.
 from itertools import islice
 
 from ..plans import Entries
-from .held import Held
-from .members import Members
+from .held import ResidentSet
+from .members import ChunkEntries
 
 
-class Unplanned:
+class MissFill:
     """The chunks to push into room that is free: those missed first, then, if all, in turn."""
 
-    def __init__(self, members: Members, held: Held, chunk_count: int, *, everything: bool) -> None:
+    def __init__(
+        self, members: ChunkEntries, held: ResidentSet, chunk_count: int, *, everything: bool
+    ) -> None:
         self._members = members
         self._held = held
         self._count = chunk_count
         self._missed: dict[int, None] = {}
-        self._fill = 0 if everything else chunk_count  # the next chunk in turn
+        self._next_in_turn = 0 if everything else chunk_count  # the next chunk in turn
         self.in_turn_count = chunk_count if everything else 0
         """How many chunks are to be pushed in turn."""
         self._too_large_bytes: int | None = None  # of what last had no room
@@ -40,11 +42,11 @@ class Unplanned:
             entries = self._held.missing(self._members.of(chunk))
             if len(entries) and self._fits(entries, room_bytes):
                 return entries
-        while self._fill < self._count:
-            entries = self._held.missing(self._members.of(self._fill))
+        while self._next_in_turn < self._count:
+            entries = self._held.missing(self._members.of(self._next_in_turn))
             if not self._fits(entries, room_bytes):
                 return None  # full; it goes on where there is room again
-            self._fill += 1
+            self._next_in_turn += 1
             if len(entries):
                 return entries
         return None
@@ -52,7 +54,7 @@ class Unplanned:
     @property
     def done_count(self) -> int:
         """How many of those have had their turn."""
-        return self._fill - (self._count - self.in_turn_count)
+        return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:
         """Whether the next miss may lead to a push; where the last had no room, none will."""
@@ -61,7 +63,7 @@ class Unplanned:
     def upcoming(self, count: int) -> list[Entries]:
         """What will probably come next, at most so many chunks."""
         found = list(map(self._members.of, islice(self._missed, count)))
-        turn = range(self._fill, min(self._fill + count - len(found), self._count))
+        turn = range(self._next_in_turn, min(self._next_in_turn + count - len(found), self._count))
         return [*found, *map(self._members.of, turn)]
 
     def _fits(self, entries: Entries, room_bytes: int) -> bool:

@@ -12,7 +12,7 @@ from ..errors import DieselError
 from ..leases import ReadLease
 from ..snapshot import Snapshot
 from .request import MountRequest
-from .source import SourceOpener
+from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
 
@@ -20,31 +20,33 @@ log = logging.getLogger("diesel.mount")
 class VersionLeases:
     """What is held, by version."""
 
-    def __init__(self, request: MountRequest, opener: SourceOpener) -> None:
+    def __init__(self, request: MountRequest, opener: MountSource) -> None:
         self._request = request
         self._opener = opener
-        self._held: dict[int, ReadLease | None] = {}  # None: there are none here
-        self._told: set[int] = set()  # versions whose lease could not be had when it was asked for
+        self._leases: dict[int, ReadLease | None] = {}  # None: there are none here
+        self._logged: set[int] = (
+            set()
+        )  # versions whose lease could not be had when it was asked for
 
-    def hold(self, snapshots: Iterable[Snapshot]) -> None:
+    def set_versions(self, snapshots: Iterable[Snapshot]) -> None:
         """These, and no others. New ones are taken before others end; what could not be taken is
         tried again when this is called again.
         """
         wanted = {each.version: each for each in snapshots}
         for version, snapshot in wanted.items():
-            if version not in self._held:
+            if version not in self._leases:
                 try:
-                    self._held[version] = self._opener.lease(self._request, snapshot)
+                    self._leases[version] = self._opener.lease(self._request, snapshot)
                 except DieselError as error:
-                    if version not in self._told:
+                    if version not in self._logged:
                         log.info("no lease on version %d: %s", version, error.message)
-                    self._told.add(version)
-        self._told &= wanted.keys()
-        for version in self._held.keys() - wanted:
-            lease = self._held.pop(version)
+                    self._logged.add(version)
+        self._logged &= wanted.keys()
+        for version in self._leases.keys() - wanted:
+            lease = self._leases.pop(version)
             if lease is not None:
                 lease.close()
 
     def close(self) -> None:
         """None any more."""
-        self.hold(())
+        self.set_versions(())

@@ -36,7 +36,7 @@ class Watches:
                     del self.users[entry]
                     self.unneeded[entry] = None
 
-    def stands(self, entry: int) -> bool:
+    def is_watched(self, entry: int) -> bool:
         """Whether an open of the entry is told."""
         return entry in self.users or entry in self.unneeded
 

@@ -24,12 +24,12 @@ from pathlib import Path
 from diesel_fs.accounts import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 from diesel_fs.errors import BusyError, DieselError, MetadataError, NoSpaceError, PermissionDenied
 
-from .folder import sync_folder, temporary_name
+from .folder import fsync_folder, object_temporary_name
 
 FILE = "accounts"
 """Beside the chunks, where the metadata are embedded; and `accounts.lock`."""
 
-NEVER = b""
+NO_TOKEN = b""
 
 _LOCK_S = 10.0
 _POLL_S = 0.02
@@ -39,11 +39,11 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 
 @dataclass(frozen=True, slots=True)
 class AccountState:
-    """All accounts at one moment. `token` names the state; it is `NEVER` where there never was a
+    """All accounts at one moment. `token` names the state; it is `NO_TOKEN` where there never was a
     table, or where it was lost (one whose last user was removed has a token).
     """
 
-    token: bytes = NEVER
+    token: bytes = NO_TOKEN
     accounts: Accounts = field(default_factory=dict)
 
 
@@ -130,7 +130,7 @@ class AccountFile(AccountTable):
 
     def _write(self, content: bytes) -> None:
         folder = os.stat(self.path.parent)
-        temporary = self.path.with_name(temporary_name())
+        temporary = self.path.with_name(object_temporary_name())
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb") as file:
@@ -144,7 +144,7 @@ class AccountFile(AccountTable):
             with suppress(OSError):
                 temporary.unlink()
             raise
-        sync_folder(self.path.parent)
+        fsync_folder(self.path.parent)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

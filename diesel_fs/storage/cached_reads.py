@@ -28,7 +28,7 @@ _syscall.argtypes = (
 )
 
 
-def read_cached(path: str, flags: int, start: int, room: memoryview) -> bool:
+def read_nowait_at(path: str, flags: int, start: int, room: memoryview) -> bool:
     """Fill `room` from a file, without waiting; False where that cannot be. Raises OSError."""
     how = _HOW.pack(flags, 0, _RESOLVE_CACHED)
     file = _syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))

@@ -28,23 +28,23 @@ from diesel_fs.errors import (
     TruncatedError,
     UsageError,
 )
-from diesel_fs.layout import FOLDER_NAME, MARKER, OBJECT_NAME
+from diesel_fs.layout import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 
-from .cloud_place import parse_place
+from ..entries import Bytes
+from .cloud_place import parse_bucket_url
 from .cloud_requests import (
-    Body,
+    AttemptLimits,
     BrokenBody,
     ChangedObject,
+    CloudObject,
     CloudRequests,
-    EmptyRange,
-    Found,
-    Limits,
-    NoConditions,
-    StoreGone,
+    ConditionsUnsupported,
+    PermanentStoreError,
+    RangeNotSatisfiable,
+    ResponseBody,
 )
 from .objects import (
     MARKER_BYTES_MAX,
-    Bytes,
     Leftover,
     ObjectInfo,
     ObjectStore,
@@ -56,7 +56,7 @@ from .objects import (
     encode_marker,
     parse_marker,
 )
-from .retries import AttemptFailed, Clock, Retrying, RetryingStore, RetryPolicy
+from .retries import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
 
 ONE_REQUEST_BYTES_MAX = 128 << 20
 """Larger objects go in parts: stores take 5 GiB at most in one request, and one stream is slow."""
@@ -73,17 +73,21 @@ def open_cloud(
     *,
     create: bool = False,
     environ: Mapping[str, str] | None = None,
-    limits: Limits | None = None,
+    limits: AttemptLimits | None = None,
     policy: RetryPolicy | None = None,
-    clock: Clock | None = None,
+    clock: RetryClock | None = None,
 ) -> RetryingStore:
     """The store at `s3://bucket/prefix` (also gs://, az://), tried again where that may help; with
     `create` it is made where the prefix is empty. Raises as `CloudStore.open` and `create`."""
-    limits, policy, clock = limits or Limits(), policy or RetryPolicy(), clock or Clock()
-    requests = CloudRequests(parse_place(url), environ, limits)
+    limits, policy, clock = (
+        limits or AttemptLimits(),
+        policy or RetryPolicy(),
+        clock or RetryClock(),
+    )
+    requests = CloudRequests(parse_bucket_url(url), environ, limits)
     begin = CloudStore.create if create else CloudStore.open
     attempt_s = limits.attempt_s(0, put=False)
-    retrying = Retrying(policy, clock, deadline_s=policy.deadline_s, attempt_s=attempt_s)
+    retrying = RetryLoop(policy, clock, deadline_s=policy.deadline_s, attempt_s=attempt_s)
     store = retrying.call(lambda: begin(requests))
     return RetryingStore(store, policy, attempt_s=limits.attempt_s, clock=clock)
 
@@ -91,19 +95,24 @@ def open_cloud(
 class CloudStore(ObjectStore):
     """Objects as objects, their names below the place's prefix."""
 
-    forks = False  # `cloud_requests` says why
+    fork_safe = False  # `cloud_requests` says why
 
     def __init__(
-        self, requests: CloudRequests, store_id: uuid.UUID, *, conditional: bool | None = None
+        self,
+        requests: CloudRequests,
+        store_id: uuid.UUID,
+        *,
+        supports_conditional_put: bool | None = None,
     ) -> None:
         """For `open` and `create`; also for a process that has been told what they found out.
 
-        `conditional`: whether the store knows conditional requests (None: to be found out).
+        `supports_conditional_put`: whether the store knows conditional requests (None: to be found
+        out).
         """
         self.store_id = store_id
-        self.conditional = conditional
+        self.supports_conditional_put = supports_conditional_put
         self._requests = requests
-        self._place = requests.place
+        self._location = requests.location
         self._unordered = False
 
     @classmethod
@@ -113,7 +122,7 @@ class CloudStore(ObjectStore):
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
             raise ObjectMissing(
-                f"{requests.place}: no DIESEL-FS store is here (no {MARKER})",
+                f"{requests.location}: no DIESEL-FS store is here (no {STORE_MARKER})",
                 advice="check the bucket and the prefix",
             ) from None
 
@@ -125,7 +134,7 @@ class CloudStore(ObjectStore):
         """
         with suppress(ObjectMissing):
             return cls.open(requests)
-        place = requests.place
+        place = requests.location
         if any(page for page in requests.pages(place.prefix, "")):
             with suppress(ObjectMissing):  # another may have made it since, and written into it
                 return cls.open(requests)
@@ -136,39 +145,39 @@ class CloudStore(ObjectStore):
         content = encode_marker(uuid.uuid4())
         try:
             with suppress(ObjectExists):  # another was first: its store is as good
-                requests.put(place.key(MARKER), [content], create=True)
-        except NoConditions:
-            requests.put(place.key(MARKER), [content], create=False)
+                requests.put(place.key(STORE_MARKER), [content], create=True)
+        except ConditionsUnsupported:
+            requests.put(place.key(STORE_MARKER), [content], create=False)
         return cls.open(requests)
 
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Where the store knows no conditional requests (`conditional` is False), and for what is
-        so large that it goes in parts, it is asked first whether the object is there: then two that
-        put one name in the same moment can both succeed, which names that are drawn at random rule
-        out in practice, and two snapshots of one version are the same."""
+        """Where the store knows no conditional requests (`supports_conditional_put` is False), and
+        for what is so large that it goes in parts, it is asked first whether the object is there:
+        then two that put one name in the same moment can both succeed, which names that are drawn
+        at random rule out in practice, and two snapshots of one version are the same."""
         check_name(name)
-        key = self._place.key(name)
-        if self.conditional is None:
-            self.conditional = self._find_out_conditional()
+        key = self._location.key(name)
+        if self.supports_conditional_put is None:
+            self.supports_conditional_put = self._find_out_conditional()
         in_parts = sum(memoryview(part).nbytes for part in parts) > ONE_REQUEST_BYTES_MAX
-        if (in_parts or not self.conditional) and self._is_there(key):
+        if (in_parts or not self.supports_conditional_put) and self._is_there(key):
             raise ObjectExists(f"{name}: exists already")
         if in_parts:
             self._requests.put_in_parts(key, parts)
         else:
-            self._requests.put(key, parts, create=self.conditional)
+            self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
         """Whether "only where there is none" is obeyed: by putting the marker, as it is, again."""
-        key = self._place.key(MARKER)
-        content = self._get(key, MARKER, 0, None)
+        key = self._location.key(STORE_MARKER)
+        content = self._get(key, STORE_MARKER, 0, None)
         try:
             self._requests.put(key, [content], create=True)
         except ObjectExists:
             return True
-        except NoConditions:
+        except ConditionsUnsupported:
             return False
         return False
 
@@ -181,11 +190,11 @@ class CloudStore(ObjectStore):
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
         check_mutable(name)
-        self._requests.put(self._place.key(name), parts, create=False)
+        self._requests.put(self._location.key(name), parts, create=False)
 
     def delete(self, name: str) -> None:
         check_deletable(name)
-        self._requests.delete(self._place.key(name))
+        self._requests.delete(self._location.key(name))
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
         """None: what is not written whole is no object. (Uploads in parts that were begun in this
@@ -201,7 +210,7 @@ class CloudStore(ObjectStore):
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         check_range(name, start, length)
-        return self._get(self._place.key(name), name, start, length)
+        return self._get(self._location.key(name), name, start, length)
 
     def _get(self, key: str, name: str, start: int, length: int | None) -> bytearray:
         if length == 0:
@@ -214,7 +223,7 @@ class CloudStore(ObjectStore):
                 content = bytearray(body.bytes_total - start if length is None else length)
                 until = self._until(len(content))
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
-        except EmptyRange:
+        except RangeNotSatisfiable:
             if self._check_end(key, name, start + (length or 0)) != start or length is not None:
                 raise _denied(name) from None
             return bytearray()
@@ -240,7 +249,7 @@ class CloudStore(ObjectStore):
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
         """Fill `view` from the version `etag` (None: any), and say which it was."""
-        key, end, until = self._place.key(name), start + len(view), self._until(len(view))
+        key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
             return etag
@@ -248,7 +257,7 @@ class CloudStore(ObjectStore):
             with self._requests.open(key, start, end, etag) as body:
                 _check_size(name, end, body.bytes_total)
                 etag, broken = body.etag, _fill(body, view, until)
-        except EmptyRange:
+        except RangeNotSatisfiable:
             self._check_end(key, name, end)
             raise _denied(name) from None
         except ObjectMissing as error:
@@ -300,7 +309,7 @@ class CloudStore(ObjectStore):
     def stat(self, name: str) -> ObjectInfo:
         check_name(name)
         try:
-            return _info(name, self._requests.head(self._place.key(name)))
+            return _info(name, self._requests.head(self._location.key(name)))
         except ObjectMissing as error:
             raise self._missing(name) from error
 
@@ -309,10 +318,10 @@ class CloudStore(ObjectStore):
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
-            return StoreGone(f"{self._place}: the store has gone (no {MARKER})")
+            return PermanentStoreError(f"{self._location}: the store has gone (no {STORE_MARKER})")
         if store_id != self.store_id:
-            return StoreGone(f"{self._place}: another store is in this place now")
-        return ObjectMissing(f"{name}: no such object in {self._place}")
+            return PermanentStoreError(f"{self._location}: another store is in this place now")
+        return ObjectMissing(f"{name}: no such object in {self._location}")
 
     # Listing
 
@@ -323,15 +332,15 @@ class CloudStore(ObjectStore):
         The marker has to be in a listing of everything.
         """
         check_prefix(prefix)
-        marker_due = MARKER.startswith(prefix) and after < MARKER
+        marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
             name = self._name(found.key)
-            if marker_due and name != MARKER:  # no other name is less
+            if marker_due and name != STORE_MARKER:  # no other name is less
                 break
             marker_due = False
             yield _info(name, found)
         if marker_due:
-            raise AttemptFailed(f"{self._place}: the listing is incomplete (no {MARKER})")
+            raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
         check_prefix(prefix)
@@ -346,7 +355,7 @@ class CloudStore(ObjectStore):
                     known.add(shown)
                     yield shown
 
-    def _ordered(self, prefix: str, after: str) -> Iterator[Found]:
+    def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
         """Lazily as long as pages come in order; from the first that does not, all are read first,
         and sorted."""
         if self._unordered:
@@ -366,10 +375,12 @@ class CloudStore(ObjectStore):
                 last = name
                 given.add(name)
                 yield found
-            if last == before or self._place.scheme == "az":  # Azure lists from the start each time
+            if (
+                last == before or self._location.scheme == "az"
+            ):  # Azure lists from the start each time
                 return
 
-    def _rest(self, prefix: str, after: str, last: str, given: "_Digest") -> Iterator[Found]:
+    def _rest(self, prefix: str, after: str, last: str, given: "_Digest") -> Iterator[CloudObject]:
         """What is to follow when all before `last` has been given, if that was all there is."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
@@ -379,26 +390,26 @@ class CloudStore(ObjectStore):
             else:
                 rest.append(found)
         if again != given:  # not to be gone on with: what was passed over lies before `last`
-            raise StoreGone(
-                f"{self._place}: the listing is not in order",
+            raise PermanentStoreError(
+                f"{self._location}: the listing is not in order",
                 advice="list again: it will be sorted",
             )
         yield from rest
 
-    def _sorted(self, prefix: str, after: str) -> Iterator[Found]:
+    def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
         """All there is, from as many listings as it takes until one shows nothing new."""
-        known: dict[str, Found] = {}
+        known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
             for seen, found in enumerate(self._ours(prefix, after, after)):
                 known.setdefault(found.key, found)
                 if seen > 2 * len(known) + _STRAY_KEYS_MAX:
-                    raise StoreGone(f"{self._place}: the listing goes in circles")
+                    raise PermanentStoreError(f"{self._location}: the listing goes in circles")
             if len(known) == before:
                 return iter([known[key] for key in sorted(known)])
-        raise AttemptFailed(f"{self._place}: no two listings agree")
+        raise AttemptFailed(f"{self._location}: no two listings agree")
 
-    def _ours(self, prefix: str, after: str, last: str) -> Iterator[Found]:
+    def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
         """Objects of ours as the store lists them behind `last`."""
         for page in self._pages(prefix, last):
             for found in page:
@@ -407,22 +418,24 @@ class CloudStore(ObjectStore):
                     if name > after and name.startswith(prefix):
                         yield found
                 elif _ENCODED.search(name) and OBJECT_NAME.fullmatch(_ENCODED.sub("/", name)):
-                    raise StoreGone(f"{self._place}: the store lists names in an encoding")
+                    raise PermanentStoreError(
+                        f"{self._location}: the store lists names in an encoding"
+                    )
 
-    def _pages(self, prefix: str, after: str) -> Iterator[Sequence[Found]]:
+    def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
         """Pages of the folder that a prefix lies in, from where it can begin."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
-        offset = self._place.key(plain) if plain else ""
-        key = self._place.key(folder) if folder else self._place.prefix
+        offset = self._location.key(plain) if plain else ""
+        key = self._location.key(folder) if folder else self._location.prefix
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
         """The name of a key; what lies outside of the store has one that no object has."""
-        if not self._place.prefix:
+        if not self._location.prefix:
             return key
-        start = f"{self._place.prefix}/"
+        start = f"{self._location.prefix}/"
         return key[len(start) :] if key.startswith(start) else f"/{key}"
 
 
@@ -445,7 +458,7 @@ class _Digest:
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
     """The store that is there. Raises ObjectMissing."""
-    with requests.open(requests.place.key(MARKER), 0, None, None) as body:
+    with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
             limit_s = requests.limits.attempt_s(len(content), put=False)
@@ -453,7 +466,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
     return parse_marker(content)
 
 
-def _fill(body: Body, view: memoryview, until: float) -> BrokenBody | None:
+def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
     """Read a body; where it breaks, how far it got."""
     try:
         body.fill(view, until)
@@ -468,10 +481,12 @@ def _check_size(name: str, end: int, size: int) -> None:
 
 
 def _denied(name: str) -> ObjectStoreError:
-    return AttemptFailed(f"{name}: the store denies that a range of it is there", unclear=False)
+    return AttemptFailed(
+        f"{name}: the store denies that a range of it is there", may_have_succeeded=False
+    )
 
 
-def _info(name: str, found: Found) -> ObjectInfo:
+def _info(name: str, found: CloudObject) -> ObjectInfo:
     return ObjectInfo(name, found.bytes, found.modified_ns)
 
 

@@ -16,11 +16,12 @@ from dataclasses import astuple
 from itertools import islice
 
 from .. import daemons
+from ..entries import Bytes
 from ..errors import DieselError, FormatError, UsageError
-from ..messages import described
+from ..messages import error_message
 from .cloud import open_cloud
-from .cloud_proxy import NAMES_AT_ONCE, Gone, receive_frame, send_frame
-from .objects import Bytes, ObjectStore
+from .cloud_proxy import NAMES_AT_ONCE, HelperDisconnected, receive_frame, send_frame
+from .objects import ObjectStore
 
 log = logging.getLogger("diesel.objects")
 
@@ -34,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     try:
         store = open_cloud(place, create="--create" in options)
     except DieselError as error:
-        daemons.report(described(error))
+        daemons.report(error_message(error))
         return error.exit_code
     daemons.report({"ready": True, "store": store.store_id.hex})
     serving: list[threading.Thread] = []
@@ -63,7 +64,7 @@ def _serve(connection: socket.socket, store: ObjectStore) -> None:
             while True:
                 call, payload = receive_frame(connection)
                 send_frame(connection, *_answer(store, call, payload))
-        except Gone:
+        except HelperDisconnected:
             pass
 
 
@@ -92,12 +93,12 @@ def _answer(
                 return {"value": [*store.foreign(prefix)]}, []
         raise UsageError(f"no call of an object store: {call!r:.80}")
     except FormatError as error:
-        return {**described(error), "offset": error.offset}, []
+        return {**error_message(error), "offset": error.offset}, []
     except DieselError as error:
-        return described(error), []
+        return error_message(error), []
     except Exception as error:
         log.exception("a call fails")
-        return described(DieselError(f"unexpected {type(error).__name__}: {error}")), []
+        return error_message(DieselError(f"unexpected {type(error).__name__}: {error}")), []
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _OTHER_CREDENTIALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BucketLocation:
     """A bucket (Azure: a container), and the prefix below which a store lies ("": all of it)."""
 
     scheme: Scheme
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BucketAccess:
     """How to reach a place. `options` holds secrets, so it is in no repr and no message."""
 
     host: str
@@ -63,7 +63,7 @@ class Access:
     options: Mapping[str, str] = field(repr=False)
 
 
-def parse_place(url: str) -> Place:
+def parse_bucket_url(url: str) -> BucketLocation:
     """The place that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
 
     Raises ConfigError, which repeats no more of the URL than is surely no secret.
@@ -93,26 +93,26 @@ def parse_place(url: str) -> Place:
             f"{scheme}://{parts.netloc}: {prefix[:80]!r} cannot be a prefix",
             advice="letters, digits, spaces and !_.*'()=+@,:- between single slashes",
         )
-    return Place(scheme, parts.netloc, prefix)
+    return BucketLocation(scheme, parts.netloc, prefix)
 
 
-def access_to(place: Place, environ: Mapping[str, str]) -> Access:
+def resolve_access(place: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
     """What is in force now. Raises ConfigError."""
     match place.scheme:
         case "s3":
             return _access_to_s3(environ)
         case "gs":
-            return Access("storage.googleapis.com", False, {})
+            return BucketAccess("storage.googleapis.com", False, {})
         case "az":
             account = environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
             endpoint = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
             if endpoint:
                 host, plain_http = _parse_endpoint(endpoint)
-                return Access(host, plain_http, {"endpoint": endpoint})
-            return Access(f"{account}.blob.core.windows.net", False, {})
+                return BucketAccess(host, plain_http, {"endpoint": endpoint})
+            return BucketAccess(f"{account}.blob.core.windows.net", False, {})
 
 
-def _access_to_s3(environ: Mapping[str, str]) -> Access:
+def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
     profile = _profile(environ)
     endpoint = (
         environ.get("AWS_ENDPOINT_URL_S3")
@@ -130,9 +130,9 @@ def _access_to_s3(environ: Mapping[str, str]) -> Access:
         found = profile
     options |= {name[4:]: found[name] for name in map(str.lower, _KEYS) if name in found}
     if not endpoint:
-        return Access(f"s3.{options['region']}.amazonaws.com", False, options)
+        return BucketAccess(f"s3.{options['region']}.amazonaws.com", False, options)
     host, plain_http = _parse_endpoint(endpoint)
-    return Access(host, plain_http, {**options, "endpoint": endpoint.rstrip("/")})
+    return BucketAccess(host, plain_http, {**options, "endpoint": endpoint.rstrip("/")})
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:

@@ -34,10 +34,11 @@ from typing import Self, cast
 import msgpack
 
 from .. import daemons
+from ..entries import Bytes
 from ..errors import DieselError, FormatError, ObjectStoreError, UsageError
-from ..messages import error_in
+from ..messages import parse_error
 from ..settings import state_folder
-from .objects import Bytes, Leftover, ObjectInfo, ObjectStore, check_prefix, check_range
+from .objects import Leftover, ObjectInfo, ObjectStore, check_prefix, check_range
 
 log = logging.getLogger("diesel.objects")
 
@@ -46,7 +47,7 @@ HELPER = (sys.executable, "-m", "diesel_fs.storage.cloud_helper")
 START_S = 90.0
 """How long a helper may take to come up: it asks for the store first, and tries that again."""
 
-PATIENCE_S = 600.0
+ANSWER_TIMEOUT_S = 600.0
 """How long an answer may take. The helper has shorter deadlines of its own, by size: this is for
 one that was stopped."""
 
@@ -58,7 +59,7 @@ _PARTS_AT_ONCE = 64  # in one system call
 _LOG = "buckets.log"
 
 
-class Gone(Exception):
+class HelperDisconnected(Exception):
     """Nobody is at the other end of a connection any more, or does not answer."""
 
 
@@ -78,7 +79,7 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
             if sent:
                 parts[first] = parts[first][sent:]
     except OSError as error:
-        raise Gone(str(error)) from error
+        raise HelperDisconnected(str(error)) from error
 
 
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
@@ -97,10 +98,10 @@ def _filled(at: socket.socket, room: memoryview) -> memoryview:
         while len(left):
             count = at.recv_into(left)
             if not count:
-                raise Gone("the connection has ended")
+                raise HelperDisconnected("the connection has ended")
             left = left[count:]
     except OSError as error:
-        raise Gone(str(error)) from error
+        raise HelperDisconnected(str(error)) from error
     return room
 
 
@@ -121,7 +122,7 @@ class _Open:
 class CloudProxy(ObjectStore):
     """The store that a helper has open."""
 
-    forks = True
+    fork_safe = True
 
     def __init__(self, place: str, control: socket.socket, store_id: uuid.UUID) -> None:
         self.store_id = store_id
@@ -146,11 +147,11 @@ class CloudProxy(ObjectStore):
         asked. Raises what the call raised."""
         try:
             return self._asked(call, payload, room)
-        except Gone:
+        except HelperDisconnected:
             pass
         try:
             return self._asked(call, payload, room)
-        except Gone as gone:
+        except HelperDisconnected as gone:
             raise self._lost() from gone
 
     def _asked(
@@ -166,12 +167,12 @@ class CloudProxy(ObjectStore):
         except BaseException as error:  # a Ctrl-C, too: the rest of the answer is still to come
             if connection is not None:
                 connection.close()
-            if isinstance(error, Gone):
+            if isinstance(error, HelperDisconnected):
                 self._leave(control)
             raise
         self._give_back(connection, control)
         assert isinstance(answer, dict)
-        if (found := error_in(answer)) is not None:
+        if (found := parse_error(answer)) is not None:
             if isinstance(found, FormatError):
                 found.offset = answer["offset"]
             raise found
@@ -188,8 +189,8 @@ class CloudProxy(ObjectStore):
                 socket.send_fds(control, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise Gone(str(error)) from error
-        ours.settimeout(PATIENCE_S)
+            raise HelperDisconnected(str(error)) from error
+        ours.settimeout(ANSWER_TIMEOUT_S)
         self._all.add(ours)
         return ours
 
@@ -218,7 +219,7 @@ class CloudProxy(ObjectStore):
                 log.warning("the helper that speaks to %s has ended: another starts", self._place)
                 self._open.close()
 
-    def rest(self) -> None:
+    def close_idle(self) -> None:
         with self._lock:
             self._open.close()
 
@@ -241,7 +242,7 @@ class CloudProxy(ObjectStore):
         """Not sent again where a helper has gone: whether the object is there is unknown then."""
         try:
             self._asked(("put", name), parts, None)
-        except Gone as gone:
+        except HelperDisconnected as gone:
             raise self._lost() from gone
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
@@ -304,13 +305,13 @@ def _started(place: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
         start = file.tell()
         try:
             said = daemons.start(
-                command, b"", file, log, what=f"the helper that speaks to {place}",
+                command, b"", file, log, daemon_name=f"the helper that speaks to {place}",
                 deadline_s=START_S, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         except BaseException as error:
             ours.close()
             if isinstance(error, DieselError):
-                daemons.add_last_lines(error, file, start)
+                daemons.add_log_tail(error, file, start)
             raise
     return ours, uuid.UUID(hex=str(said["store"]))
 

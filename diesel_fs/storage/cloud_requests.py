@@ -47,8 +47,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.names import shown
 
-from .cloud_place import Place, access_to
-from .objects import Bytes
+from ..entries import Bytes
+from .cloud_place import BucketLocation, resolve_access
 from .retries import AttemptFailed
 
 if TYPE_CHECKING:  # the library has these names for type checkers alone
@@ -97,23 +97,23 @@ class ChangedObject(AttemptFailed):
     """The object is no longer the one that was begun to be read."""
 
 
-class NoConditions(ObjectStoreError):
+class ConditionsUnsupported(ObjectStoreError):
     """The store does not know conditional requests."""
 
     retry = False
 
 
-class StoreGone(ObjectStoreError):
+class PermanentStoreError(ObjectStoreError):
     """It will not answer otherwise until somebody does something."""
 
     retry = False
 
 
-class UnlistableKey(StoreGone):
+class UnlistableKey(PermanentStoreError):
     """A key in the store is no path, and the library lists nothing of the page that it is on."""
 
 
-class EmptyRange(ObjectStoreError):
+class RangeNotSatisfiable(ObjectStoreError):
     """Nothing of the range is there."""
 
     retry = False
@@ -124,7 +124,7 @@ class ExpiredCredentials(ObjectStoreRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AttemptLimits:
     """How long an attempt may take."""
 
     connect_s: float = 5.0
@@ -142,7 +142,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CloudObject:
     """An object as the store describes it."""
 
     key: str
@@ -170,17 +170,17 @@ os.register_at_fork(after_in_child=_process.forked)
 def check_process() -> None:
     """Raise where a request would hang; from now on this process sends requests."""
     if _process.inherited:
-        raise StoreGone(
+        raise PermanentStoreError(
             "an object store in the cloud was used before this process was forked",
             advice="use it first in the child, or start the child as a program of its own",
         )
     _process.sent = True
 
 
-class Body:
+class ResponseBody:
     """The body of an answer, and what is known of the object before a byte of it is read."""
 
-    def __init__(self, result: "GetResult", where: str, limits: Limits) -> None:
+    def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
         self.bytes_total = meta["size"]
         self.etag = meta["e_tag"]
@@ -221,12 +221,12 @@ class CloudRequests:
 
     def __init__(
         self,
-        place: Place,
+        location: BucketLocation,
         environ: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        limits: AttemptLimits | None = None,
     ) -> None:
-        self.place = place
-        self.limits = limits or Limits()
+        self.location = location
+        self.limits = limits or AttemptLimits()
         self._environ = environ
         self._clients: dict[float, _Client] = {}
         self._host = ""
@@ -238,8 +238,8 @@ class CloudRequests:
         nothing is left behind where it fails.
 
         The buffers are sent as they lie. With `create` only where there is none (ObjectExists;
-        NoConditions where the store cannot say). S3 gets a SHA-256 along (in a header, and in the
-        signature) and refuses what does not fit it; elsewhere TLS has to do.
+        ConditionsUnsupported where the store cannot say). S3 gets a SHA-256 along (in a header, and
+        in the signature) and refuses what does not fit it; elsewhere TLS has to do.
         """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         size = sum(map(len, views))
@@ -277,11 +277,13 @@ class CloudRequests:
         self._send("write", key, send, self.limits.attempt_s(PART_BYTES, put=True))
 
     @contextmanager
-    def open(self, key: str, start: int, end: int | None, etag: str | None) -> Iterator[Body]:
+    def open(
+        self, key: str, start: int, end: int | None, etag: str | None
+    ) -> Iterator[ResponseBody]:
         """Begin to read from `start` to `end` (None: to the object's end), which must be in order.
 
         The answer is of what is there of the range; ObjectMissing; ChangedObject where `etag` is
-        given and no longer the object's; EmptyRange where nothing of the range is there.
+        given and no longer the object's; RangeNotSatisfiable where nothing of the range is there.
         """
         options: GetOptions = {}
         if end is not None:
@@ -291,8 +293,10 @@ class CloudRequests:
         if etag is not None:
             options["if_match"] = etag
 
-        def begin(client: _Client) -> Body:
-            return Body(obstore.get(client, key, options=options), self._at(key), self.limits)
+        def begin(client: _Client) -> ResponseBody:
+            return ResponseBody(
+                obstore.get(client, key, options=options), self._at(key), self.limits
+            )
 
         with self._slot():
             body = self._attempt("read", key, begin, _WHOLE_READ_S)
@@ -300,7 +304,7 @@ class CloudRequests:
                 raise AttemptFailed(f"{self._at(key)}: the answer is of another range")
             yield body
 
-    def head(self, key: str) -> Found:
+    def head(self, key: str) -> CloudObject:
         """What is known of an object. Raises ObjectMissing (also where the bucket is missing)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
@@ -311,7 +315,7 @@ class CloudRequests:
         except ObjectMissing:
             return
 
-    def pages(self, folder: str, after: str) -> Iterator[list[Found]]:
+    def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
         """What the store lists below the key `folder` ("": everywhere) behind the key `after`, as
         it comes: nothing is promised about order, repetition, or that it is below `folder`."""
         keys, renewed = self._begin_list(folder, after), False
@@ -353,9 +357,9 @@ class CloudRequests:
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
-                f"{self.place}: {REQUESTS_MAX} requests are under way, and none ended in"
+                f"{self.location}: {REQUESTS_MAX} requests are under way, and none ended in"
                 f" {self.limits.stall_s:g} s",
-                unclear=False,
+                may_have_succeeded=False,
             )
         try:
             yield
@@ -377,7 +381,7 @@ class CloudRequests:
             return act()
         except (BaseError, OSError, ValueError) as error:
             # Without its cause: an address in it may hold a signature.
-            raise self._meaning(doing, key, error) from None
+            raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
         """The client whose requests take no longer: the library has no time-out for one alone.
@@ -387,7 +391,9 @@ class CloudRequests:
         """
         client = self._clients.get(request_s)
         if client is None:
-            access = access_to(self.place, os.environ if self._environ is None else self._environ)
+            access = resolve_access(
+                self.location, os.environ if self._environ is None else self._environ
+            )
             self._host = access.host
             options: ClientConfig = {
                 "allow_http": access.plain_http,
@@ -396,14 +402,14 @@ class CloudRequests:
             }
             if request_s == _WHOLE_READ_S:
                 options["read_timeout"] = timedelta(seconds=self.limits.stall_s)
-            client = _make_client(self.place, access.options, options)
+            client = _make_client(self.location, access.options, options)
             self._clients[request_s] = client
         return client
 
     def _at(self, key: str) -> str:
-        return f"{self.place.scheme}://{self.place.bucket}/{key} at {self._host}"
+        return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
-    def _meaning(self, doing: str, key: str, error: Exception) -> DieselError:
+    def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
         """What an error of the library's says, in our words and without its addresses."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
@@ -419,7 +425,7 @@ class CloudRequests:
         if status == 0:
             return _no_answer(what, text)
         if doing == "list" and status == 400 and code == "InvalidArgument":
-            return AttemptFailed(f"{what}: its token is refused", unclear=False)
+            return AttemptFailed(f"{what}: its token is refused", may_have_succeeded=False)
         return _meaning_of_status(
             f"{what}: {code or 'HTTP'} ({status})",
             status,
@@ -440,7 +446,9 @@ def _fault_of_key(text: str) -> str:
 
 def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> DieselError:
     if code in _NO_BUCKET:
-        return StoreGone(f"{what}: no such bucket", advice="check its name, and create it first")
+        return PermanentStoreError(
+            f"{what}: no such bucket", advice="check its name, and create it first"
+        )
     if code in _CLOCK:
         return ObjectStoreRefused(what, advice="this machine's clock is wrong by minutes: set it")
     if code in _EXPIRED:
@@ -450,7 +458,7 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
     if exists and (status in (304, 412) or code in _EXISTS):
         return ObjectExists(f"{what}: exists already")
     if code == "NoSuchUpload":  # somebody ended it: perhaps we, by a request whose answer was lost
-        return AttemptFailed(what, unclear=True)
+        return AttemptFailed(what, may_have_succeeded=True)
     match status:
         case 401 | 403:
             # To whoever may not list a bucket, S3 says this of keys that are not there.
@@ -458,17 +466,19 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
         case 404:
             return ObjectMissing(f"{what}: no such object")
         case 412:
-            return ChangedObject(f"{what}: it has changed meanwhile", unclear=False)
+            return ChangedObject(f"{what}: it has changed meanwhile", may_have_succeeded=False)
         case 416:
-            return EmptyRange(what)
+            return RangeNotSatisfiable(what)
         case 301 | 302 | 307 | 308:
-            return StoreGone(f"{what}: it is elsewhere", advice="set AWS_REGION, or the endpoint")
+            return PermanentStoreError(
+                f"{what}: it is elsewhere", advice="set AWS_REGION, or the endpoint"
+            )
         case _ if status == 501 or code in _UNCONDITIONAL:
-            return NoConditions(what)
+            return ConditionsUnsupported(what)
         case _ if status in _TRANSIENT or status > 507:
             pause_s = _THROTTLED_PAUSE_S if status in _THROTTLED else 0.0
-            return AttemptFailed(what, unclear=status >= 500, pause_s_min=pause_s)
-    return StoreGone(what)
+            return AttemptFailed(what, may_have_succeeded=status >= 500, pause_s_min=pause_s)
+    return PermanentStoreError(what)
 
 
 def _no_answer(what: str, text: str) -> DieselError:
@@ -479,17 +489,21 @@ def _no_answer(what: str, text: str) -> DieselError:
             advice="set AWS_ACCESS_KEY_ID and its secret, or a profile",
         )
     if "redirect without LOCATION" in text:
-        return StoreGone(f"{what}: the bucket is in another region", advice="set AWS_REGION")
+        return PermanentStoreError(
+            f"{what}: the bucket is in another region", advice="set AWS_REGION"
+        )
     if "non-partial response" in text:  # the whole object, or an error page as a 200
         return AttemptFailed(f"{what}: the answer is not of the range that was asked for")
     if "invalid list response" in text:
         return AttemptFailed(f"{what}: the answer is no listing")
     if re.search("certificate|UnknownIssuer|InvalidCertificate", text):
-        return StoreGone(f"{what}: its certificate is not trusted")
+        return PermanentStoreError(f"{what}: its certificate is not trusted")
     if "BadScheme" in text:
-        return StoreGone(f"{what}: it leads from https to http, which is refused")
+        return PermanentStoreError(f"{what}: it leads from https to http, which is refused")
     if "kind: Redirect" in text:
-        return StoreGone(f"{what}: it leads nowhere", advice="set AWS_REGION, or the endpoint")
+        return PermanentStoreError(
+            f"{what}: it leads nowhere", advice="set AWS_REGION, or the endpoint"
+        )
     for found, reason, unclear in (
         ("dns error", "no such host", False),
         ("Connection refused", "connection refused", False),
@@ -498,11 +512,13 @@ def _no_answer(what: str, text: str) -> DieselError:
         ("kind: Timeout", "no answer in time", True),
     ):
         if found in text:
-            return AttemptFailed(f"{what}: {reason}", unclear=unclear)
+            return AttemptFailed(f"{what}: {reason}", may_have_succeeded=unclear)
     return AttemptFailed(f"{what}: the connection broke")
 
 
-def _make_client(place: Place, options: Mapping[str, str], client: "ClientConfig") -> _Client:
+def _make_client(
+    place: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
+) -> _Client:
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match place.scheme:
@@ -529,7 +545,7 @@ def _make_client(place: Place, options: Mapping[str, str], client: "ClientConfig
                     retry_config=retry,
                 )
     except (BaseError, ValueError):  # its text may show what it could not read
-        raise StoreGone(
+        raise PermanentStoreError(
             f"{place}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
         ) from None
@@ -540,7 +556,7 @@ def _put_class(size: int) -> int:
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()
 
 
-def _found(meta: "ObjectMeta") -> Found:
+def _found(meta: "ObjectMeta") -> CloudObject:
     modified = meta["last_modified"]
     # Whole seconds: listings have fractions that single objects' headers have not.
-    return Found(meta["path"], meta["size"], int(modified.timestamp()) * 10**9, meta["e_tag"])
+    return CloudObject(meta["path"], meta["size"], int(modified.timestamp()) * 10**9, meta["e_tag"])

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..entries import Bytes
 from .network_lease import file_system_of
-from .objects import Bytes
 
 DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20

@@ -33,13 +33,13 @@ from diesel_fs.errors import (
     TruncatedError,
     UsageError,
 )
-from diesel_fs.layout import FOLDER_NAME, MARKER, OBJECT_NAME
+from diesel_fs.layout import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 
-from .cached_reads import read_cached
+from ..entries import Bytes
+from .cached_reads import read_nowait_at
 from .direct_writes import takes_direct, write_direct
 from .objects import (
     MARKER_BYTES_MAX,
-    Bytes,
     Leftover,
     ObjectInfo,
     ObjectStore,
@@ -99,7 +99,7 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "open the store", root) from error
         raise ObjectMissing(
-            f"{root}: no DIESEL-FS store is here (no {MARKER})",
+            f"{root}: no DIESEL-FS store is here (no {STORE_MARKER})",
             advice="check the path, and that what should be mounted there is mounted",
         )
 
@@ -116,18 +116,18 @@ class FolderStore(ObjectStore):
             content = os.listdir(root)
         except OSError as error:
             raise _store_error(error, "create a store", root) from error
-        ours = {MARKER, _OF_THE_FILE_SYSTEM}
-        if MARKER not in content:
+        ours = {STORE_MARKER, _OF_THE_FILE_SYSTEM}
+        if STORE_MARKER not in content:
             strange = any(name not in ours and not _TEMPORARY.fullmatch(name) for name in content)
             # Looked at again: another put may have made the store since, and written into it.
-            if strange and not os.path.lexists(os.path.join(root, MARKER)):
+            if strange and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
                     f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
                     advice="name a folder that is empty or does not exist",
                 )
             store_id = uuid.uuid4()
             with contextlib.suppress(ObjectExists):  # another put was first: its store is as good
-                cls(root, store_id)._write(MARKER, [encode_marker(store_id)], _link)
+                cls(root, store_id)._write(STORE_MARKER, [encode_marker(store_id)], _link)
         return cls.open(root)
 
     # Writing
@@ -160,7 +160,7 @@ class FolderStore(ObjectStore):
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
-        temporary = os.path.join(self.root, folder, temporary_name())
+        temporary = os.path.join(self.root, folder, object_temporary_name())
         final = os.path.join(self.root, name)
         try:
             _write_file(temporary, parts, direct=self._takes_direct(folder))
@@ -169,7 +169,7 @@ class FolderStore(ObjectStore):
             _unlink_quietly(temporary)
             raise
         try:
-            sync_folder(os.path.dirname(final))
+            fsync_folder(os.path.dirname(final))
         except OSError:
             # Visible, but nobody knows for how long, and it has not been acknowledged.
             if publish is _link:
@@ -186,7 +186,7 @@ class FolderStore(ObjectStore):
         """Make a folder and those above it, durably: each one's parent is synced."""
         if folder in self._durable:
             return
-        self._check_here()  # never fill an empty mount point
+        self._check_store_present()  # never fill an empty mount point
         upper = folder.rpartition("/")[0]
         if upper:
             self._make_folder(upper)
@@ -202,10 +202,10 @@ class FolderStore(ObjectStore):
         except OSError as error:
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
-            self._check_here()
+            self._check_store_present()
         try:
             # Also where it was absent: whoever unlinked it may have died before this.
-            sync_folder(os.path.dirname(path))
+            fsync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
@@ -251,10 +251,10 @@ class FolderStore(ObjectStore):
                 _read_full(fd, name, start, room[:size])
                 yield room[:size].toreadonly()
 
-    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
         check_range(name, start, None)
         try:
-            return read_cached(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
+            return read_nowait_at(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
         except OSError:
             return False
 
@@ -288,18 +288,18 @@ class FolderStore(ObjectStore):
         """ObjectMissing only where the store is there to say so."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
-        self._check_here()
+        self._check_store_present()
         return ObjectMissing(f"{name}: no such object in {self.root}")
 
-    def _check_here(self) -> None:
+    def _check_store_present(self) -> None:
         """Raise ObjectStoreError where the folder no longer is the store that was opened."""
         try:
             store_id = _read_marker(self.root)
         except OSError as error:
             if error.errno not in _MISSING:
-                raise _store_error(error, "read", f"{self.root}/{MARKER}") from error
+                raise _store_error(error, "read", f"{self.root}/{STORE_MARKER}") from error
             raise ObjectStoreError(
-                f"{self.root}: the store has gone (no {MARKER})",
+                f"{self.root}: the store has gone (no {STORE_MARKER})",
                 advice="check that it is still mounted",
             ) from error
         if store_id != self.store_id:
@@ -372,7 +372,7 @@ class FolderStore(ObjectStore):
         except OSError as error:
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
-        self._check_here()
+        self._check_store_present()
         return ()  # never made, or removed since its parent was read
 
 
@@ -392,7 +392,7 @@ def _real_path(path: str | os.PathLike[str]) -> str:
 
 
 def _read_marker(root: str) -> uuid.UUID:
-    fd = os.open(os.path.join(root, MARKER), _READ_FLAGS)
+    fd = os.open(os.path.join(root, STORE_MARKER), _READ_FLAGS)
     try:
         return parse_marker(os.read(fd, MARKER_BYTES_MAX))
     finally:
@@ -415,14 +415,14 @@ def _make_folder_durably(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
-        sync_folder(os.path.dirname(path))
+        fsync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
             os.rmdir(path)  # so that the next try makes it anew rather than syncs it again
         raise
 
 
-def sync_folder(path: str | os.PathLike[str]) -> None:
+def fsync_folder(path: str | os.PathLike[str]) -> None:
     """Make the names in a folder durable, as far as its file system lets one ask for it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -434,7 +434,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-def temporary_name() -> str:
+def object_temporary_name() -> str:
     """`.tmp-<host>-<pid>-<random>`: says whose it is, to whoever finds it."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"

@@ -10,31 +10,31 @@ from typing import Self
 from uuid import UUID
 
 from diesel_fs.errors import DieselError
-from diesel_fs.storage.metadata import HOLD_S_MAX, Hold, MetadataStore
+from diesel_fs.storage.metadata import COMMIT_LOCK_S_MAX, CommitLock, MetadataStore
 
 log = logging.getLogger("diesel.metadata")
 
 
-class Holding:
+class RenewingCommitLock:
     """A hold that is begun when it is needed, renewed while it is, and released at the end."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store
         self._identity = identity
-        self._hold: Hold | None = None
+        self._hold: CommitLock | None = None
         self._since_s = 0.0
 
-    def begin(self) -> None:
+    def lock(self) -> None:
         """Hold commits back from now on."""
-        before, self._hold = self._hold, self._store.hold(self._identity, HOLD_S_MAX)
+        before, self._hold = self._hold, self._store.lock_commits(self._identity, COMMIT_LOCK_S_MAX)
         self._since_s = time.monotonic()
         if before is not None:
             before.release()
 
     def renew(self) -> None:
         """Called again and again while something long goes on."""
-        if self._hold is not None and time.monotonic() > self._since_s + HOLD_S_MAX / 3:
-            self.begin()
+        if self._hold is not None and time.monotonic() > self._since_s + COMMIT_LOCK_S_MAX / 3:
+            self.lock()
 
     def __enter__(self) -> Self:
         return self

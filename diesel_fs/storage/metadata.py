@@ -24,7 +24,7 @@ from diesel_fs.chunk_id import stamp
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
 from diesel_fs.errors import MetadataError, NoSuchDataset, NotFoundError, UsageError
 
-HOLD_S_MAX = 60.0
+COMMIT_LOCK_S_MAX = 60.0
 """Longer holds are refused, and one that seems to last longer is void: a clock has gone back."""
 
 DIGEST_MODULUS = 1 << 128
@@ -32,20 +32,20 @@ DIGEST_MODULUS = 1 << 128
 _FEW_CHUNKS = 64  # are asked for one by one, more by the whole table
 
 
-class Restarted(MetadataError):
+class StoreRestarted(MetadataError):
     """The store is another run than the one that was vouched for: it may have come back older, and
-    a commit would hide what it has lost. `mend` it for `run` first.
+    a commit would hide what it has lost. `repair` it for `run_id` first.
     """
 
     def __init__(self, run: str) -> None:
         super().__init__(
             "the metadata store has been restarted, and may have lost something", advice="try again"
         )
-        self.run = run
+        self.run_id = run
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class DatasetHead:
     """What a metadata store says of a dataset's state as a whole, at one version."""
 
     identity: UUID
@@ -64,14 +64,14 @@ class Batch:
 
     `rows.chunks` is this chunk alone. An entry that is one of several extents of its file has
     `record.extents` > 1 and one `EXTENT` as its tail. `stamps` has, by row, those that are not the
-    entry's own place (this chunk and `record.place`). `moved`: purge wrote this chunk.
+    entry's own place (this chunk and `record.place`). `by_purge`: purge wrote this chunk.
     """
 
     chunk: ChunkInfo
     uploaded_ns: int
     rows: Rows
     stamps: Mapping[int, Stamp]
-    moved: bool = False
+    by_purge: bool = False
 
     def stamp(self, i: int) -> Stamp:
         """The stamp of row i."""
@@ -105,7 +105,7 @@ class Batch:
             raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
 
 
-Late = Callable[[Collection[ChunkId]], Iterable[Batch]]
+ReadCommitted = Callable[[Collection[ChunkId]], Iterable[Batch]]
 """What chunks bring that were committed while the state was rebuilt."""
 
 
@@ -125,10 +125,10 @@ class StampedRows(Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What has become of a dataset since some version, all of it true at `marker.version`."""
+class MetadataChanges:
+    """What has become of a dataset since some version, all of it true at `head.version`."""
 
-    marker: Marker
+    head: DatasetHead
     rows: Rows
     chunks: Sequence[ChunkInfo]  # all of the dataset, not only the new ones
 
@@ -143,7 +143,7 @@ class ChunkRecord(NamedTuple):
     holes: int  # of its entries, how many have been replaced or deleted
 
 
-class Hold:
+class CommitLock:
     """Holds a dataset's commits back until released, at the latest until its time is over."""
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -182,9 +182,9 @@ def next_version(previous: int, clock_ns: int) -> int:
     return max(previous + 1, clock_ns // 1000)
 
 
-def rebuilt_version(previous: int, above: int, chunks: int, clock_ns: int) -> int:
-    """The version of a rebuilt state of so many chunks, after `previous` and `above`."""
-    before = max(previous, above)
+def rebuilt_version(previous: int, newer_than: int, chunks: int, clock_ns: int) -> int:
+    """The version of a rebuilt state of so many chunks, after `previous` and `newer_than`."""
+    before = max(previous, newer_than)
     return next_version(before, clock_ns) if chunks or before else 0
 
 
@@ -202,15 +202,15 @@ class MetadataStore(ABC):
         for all its writers."""
 
     @abstractmethod
-    def markers(self) -> list[Marker]:
+    def heads(self) -> list[DatasetHead]:
         """The markers of all datasets that this store knows, by name."""
 
     @abstractmethod
-    def marker(self, name: str) -> Marker:
+    def head(self, name: str) -> DatasetHead:
         """The marker of a dataset. Raises NoSuchDataset."""
 
     @abstractmethod
-    def create(self, name: str, identity: UUID) -> Marker:
+    def create(self, name: str, identity: UUID) -> DatasetHead:
         """Make an empty dataset. Idempotent. Raises ConflictError where the name or the identity
         belongs to another; then nothing has changed.
         """
@@ -224,7 +224,7 @@ class MetadataStore(ABC):
         """Fold chunks in; the new version comes back. Atomic: all of them whole, or nothing.
 
         Per path the greatest stamp wins, among equal ones the greatest ID of the holding chunk; the
-        loser's place becomes a hole of its chunk. A batch that `moved` only replaces places of
+        loser's place becomes a hole of its chunk. A batch that `by_purge` only replaces places of
         equal stamp, and never inserts one. A version of several extents waits aside until all are
         there; until then the version before stands, and is no hole. Places that no row names, below
         the greatest that one does, are holes from the start: the chunk itself replaced them.
@@ -232,11 +232,11 @@ class MetadataStore(ABC):
         So the state depends on which chunks have been committed, not on their order. A chunk that
         is known already changes nothing; where that goes for all, the current version comes back.
         The version moves once, with everything else: nobody sees the one without the other. What
-        has been committed survives a crash of this process on return, a power cut after `durable`.
-        Raises Restarted where the store may have lost something (`doubt`).
+        has been committed survives a crash of this process on return, a power cut after `sync`.
+        Raises Restarted where the store may have lost something (`needs_repair`).
         """
 
-    def doubt(self, identity: UUID) -> str:
+    def needs_repair(self, identity: UUID) -> str:
         """The run of the store, if it is another one than that which was last vouched for; nothing
         where there is no doubt that what has been acknowledged is there.
 
@@ -245,10 +245,10 @@ class MetadataStore(ABC):
         """
         return ""
 
-    def mend(self, identity: UUID, run: str, batches: Iterable[Batch]) -> None:
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
         """Fold in what a run of the store may have lost, and vouch for it.
 
-        `batches` bring all that has been acknowledged and is not in the state as `run` has it.
+        `batches` bring all that has been acknowledged and is not in the state as `run_id` has it.
         Raises Restarted where that is not the run any more.
         """
         for batch in batches:
@@ -294,23 +294,23 @@ class MetadataStore(ABC):
         name: str,
         identity: UUID,
         batches: Iterable[Batch],
-        late: Late | None = None,
-        above: int = 0,
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
     ) -> int:
         """Replace all that is known of a dataset by the fold over `batches`; the new version.
 
         Commits go on meanwhile, however long it takes: what is committed after `batches` has been
-        asked for its first comes `late`, several times where it is much, and is in the new state,
-        too. Commits wait while the last few of it come; nothing may take long then. So `batches`
-        has to look for chunks when it is asked for its first, and not before. What is forgotten
-        meanwhile may be back: who forgets looks again, as does who rebuilds.
+        asked for its first comes `read_committed`, several times where it is much, and is in the
+        new state, too. Commits wait while the last few of it come; nothing may take long then. So
+        `batches` has to look for chunks when it is asked for its first, and not before. What is
+        forgotten meanwhile may be back: who forgets looks again, as does who rebuilds.
 
         Atomic: others see the state before until the whole new one is there; an error of the
         iterables leaves the state before. The version is greater than that of the state before, and
-        than `above` (the greatest that anybody else knows of), also where nothing was folded: a
-        version never has two contents. It is 0 only where nothing is, was or has ever been. Raises
-        ConflictError as `create`, NoSuchDataset where the dataset is dropped meanwhile, BusyError
-        where something was committed meanwhile and there is no `late`.
+        than `newer_than` (the greatest that anybody else knows of), also where nothing was folded:
+        a version never has two contents. It is 0 only where nothing is, was or has ever been.
+        Raises ConflictError as `create`, NoSuchDataset where the dataset is dropped meanwhile,
+        BusyError where something was committed meanwhile and there is no `read_committed`.
         """
 
     @abstractmethod
@@ -330,7 +330,7 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def changes(self, identity: UUID, since: int) -> Changes:
+    def changes(self, identity: UUID, since: int) -> MetadataChanges:
         """One state of a dataset, and what is in it that was not at version `since`.
 
         `rows` are those of which a chunk has been committed after `since`, tombstones included;
@@ -348,11 +348,11 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def durable(self) -> None:
+    def sync(self) -> None:
         """Everything that was committed before the call survives a power cut on return."""
 
     @abstractmethod
-    def hold(self, identity: UUID, seconds: float) -> Hold:
+    def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
         """Hold all commits to a dataset back (this process's, too): they wait, and raise BusyError
         when their deadline passes. For an export that keeps losing the race. Several may hold.
         """

@@ -106,7 +106,7 @@ def _conflict_fault(first: int, second: int) -> str:
     return "two at once get the same lock"
 
 
-def this_host() -> str:
+def host_boot_id() -> str:
     """The identity of this host's kernel: containers on it share it, and its locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -132,7 +132,7 @@ class HostLease:
 
     def __init__(self, path: Path, host: str = "", clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._host = host or this_host()
+        self._host = host or host_boot_id()
         self._clock = clock
         self._process = 0
         self._token = ""

@@ -5,7 +5,7 @@ retry, latency, counting and faults are made. Does not own: the names (`layout.p
 an object, and when one may be deleted (the repository decides that).
 
 Concurrency: every method of a store may be called from many threads and processes at once; all
-are synchronous and block. Unless it says so (`forks`), a store may be used in a forked child.
+are synchronous and block. Unless it says so (`fork_safe`), a store may be used in a forked child.
 """
 
 import json
@@ -15,10 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import CorruptError, ForeignError, NewerVersionError, UsageError
-from diesel_fs.layout import FOLDER_NAME, IDENTITY_TEXT, MARKER, MUTABLE_NAME, OBJECT_NAME
-
-Bytes = bytes | bytearray | memoryview
+from diesel_fs.layout import FOLDER_NAME, IDENTITY_TEXT, MUTABLE_NAME, OBJECT_NAME, STORE_MARKER
 
 MARKER_BYTES_MAX = 4096
 STORE_FORMAT = 1
@@ -39,8 +38,8 @@ def check_mutable(name: str) -> None:
 def check_deletable(name: str) -> None:
     """Raise UsageError where `name` is none of ours, or the marker, which stays."""
     check_name(name)
-    if name == MARKER:
-        raise UsageError(f"{MARKER} is not deleted: it tells a store from an empty folder")
+    if name == STORE_MARKER:
+        raise UsageError(f"{STORE_MARKER} is not deleted: it tells a store from an empty folder")
 
 
 def check_range(name: str, start: int, length: int | None) -> None:
@@ -67,19 +66,19 @@ def parse_marker(content: Bytes) -> uuid.UUID:
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{MARKER}: not JSON: {error}") from None
+        raise CorruptError(f"{STORE_MARKER}: not JSON: {error}") from None
     if not isinstance(fields, dict) or "diesel-fs" not in fields:
-        raise ForeignError(f"{MARKER}: not the marker of a DIESEL-FS store")
+        raise ForeignError(f"{STORE_MARKER}: not the marker of a DIESEL-FS store")
     store, version = fields["diesel-fs"], fields.get("format")
     if not isinstance(version, int) or version < 1:
-        raise CorruptError(f"{MARKER}: no format version")
+        raise CorruptError(f"{STORE_MARKER}: no format version")
     if version > STORE_FORMAT:
         raise NewerVersionError(
-            f"{MARKER}: format {version}, and this program knows {STORE_FORMAT}",
+            f"{STORE_MARKER}: format {version}, and this program knows {STORE_FORMAT}",
             advice="use a newer diesel-fs",
         )
     if not isinstance(store, str) or not re.fullmatch(IDENTITY_TEXT, store):
-        raise CorruptError(f"{MARKER}: no store UUID")
+        raise CorruptError(f"{STORE_MARKER}: no store UUID")
     return uuid.UUID(hex=store)
 
 
@@ -107,7 +106,9 @@ Part = tuple[str, int, int]
 """Of an object: its name, where the part starts, and its bytes."""
 
 
-def together(parts: Sequence[Part], count_max: int, bytes_max: int) -> Iterator[Sequence[Part]]:
+def batched_parts(
+    parts: Sequence[Part], count_max: int, bytes_max: int
+) -> Iterator[Sequence[Part]]:
     """Parts in their order, as many at once as one request may have; a larger one is alone."""
     begin = total = 0
     for end, (_, _, size) in enumerate(parts):
@@ -130,14 +131,14 @@ class ObjectStore(ABC):
 
     store_id: uuid.UUID
 
-    forks: bool = True
+    fork_safe: bool = True
     """Whether a forked child may use it. Else the child must become a program that opens it."""
 
-    joins_reads: bool = False
+    batches_reads: bool = False
     """Whether many parts cost little more than one: then they should be asked for together."""
 
-    lends: bool = False
-    """Whether `lend` ever gives anything."""
+    can_pin: bool = False
+    """Whether `pin` ever gives anything."""
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
@@ -187,14 +188,14 @@ class ObjectStore(ABC):
             self.read_into(name, start, room)
             yield room.toreadonly()
 
-    def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         """`read_into` for who got damaged bytes from it: from no copy, where it may read one."""
         self.read_into(name, start, buffer)
 
-    def rest(self) -> None:  # noqa: B027  # most hold nothing
+    def close_idle(self) -> None:  # noqa: B027  # most hold nothing
         """Let go of what no call is using; the next call takes it again. Repeatable."""
 
-    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
         """`read_into` where nothing has to be waited for, not even a disk; else False, at once.
 
         After False the buffer's content is undefined. An error is no more than a False here: who
@@ -202,16 +203,17 @@ class ObjectStore(ABC):
         """
         return False
 
-    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
         """All of an object in memory that is shared with others; None where there is no such.
 
-        It can be written to, and then is a copy of the caller's. `let_go` is called, in any thread,
-        when whose memory it is would like to have it back: who holds it, lets go of it soon.
+        It can be written to, and then is a copy of the caller's. `on_revoke` is called, in any
+        thread, when whose memory it is would like to have it back: who holds it, lets go of it
+        soon.
         """
         return None
 
-    def lends_now(self, name: str) -> bool:
-        """Whether `lend` would give it at once: nothing has to be waited for to answer."""
+    def can_pin_nowait(self, name: str) -> bool:
+        """Whether `pin` would give it at once: nothing has to be waited for to answer."""
         return False
 
     @abstractmethod
@@ -256,7 +258,7 @@ class StoreWrapper(ObjectStore):
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
         self.store_id = inner.store_id
-        self.forks = inner.forks
+        self.fork_safe = inner.fork_safe
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         self.inner.put(name, parts)
@@ -270,14 +272,14 @@ class StoreWrapper(ObjectStore):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
 
-    def rest(self) -> None:
-        self.inner.rest()
+    def close_idle(self) -> None:
+        self.inner.close_idle()
 
-    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
-        return self.inner.read_now(name, start, buffer)
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        return self.inner.read_nowait(name, start, buffer)
 
-    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
-        return self.inner.lend(name, let_go)
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        return self.inner.pin(name, on_revoke)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after)

@@ -23,10 +23,10 @@ from uuid import UUID
 
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import BusyError, CorruptError, NoSuchDataset
-from diesel_fs.storage.holding import Holding
-from diesel_fs.storage.metadata import Batch, Late, MetadataStore
+from diesel_fs.storage.holding import RenewingCommitLock
+from diesel_fs.storage.metadata import Batch, MetadataStore, ReadCommitted
 
-FEW_CHUNKS = 32
+LOCKED_CHUNKS_MAX = 32
 """So many may come while commits are held back: some round trips to the object store each."""
 
 _PASSES_MAX = 8  # each shorter than the one before, unless chunks come faster than they are read
@@ -35,18 +35,18 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What stands where a rebuild goes, as far as it can be read. `mark` tells one state from all
-    others, and is empty where there is no such dataset."""
+class LiveState:
+    """What stands where a rebuild goes, as far as it can be read. `revision` tells one state from
+    all others, and is empty where there is no such dataset."""
 
-    mark: tuple[bytes, ...]
+    revision: tuple[bytes, ...]
     chunks: frozenset[ChunkId]
 
 
-NOTHING = Standing((), frozenset())
+NO_LIVE_STATE = LiveState((), frozenset())
 
 
-class Aside(ABC):
+class ShadowState(ABC):
     """A state that is being built beside the one that stands, where nobody sees it."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Aside(ABC):
         """Make room for it. Raises ConflictError as `MetadataStore.create`."""
 
     @abstractmethod
-    def standing(self) -> Standing:
+    def live_state(self) -> LiveState:
         """What stands now. Raises ConflictError as `begin`."""
 
     @abstractmethod
@@ -66,40 +66,40 @@ class Aside(ABC):
         """Have all that was added in it."""
 
     @abstractmethod
-    def replace(self, standing: Standing) -> int | None:
+    def become_live(self, expected: LiveState) -> int | None:
         """Put it in the place of what stands, at once; the new version. None, and nothing done,
-        where that is not `standing` any more."""
+        where that is not `expected` any more."""
 
     @abstractmethod
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Remove it, as far as that is possible now. Raises nothing of ours."""
 
 
 def rebuild(
     store: MetadataStore,
     identity: UUID,
-    aside: Aside,
+    aside: ShadowState,
     batches: Iterable[Batch],
-    late: Late | None,
+    late: ReadCommitted | None,
 ) -> int:
     """As `MetadataStore.rebuild`, of a store that keeps states `aside`."""
     try:
         aside.begin()
         return _Rebuild(store, identity, aside, late).run(batches)
     except BaseException:
-        aside.give_up()
+        aside.discard()
         raise
 
 
 class _Rebuild:
     def __init__(
-        self, store: MetadataStore, identity: UUID, aside: Aside, late: Late | None
+        self, store: MetadataStore, identity: UUID, aside: ShadowState, late: ReadCommitted | None
     ) -> None:
         self._store = store
         self._identity = identity
         self._aside = aside
         self._late = late
-        self._before = aside.standing()
+        self._before = aside.live_state()
         self._folded: set[ChunkId] = set()
         self._asked: set[ChunkId] = set()  # for some of which there may be no batch
 
@@ -107,8 +107,8 @@ class _Rebuild:
         """The new version."""
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
-            rest = self._rest(self._aside.standing())
-            if len(rest) <= FEW_CHUNKS:
+            rest = self._rest(self._aside.live_state())
+            if len(rest) <= LOCKED_CHUNKS_MAX:
                 break
             self._add_late(rest, None)
         for _ in range(_TRIES_MAX):
@@ -120,21 +120,21 @@ class _Rebuild:
 
     def _last_pass(self) -> int | None:
         """The new version; None where the state changed although commits were held back."""
-        with Holding(self._store, self._identity) as holding:
+        with RenewingCommitLock(self._store, self._identity) as holding:
             # Where nothing stands, or nothing that can be read, there are no commits
             with suppress(NoSuchDataset, CorruptError):
-                holding.begin()
-            standing = self._aside.standing()
-            if self._before.mark and not standing.mark:
+                holding.lock()
+            standing = self._aside.live_state()
+            if self._before.revision and not standing.revision:
                 raise NoSuchDataset(f"dataset {self._identity} was deleted while it was rebuilt")
             self._add_late(self._rest(standing), holding)
-            return self._aside.replace(standing)
+            return self._aside.become_live(standing)
 
-    def _rest(self, standing: Standing) -> Collection[ChunkId]:
+    def _rest(self, standing: LiveState) -> Collection[ChunkId]:
         """What has been committed since this began, and is not folded in."""
         return standing.chunks - self._before.chunks - self._folded - self._asked
 
-    def _add_late(self, chunks: Collection[ChunkId], holding: Holding | None) -> None:
+    def _add_late(self, chunks: Collection[ChunkId], holding: RenewingCommitLock | None) -> None:
         if not chunks:
             return
         if self._late is None:
@@ -142,13 +142,13 @@ class _Rebuild:
         self._asked.update(chunks)
         self._add(self._late(sorted(chunks)), holding)
 
-    def _add(self, batches: Iterable[Batch], holding: Holding | None) -> None:
+    def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:
         for batch in batches:
             if batch.check().chunk.id not in self._folded:
                 self._folded.add(batch.chunk.id)
                 self._aside.add(batch)
-            if holding is not None:
-                holding.renew()
+            if lock is not None:
+                lock.renew()
         self._aside.flush()
 
     def _changed(self) -> BusyError:

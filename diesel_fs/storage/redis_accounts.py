@@ -16,7 +16,7 @@ from uuid import UUID
 
 from diesel_fs.accounts import Accounts, account_line, parse_account
 from diesel_fs.errors import BusyError, CorruptError
-from diesel_fs.storage.accounts import NEVER, AccountState, AccountTable
+from diesel_fs.storage.accounts import NO_TOKEN, AccountState, AccountTable
 from diesel_fs.storage.redis_head import open_link
 from diesel_fs.storage.redis_keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
 from diesel_fs.storage.redis_link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
@@ -44,7 +44,7 @@ class RedisAccounts(AccountTable):
     def read(self) -> AccountState:
         (reply,) = self._ask("HGETALL", USERS_KEY)
         fields = packed_dict(reply)
-        token = fields.pop(USERS_TOKEN, NEVER)
+        token = fields.pop(USERS_TOKEN, NO_TOKEN)
         accounts = {}
         for field, line in fields.items():
             account = parse_account(line, f"{self._link.address}, {USERS_KEY.decode()}")
@@ -55,7 +55,7 @@ class RedisAccounts(AccountTable):
 
     def token(self) -> bytes:
         (reply,) = self._ask("HGET", USERS_KEY, USERS_TOKEN)
-        return reply if isinstance(reply, bytes) else NEVER
+        return reply if isinstance(reply, bytes) else NO_TOKEN
 
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
         for _ in range(_TRIES_MAX):
@@ -68,10 +68,10 @@ class RedisAccounts(AccountTable):
                 if before.accounts.get(name) != after[name]:
                     words += [name, account_line(after[name])]
             run = ScriptCommand(SET_USERS, (SCHEMA_KEY, USERS_KEY), words)
-            reply = self._link.patiently(functools.partial(self._link.scripts, [run]))[0]
+            reply = self._link.with_retries(functools.partial(self._link.run_scripts, [run]))[0]
             assert isinstance(reply, list)
             if reply[0] == b"ok":
-                self._link.patiently(self._link.wait_durable)
+                self._link.with_retries(self._link.wait_durable)
                 return after
         raise BusyError("the accounts are being changed by too many at once")
 
@@ -79,4 +79,4 @@ class RedisAccounts(AccountTable):
         self._link.close()
 
     def _ask(self, *words: Word) -> list[object]:
-        return self._link.patiently(lambda: self._link.run([Command(USERS_KEY, words)]))
+        return self._link.with_retries(lambda: self._link.run([Command(USERS_KEY, words)]))

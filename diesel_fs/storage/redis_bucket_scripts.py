@@ -18,10 +18,16 @@ class Script(NamedTuple):
     sha: bytes
 
 
+SCRIPTS: list[Script] = []
+"""All scripts of this process: a Redis that does not know one is given every one of them."""
+
+
 def script(source: str) -> Script:
-    """A script from its source."""
+    """A script from its source. It is added to `SCRIPTS`."""
     packed = source.encode()
-    return Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
+    made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
+    SCRIPTS.append(made)
+    return made
 
 
 LESS = """
@@ -303,7 +309,7 @@ return 1
 )
 
 # x | field in x: how the piece begins, up to the end of its list of folders
-FOLDERS = script(
+READ_PIECE_FOLDERS = script(
     """
 local piece = redis.call('HGET', KEYS[1], ARGV[1])
 if not piece or #piece < 2 then return piece end

@@ -18,27 +18,27 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.redis_address import RedisAddress
 
-FOREIGN = (errors.RedisError, errors.RedisClusterException, OSError)
+CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
 """What comes out of the library."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
 """Why Redis does not serve: it wants to hear TLS; it is not up yet; it can be read only."""
 
 
-class Again(Exception):
-    """Not now, but perhaps soon; `final` is the error where there is no time left."""
+class RetryLater(Exception):
+    """Not now, but perhaps soon; `last_error` is the error where there is no time left."""
 
     def __init__(self, final: DieselError, why: str = "") -> None:
         super().__init__(str(final))
-        self.final = final
-        self.why = why  # one of those that the words above, or nothing
+        self.last_error = final
+        self.reason = why  # one of those that the words above, or nothing
 
 
 def _secrets(where: RedisAddress) -> list[str]:
     return [each for each in (where.password, where.sentinel_password) if each]
 
 
-def cause_of(error: Exception, where: RedisAddress) -> Exception | None:
+def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
     """An error as the cause of another; None where its text holds what nobody may see."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
@@ -48,7 +48,7 @@ _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
 """Redis repeats what was said to it then, and it may have been a password."""
 
 
-def _shown(text: str, where: RedisAddress) -> str:
+def _redacted(text: str, where: RedisAddress) -> str:
     if unknown := _UNKNOWN.search(text):
         return f"it does not know the command {unknown.group(1)[:20]}"
     for secret in _secrets(where):
@@ -56,12 +56,12 @@ def _shown(text: str, where: RedisAddress) -> str:
     return text
 
 
-def meaning(error: Exception, where: RedisAddress) -> DieselError | Again:
+def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
     """What an error means to a user; Again where it may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
-        return meaning(cause, where)
-    text = _shown(str(error), where)
+        return translate_error(cause, where)
+    text = _redacted(str(error), where)
     match error:
         case errors.AuthenticationError() | errors.AuthenticationWrongNumberOfArgsError():
             return MetadataError(
@@ -75,30 +75,32 @@ def meaning(error: Exception, where: RedisAddress) -> DieselError | Again:
         case errors.ReadOnlyError():
             return _reply("READONLY", text, where)
         case errors.NoScriptError():  # it was given them just now: another has taken its place
-            return Again(MetadataError(f"{where} has just been restarted"))
+            return RetryLater(MetadataError(f"{where} has just been restarted"))
         case errors.InvalidResponse():
-            return Again(MetadataError(f"{where} answers what is no answer of a Redis"))
+            return RetryLater(MetadataError(f"{where} answers what is no answer of a Redis"))
         case errors.TimeoutError() if "handshake" in str(error.__context__):
-            told = MetadataError(f"no TLS with {where}: it does not answer our greeting")
-            return Again(told, SILENT)
+            error_to_raise = MetadataError(f"no TLS with {where}: it does not answer our greeting")
+            return RetryLater(error_to_raise, SILENT)
         case errors.TimeoutError():
-            return Again(DeadlineError(f"the metadata store {where} did not answer in time"))
+            return RetryLater(DeadlineError(f"the metadata store {where} did not answer in time"))
         case errors.BusyLoadingError():
-            return Again(MetadataError(f"{where} is loading its data"), LOADING)
+            return RetryLater(MetadataError(f"{where} is loading its data"), LOADING)
         case errors.ConnectionError() if _is_foreign_tls(text):
             return MetadataError(f"no TLS with {where}: {text}")
         case errors.ConnectionError() if _is_hung_up(text) and not where.tls:
             silent = f"the metadata store {where} closes the connection without an answer"
-            return Again(MetadataError(silent, advice="if it expects TLS, say rediss://"), SILENT)
+            return RetryLater(
+                MetadataError(silent, advice="if it expects TLS, say rediss://"), SILENT
+            )
         case errors.ConnectionError() | OSError():
-            return Again(MetadataError(f"cannot reach the metadata store {where}: {text}"))
+            return RetryLater(MetadataError(f"cannot reach the metadata store {where}: {text}"))
         case (
             errors.RedisClusterException()
             | errors.TryAgainError()
             | errors.ClusterDownError()
             | errors.AskError()
         ):
-            return Again(MetadataError(f"the cluster {where} is not complete: {text}"))
+            return RetryLater(MetadataError(f"the cluster {where} is not complete: {text}"))
     return _reply(_code(text), text, where)
 
 
@@ -123,7 +125,7 @@ def _code(text: str) -> str:
     return "SCRIPT" if "user_script" in text else first
 
 
-def _reply(code: str, text: str, where: RedisAddress) -> DieselError | Again:
+def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLater:
     """The meaning of an error by Redis's word for it."""
     match code:
         case "NOAUTH":
@@ -136,15 +138,15 @@ def _reply(code: str, text: str, where: RedisAddress) -> DieselError | Again:
             return _full(where, text.removeprefix("MISCONF "))
         case "READONLY":
             told = MetadataError(f"{where} is a read-only replica", advice="name the master")
-            return told if where.kind == "redis" else Again(told)
+            return told if where.kind == "redis" else RetryLater(told)
         case "BUSY":
-            return Again(BusyError(f"{where} is busy with a script"))
+            return RetryLater(BusyError(f"{where} is busy with a script"))
         case "LOADING":
-            return Again(MetadataError(f"{where} is loading its data"), LOADING)
+            return RetryLater(MetadataError(f"{where} is loading its data"), LOADING)
         case "NOREPLICAS":
-            return Again(MetadataError(f"{where} takes no writes now: {text}"), UNWRITABLE)
+            return RetryLater(MetadataError(f"{where} takes no writes now: {text}"), UNWRITABLE)
         case "MASTERDOWN" | "UNBLOCKED":
-            return Again(MetadataError(f"{where} cannot serve now: {text}"))
+            return RetryLater(MetadataError(f"{where} cannot serve now: {text}"))
         case "WRONGTYPE" | "SCRIPT":
             told_of = f"the metadata store {where} has what nobody of us has written: {text}"
             return CorruptError(told_of, advice="run `dlcmd recover`")

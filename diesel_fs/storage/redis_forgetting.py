@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from diesel_fs.entries import RECORD, ChunkId, Kind
-from diesel_fs.storage.redis_commits import Leaving
+from diesel_fs.storage.redis_commits import ChunkRemoval
 from diesel_fs.storage.redis_keys import (
     FolderId,
     Generation,
+    PieceCounts,
     PieceName,
-    Places,
     hole_fields,
     piece_names,
 )
 from diesel_fs.storage.redis_link import Command, RedisLink
-from diesel_fs.storage.redis_pieces import Piece, unpack_paths
+from diesel_fs.storage.redis_pieces import BucketPiece, unpack_paths
 from diesel_fs.storage.redis_rows import GenerationReader, chunks_of, kind_of
 
 CHUNKS_AT_ONCE = 64
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     """A chunk that may be empty: its entries, where its pieces are, and its holes."""
 
     entries: int
-    places: Places
+    places: PieceCounts
     holes: frozenset[int]
 
 
@@ -47,18 +47,18 @@ Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
 """By folder, names and packed entries."""
 
 
-class Lost(Exception):
+class PathListMissing(Exception):
     """A piece does not say any more what it named."""
 
 
-def leaving(
+def plan_removals(
     link: RedisLink,
     generation: Generation,
     reader: GenerationReader,
     candidates: Mapping[ChunkId, Candidate],
     *,
     tombstones: bool,
-) -> dict[ChunkId, Leaving]:
+) -> dict[ChunkId, ChunkRemoval]:
     """Those of the chunks of which every place is a hole (or, with `tombstones`, a tombstone)."""
     found = {}
     for chunk, candidate in candidates.items():
@@ -73,7 +73,7 @@ def leaving(
         if len(places) == candidate.entries:
             blocks = len([*hole_fields(chunk, candidate.entries)])
             pieces = [_piece(name, rows, blocks) for name, rows in dropped.items()]
-            found[chunk] = Leaving(candidate.places, pieces)
+            found[chunk] = ChunkRemoval(candidate.places, pieces)
     return found
 
 
@@ -87,7 +87,7 @@ def _named(
         commands.append(Command(key, ("HGET", key, name.field)))
     for name, reply in zip(names, link.run(commands), strict=True):
         if not isinstance(reply, bytes):
-            raise Lost
+            raise PathListMissing
         asked: dict[FolderId, list[bytes]] = {}
         for folder, some in unpack_paths(reply):
             asked.setdefault(folder, []).extend(some)
@@ -96,14 +96,14 @@ def _named(
             yield name, folder, base, entry
 
 
-def _piece(name: PieceName, rows: Tombstones, blocks: int) -> Piece:
+def _piece(name: PieceName, rows: Tombstones, blocks: int) -> BucketPiece:
     """What goes with a piece: the chunk's holes in that bucket with its first."""
     folders = [*rows]
     parts = [_COUNT.pack(len(folders)), *folders, _BLOCKS.pack(0 if name.number else blocks)]
     for position, folder in enumerate(folders):
         for base, entry in rows[folder]:
             parts += (_ROW.pack(position, len(base)), base, _SIZE.pack(len(entry)), entry)
-    return Piece(name, folders, b"".join(parts))
+    return BucketPiece(name, folders, b"".join(parts))
 
 
 def in_portions(chunks: Sequence[ChunkId]) -> Iterator[Sequence[ChunkId]]:

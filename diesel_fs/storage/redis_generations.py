@@ -26,10 +26,16 @@ from diesel_fs.errors import (
     NoSuchDataset,
 )
 from diesel_fs.storage.metadata import Batch, chunks_digest, rebuilt_version
-from diesel_fs.storage.rebuilding import NOTHING, Aside, Standing
+from diesel_fs.storage.rebuilding import NO_LIVE_STATE, LiveState, ShadowState
 from diesel_fs.storage.redis_bucket_scripts import APPLY
-from diesel_fs.storage.redis_commits import Commits, Tally, chunk_record, piece_keys, tally_of
-from diesel_fs.storage.redis_head import Refused, Unknown
+from diesel_fs.storage.redis_commits import (
+    BucketCounts,
+    RedisTransactions,
+    chunk_record,
+    parse_bucket_counts,
+    piece_keys,
+)
+from diesel_fs.storage.redis_head import ScriptRejected, UnknownDataset
 from diesel_fs.storage.redis_keys import (
     BUCKET_KEYS,
     BUCKETS_MAX,
@@ -42,14 +48,14 @@ from diesel_fs.storage.redis_keys import (
     Generation,
 )
 from diesel_fs.storage.redis_link import Command, RedisLink, ScriptCommand, Word, log
-from diesel_fs.storage.redis_pieces import Cut, cut
-from diesel_fs.storage.redis_replies import listed, octets, packed_dict, whole
-from diesel_fs.storage.redis_rows import GenerationReader, Torn
-from diesel_fs.storage.redis_scripts import BUILD, CONDEMN, SWITCH
+from diesel_fs.storage.redis_pieces import CutBatch, cut_batch
+from diesel_fs.storage.redis_replies import as_count, listed, octets, packed_dict
+from diesel_fs.storage.redis_rows import GenerationReader, PartialScan
+from diesel_fs.storage.redis_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
-_SAY_S = 20.0
+_HEARTBEAT_S = 20.0
 _CLEAN_S = 3.0
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
@@ -62,20 +68,20 @@ def new_generation(buckets: int) -> Generation:
     return Generation(secrets.token_hex(8).encode(), buckets)
 
 
-class Building(Aside):
+class RedisShadowState(ShadowState):
     """One rebuild of a dataset."""
 
     def __init__(
         self,
         link: RedisLink,
-        commits: Commits,
+        commits: RedisTransactions,
         generation: Generation,
         name: str,
         identity: UUID,
         clock_ns: Callable[[], int],
-        above: int,
+        newer_than: int,
     ) -> None:
-        self._above = above
+        self._above = newer_than
         self._link = link
         self._commits = commits
         self._generation = generation
@@ -83,27 +89,27 @@ class Building(Aside):
         self._identity = identity
         self._clock_ns = clock_ns
         self._known: dict[ChunkId, None] = {}
-        self._tallies: dict[int, Tally] = {}
+        self._tallies: dict[int, BucketCounts] = {}
         self._pieces = Counter[int]()
-        self._waiting: list[tuple[Cut, Batch]] = []
+        self._waiting: list[tuple[CutBatch, Batch]] = []
         self._rows = 0
         self._bytes = 0
-        self._said_s = -_SAY_S
-        self._run = b""
+        self._heartbeat_s = -_HEARTBEAT_S
+        self._run_id = b""
         self._runs: Sequence[str] = ()
 
     def begin(self) -> None:
-        self._link.patiently(self._mark)
-        self._runs = self._link.patiently(self._link.run_ids)
-        self._say()
+        self._link.with_retries(self._mark)
+        self._runs = self._link.with_retries(self._link.run_ids)
+        self._heartbeat()
 
-    def standing(self) -> Standing:
-        return self._link.patiently(self._standing)
+    def live_state(self) -> LiveState:
+        return self._link.with_retries(self._live_state_once)
 
-    def _standing(self) -> Standing:
+    def _live_state_once(self) -> LiveState:
         mark = self._mark()
         if not mark:
-            return NOTHING
+            return NO_LIVE_STATE
         key = DatasetKeys(self._identity).chunks
         try:
             (reply,) = self._link.run([Command(key, ("HKEYS", key))])
@@ -111,12 +117,12 @@ class Building(Aside):
         except CorruptError as error:  # of which nobody can make anything
             log.warning("the chunks of %s are replaced: %s", self._name, error.message)
             found = frozenset()
-        return Standing(mark, found)
+        return LiveState(mark, found)
 
     def _mark(self) -> tuple[bytes, ...]:
         """Generation and version of what stands; nothing where that is no dataset."""
         name, identity = self._name, self._identity
-        key = DatasetKeys(identity).marker
+        key = DatasetKeys(identity).head
         (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
             raise ConflictError(f"dataset {name!r} has the identity {UUID(bytes=owner)}")
@@ -125,41 +131,43 @@ class Building(Aside):
             ((known, generation, version),) = map(listed, self._link.run([Command(key, words)]))
         except CorruptError as error:
             log.warning("%s is replaced: %s", name, error.message)
-            return NOTHING.mark
+            return NO_LIVE_STATE.revision
         if isinstance(known, bytes) and known != name.encode():
             shown = known.decode(errors="replace")
             raise ConflictError(f"dataset {shown!r} has the identity {identity}")
         if generation is None and version is None:
-            return NOTHING.mark
+            return NO_LIVE_STATE.revision
         return octets(generation or b""), b"0" if version is None else octets(version)
 
-    def _say(self) -> None:
+    def _heartbeat(self) -> None:
         """Say that this is being built."""
-        if time.monotonic() < self._said_s + _SAY_S:
+        if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         generation = self._generation
         words = generation.name, generation.buckets
-        (run,) = self._link.patiently(lambda: self._commits.ask(BUILD, [DEAD_KEY], *words))
-        if self._run and run != self._run:
-            raise _restarted()
-        self._run = octets(run)
-        self._said_s = time.monotonic()
+        (run,) = self._link.with_retries(
+            lambda: self._commits.run_head_script(HEARTBEAT, [DEAD_KEY], *words)
+        )
+        if self._run_id and run != self._run_id:
+            raise _restarted_error()
+        self._run_id = octets(run)
+        self._heartbeat_s = time.monotonic()
 
     def add(self, batch: Batch) -> None:
-        self._say()
+        self._heartbeat()
         self._known[batch.chunk.id] = None
-        self._waiting.append((cut(batch, self._generation), batch))
+        self._waiting.append((cut_batch(batch, self._generation), batch))
         self._rows += len(batch.rows)
         self._bytes += sum(len(piece.packed) for piece in self._waiting[-1][0].pieces)
         if self._rows >= _ROWS_AT_ONCE or self._bytes >= _BYTES_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        self._say()
+        self._heartbeat()
         waiting, self._waiting, self._rows, self._bytes = self._waiting, [], 0, 0
         self._add(waiting)
 
-    def _add(self, cuts: Sequence[tuple[Cut, Batch]]) -> None:
+    def _add(self, cuts: Sequence[tuple[CutBatch, Batch]]) -> None:
         generation = self._generation
         commands = list[Command]()
         runs = list[tuple[int, Command]]()
@@ -170,88 +178,90 @@ class Building(Aside):
                 keys = piece_keys(generation, piece.name.bucket, piece.folders)
                 run = ScriptCommand(APPLY, keys, (b"", piece.name.field, piece.packed))
                 runs.append((piece.name.bucket, run.command()))
-        replies = self._link.patiently(
+        replies = self._link.with_retries(
             lambda: self._link.run([*(command for _, command in runs), *commands])
         )
         for (bucket, _), reply in zip(runs, replies, strict=False):
-            self._tallies[bucket] = tally_of(reply)
+            self._tallies[bucket] = parse_bucket_counts(reply)
             self._pieces[bucket] += 1
 
-    def replace(self, standing: Standing) -> int | None:
+    def become_live(self, expected: LiveState) -> int | None:
         link = self._link
-        told = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
-        if link.patiently(link.run_ids) != self._runs or told != self._pieces:
-            raise _restarted()
-        _, before = standing.mark or _NO_STATE
+        applied_pieces = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
+        if link.with_retries(link.run_ids) != self._runs or applied_pieces != self._pieces:
+            raise _restarted_error()
+        _, before = expected.revision or _NO_STATE
         is_number = before.isdigit() and len(before) < 19  # else nobody can make anything of it
         number = rebuilt_version(
             int(before) if is_number else 0, self._above, len(self._known), self._clock_ns()
         )
-        version = link.patiently(lambda: self._switch(standing, number))
+        version = link.with_retries(lambda: self._switch(expected, number))
         if version is not None:
-            self._commits.forget_generation(self._identity)
+            self._commits.invalidate_generation(self._identity)
         return version
 
-    def _switch(self, standing: Standing, number: int) -> int | None:
+    def _switch(self, standing: LiveState, number: int) -> int | None:
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, tally in self._tallies.items():
             words += (bucket, " ".join(map(str, tally)))
         try:
-            (version,) = self._commits.ask(
-                SWITCH,
+            (version,) = self._commits.run_head_script(
+                REPLACE_LIVE,
                 [
                     NAMES_KEY,
                     DEAD_KEY,
-                    keys.marker,
+                    keys.head,
                     keys.chunks,
-                    keys.tallies,
-                    keys.unapplied,
+                    keys.counts,
+                    keys.pending,
                     keys.begun,
-                    keys.holds,
+                    keys.commit_locks,
                     generation.chunks,
                 ],
                 self._name,
                 self._identity.bytes,
                 generation.name,
                 generation.buckets,
-                *(standing.mark or _NO_STATE),
+                *(standing.revision or _NO_STATE),
                 number,
                 sum(files for _, files, _ in self._tallies.values()),
                 sum(total for _, _, total in self._tallies.values()),
                 len(self._known),
                 chunks_digest(self._known).to_bytes(16, "big"),
                 max(self._known, default=LOWEST),
-                self._run,
+                self._run_id,
                 *words,
             )
-        except Refused as refused:
-            return self._refused(refused.word)
-        return whole(version)
+        except ScriptRejected as refused:
+            return self._rejected(refused.word)
+        return as_count(version)
 
-    def _refused(self, word: str) -> int | None:
+    def _rejected(self, word: str) -> int | None:
         try:
-            head = self._commits.look(self._identity)
+            head = self._commits.read_head(self._identity)
         except (NoSuchDataset, CorruptError):
             head = None
         if head is not None and head.generation.name == self._generation.name:
-            return head.marker.version  # the answer to an earlier try was lost
+            return head.dataset.version  # the answer to an earlier try was lost
         if word == "lost":
             raise MetadataError(f"Redis has lost the rebuild of {self._name!r} that was under way")
         return None
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         try:
-            self._link.patiently(lambda: condemn(self._link, self._commits, self._generation, 0))
+            self._link.with_retries(
+                lambda: remove_generation(self._link, self._commits, self._generation, 0)
+            )
         except DieselError as error:
             log.info("the rest of a rebuild stays until the next one: %s", error)
 
 
-def _restarted() -> BusyError:
+def _restarted_error() -> BusyError:
     return BusyError("Redis has been restarted in the middle of a rebuild")
 
 
-def clean(link: RedisLink, commits: Commits) -> None:
+def remove_abandoned(link: RedisLink, commits: RedisTransactions) -> None:
     """Remove generations that are nobody's, as far as that is done soon; the rest another time."""
     (reply,) = link.run([Command(DEAD_KEY, ("HGETALL", DEAD_KEY))])
     end_s = time.monotonic() + _CLEAN_S
@@ -260,25 +270,27 @@ def clean(link: RedisLink, commits: Commits) -> None:
         if len(name) != GENERATION_BYTES or not 1 <= buckets <= BUCKETS_MAX:
             link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, name))])  # nobody of us has written it
             continue
-        link.renew()
-        condemn(link, commits, Generation(name, buckets), _ABANDONED_S)
+        link.extend_deadline()
+        remove_generation(link, commits, Generation(name, buckets), _ABANDONED_S)
         if time.monotonic() > end_s:
             return
 
 
-def condemn(link: RedisLink, commits: Commits, generation: Generation, age_s: int) -> None:
+def remove_generation(
+    link: RedisLink, commits: RedisTransactions, generation: Generation, age_s: int
+) -> None:
     """Remove a generation that is nobody's, unless it is being built."""
     try:
-        (age,) = commits.ask(CONDEMN, [DEAD_KEY], generation.name, age_s)
-    except (Unknown, Refused):
+        (age,) = commits.run_head_script(CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s)
+    except (UnknownDataset, ScriptRejected):
         return
     if not _is_there(link, generation):
-        if whole(age) >= _ABANDONED_S:
+        if as_count(age) >= _ABANDONED_S:
             link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name))])
         return
-    reader = GenerationReader(link, generation, link.renew)
+    reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
-        with suppress(Torn):  # what was not seen goes another time
+        with suppress(PartialScan):  # what was not seen goes another time
             for page in reader.hash_pages(bucket, b"f"):
                 folders = [FolderId(folder) for folder in page]
                 names = [generation.entries(folder) for folder in folders]

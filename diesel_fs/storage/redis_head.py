@@ -23,7 +23,7 @@ from diesel_fs.errors import (
     NewerVersionError,
     NoSuchDataset,
 )
-from diesel_fs.storage.metadata import Marker, Restarted
+from diesel_fs.storage.metadata import DatasetHead, StoreRestarted
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_bucket_scripts import Script
 from diesel_fs.storage.redis_keys import (
@@ -35,18 +35,25 @@ from diesel_fs.storage.redis_keys import (
     Generation,
 )
 from diesel_fs.storage.redis_link import Command, RedisLink, ScriptCommand, Word
-from diesel_fs.storage.redis_replies import damaged, listed, number, octets, packed_dict, whole
-from diesel_fs.storage.redis_scripts import DOUBT, LOOK, VOUCH
+from diesel_fs.storage.redis_replies import (
+    as_count,
+    corrupt_store_error,
+    listed,
+    number,
+    octets,
+    packed_dict,
+)
+from diesel_fs.storage.redis_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
 
 _HEADS_AT_ONCE = 100
 _GENERATION = re.compile(rb"[0-9a-f]{16}")
 
 
-class Unknown(Exception):
+class UnknownDataset(Exception):
     """There is no such dataset (or whatever else was asked for)."""
 
 
-class Refused(Exception):
+class ScriptRejected(Exception):
     """A head script did nothing, and says why."""
 
     def __init__(self, word: str) -> None:
@@ -55,26 +62,28 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RedisHead:
     """What a dataset's head says."""
 
-    marker: Marker
+    dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks whose record says 0
-    unapplied: Sequence[bytes]  # plans
-    pieces: Mapping[int, int]  # of each bucket, how many are committed
+    pending: Sequence[bytes]  # plans
+    pieces_by_bucket: Mapping[int, int]  # of each bucket, how many are committed
 
 
-class Heads:
+class HeadReader:
     """The heads of all datasets of a store."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
-    def ask(self, script: Script, keys: Sequence[bytes], *arguments: Word) -> list[object]:
+    def run_head_script(
+        self, script: Script, keys: Sequence[bytes], *arguments: Word
+    ) -> list[object]:
         """A head script's answer, without its first word; raises what that word means."""
-        (reply,) = self._link.scripts([_run_of(script, keys, *arguments)])
-        return _meant(reply)
+        (reply,) = self._link.run_scripts([_run_of(script, keys, *arguments)])
+        return _check_reply(reply)
 
     def check_schema(self) -> None:
         """Raises NewerVersionError or MetadataError where another kind of program was here."""
@@ -82,7 +91,7 @@ class Heads:
         if found is not None and found != b"%d" % SCHEMA:
             raise _other_schema(octets(found))
 
-    def bind(self, store: UUID) -> None:
+    def bind_object_store(self, store: UUID) -> None:
         """From now on this Redis describes the chunks of that object store, and of no other: names
         of two repositories would be taken for each other's. Raises ConfigError.
         """
@@ -95,79 +104,82 @@ class Heads:
                 advice="give each repository a database of its own: redis://host:port/1",
             )
 
-    def look(self, identity: UUID) -> Head:
+    def read_head(self, identity: UUID) -> RedisHead:
         """What a dataset's head says. Raises NoSuchDataset, CorruptError."""
-        (found,) = self.look_at([identity])
+        (found,) = self.read_heads([identity])
         if isinstance(found, Exception):
             raise found
         return found
 
-    def look_at(self, identities: Sequence[UUID]) -> list[Head | DieselError]:
+    def read_heads(self, identities: Sequence[UUID]) -> list[RedisHead | DieselError]:
         """What the heads of some datasets say, or what is wrong with each."""
-        found: list[Head | DieselError] = []
+        found: list[RedisHead | DieselError] = []
         for start in range(0, len(identities), _HEADS_AT_ONCE):
             some, runs = identities[start : start + _HEADS_AT_ONCE], []
             for identity in some:
-                runs.append(look_run(identity))
-            self._link.renew()
-            for identity, reply in zip(some, self._link.scripts(runs), strict=True):
+                runs.append(read_head_command(identity))
+            self._link.extend_deadline()
+            for identity, reply in zip(some, self._link.run_scripts(runs), strict=True):
                 try:
-                    found.append(head_in(identity, reply))
-                except Unknown:
-                    found.append(no_such(identity))
+                    found.append(parse_head(identity, reply))
+                except UnknownDataset:
+                    found.append(no_such_dataset_error(identity))
                 except CorruptError as error:
                     found.append(error)
         return found
 
-    def have_lost(self, heads: Sequence[Head]) -> list[bool]:
+    def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
         """Of each head, whether a bucket has lost what it had told it. Proves nothing where the
         generation does not stand any more.
         """
         commands = []
         for head in heads:
-            for bucket in sorted(head.pieces):
+            for bucket in sorted(head.pieces_by_bucket):
                 key = head.generation.key(bucket, b"t")
                 commands.append(Command(key, ("HGET", key, "pieces")))
         replies = iter(self._link.run(commands))
-        told = [[(n, number(next(replies))) for _, n in sorted(h.pieces.items())] for h in heads]
+        told = [
+            [(n, number(next(replies))) for _, n in sorted(h.pieces_by_bucket.items())]
+            for h in heads
+        ]
         return [any(there < pieces for pieces, there in each) for each in told]
 
-    def is_of(self, identity: UUID, head: Head) -> bool:
+    def is_live_generation(self, identity: UUID, head: RedisHead) -> bool:
         """Whether what was read since `head` was of the dataset: its generation still stands.
 
         Raises MetadataBehind where a bucket has lost what it had told the head.
         """
-        (lost,), key = self.have_lost([head]), DatasetKeys(identity).marker
+        (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
         (name,) = self._link.run([Command(key, ("HGET", key, "generation"))])
         if name == head.generation.name and lost:
-            raise has_lost(head.marker.name)
+            raise lost_data_error(head.dataset.name)
         return name == head.generation.name
 
-    def stands(self, identity: UUID, head: Head) -> bool:
+    def is_unchanged(self, identity: UUID, head: RedisHead) -> bool:
         """Whether what was read since `head`, with all that it named applied, was of that state:
-        nothing of a commit is applied before the version has moved. Raises as `is_of`.
+        nothing of a commit is applied before the version has moved. Raises as `is_live_generation`.
         """
-        (lost,), key = self.have_lost([head]), DatasetKeys(identity).marker
+        (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
         words = ("HMGET", key, "generation", "version")
         ((name, version),) = map(listed, self._link.run([Command(key, words)]))
         if name == head.generation.name and lost:
-            raise has_lost(head.marker.name)
-        return name == head.generation.name and number(version) == head.marker.version
+            raise lost_data_error(head.dataset.name)
+        return name == head.generation.name and number(version) == head.dataset.version
 
-    def doubt(self, identity: UUID) -> str:
-        """As `MetadataStore.doubt`."""
-        (current,) = self._of(identity, DOUBT)
+    def needs_repair(self, identity: UUID) -> str:
+        """As `MetadataStore.needs_repair`."""
+        (current,) = self._of(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 
-    def vouch(self, identity: UUID, run: str) -> None:
+    def confirm(self, identity: UUID, run: str) -> None:
         """What this run of Redis knows of a dataset is all there is. Raises Restarted."""
-        self._of(identity, VOUCH, run)
+        self._of(identity, CONFIRM, run)
 
     def _of(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
         try:
-            return self.ask(script, [DatasetKeys(identity).marker], *arguments)
-        except Unknown:
-            raise no_such(identity) from None
+            return self.run_head_script(script, [DatasetKeys(identity).head], *arguments)
+        except UnknownDataset:
+            raise no_such_dataset_error(identity) from None
 
 
 def open_link(
@@ -184,33 +196,34 @@ def open_link(
     NewerVersionError.
     """
     link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
-    heads = Heads(link)
+    heads = HeadReader(link)
     try:
-        link.patiently(heads.check_schema)
+        link.with_retries(heads.check_schema)
         if store is not None:
-            link.patiently(lambda: heads.bind(store))
+            link.with_retries(lambda: heads.bind_object_store(store))
     except BaseException:
         link.close()
         raise
     return link
 
 
-def look_run(identity: UUID) -> ScriptCommand:
+def read_head_command(identity: UUID) -> ScriptCommand:
     """What asks for a dataset's head."""
     keys = DatasetKeys(identity)
-    return _run_of(LOOK, [keys.marker, keys.unapplied, keys.tallies])
+    return _run_of(READ_HEAD, [keys.head, keys.pending, keys.counts])
 
 
-def head_in(identity: UUID, reply: object) -> Head:
-    """The head in the reply to `look_run`. Raises Unknown, CorruptError, and what the store is."""
-    return _head(identity, *_meant(reply))
+def parse_head(identity: UUID, reply: object) -> RedisHead:
+    """The head in the reply to `read_head_command`. Raises Unknown, CorruptError, and what the
+    store is."""
+    return _head(identity, *_check_reply(reply))
 
 
 def _run_of(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
     return ScriptCommand(script, (SCHEMA_KEY, *keys), (SCHEMA, *arguments))
 
 
-def _meant(reply: object) -> list[object]:
+def _check_reply(reply: object) -> list[object]:
     """What comes after the first word of an answer; raises what that word means."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
@@ -223,51 +236,51 @@ def _meant(reply: object) -> list[object]:
             found = f"dataset {name.decode(errors='replace')!r} has the identity {shown}"
             raise ConflictError(f"{found}: a name and an identity belong to each other alone")
         case b"none", *_:
-            raise Unknown
+            raise UnknownDataset
         case b"damaged", *_:
-            raise damaged("a marker or counts that nobody of us has written")
+            raise corrupt_store_error("a marker or counts that nobody of us has written")
         case b"restarted", bytes(run):
-            raise Restarted(run.decode(errors="replace"))
-    raise Refused(octets(word).decode(errors="replace"))
+            raise StoreRestarted(run.decode(errors="replace"))
+    raise ScriptRejected(octets(word).decode(errors="replace"))
 
 
-def _head(identity: UUID, fields: object, unapplied: object, tallies: object) -> Head:
+def _head(identity: UUID, fields: object, unapplied: object, tallies: object) -> RedisHead:
     found = packed_dict(fields)
-    buckets, generation = whole(found.get(b"buckets")), found.get(b"generation", b"")
+    buckets, generation = as_count(found.get(b"buckets")), found.get(b"generation", b"")
     if not _GENERATION.fullmatch(generation) or not 1 <= buckets <= BUCKETS_MAX:
-        raise damaged("a marker without a generation")
+        raise corrupt_store_error("a marker without a generation")
     try:
         name = octets(found.get(b"name")).decode()
     except UnicodeDecodeError:
-        raise damaged("a dataset whose name is none") from None
-    marker = Marker(
+        raise corrupt_store_error("a dataset whose name is none") from None
+    marker = DatasetHead(
         identity,
         name,
-        whole(found.get(b"version")),
-        whole(found.get(b"files")),
-        whole(found.get(b"bytes")),
-        whole(found.get(b"chunks")),
+        as_count(found.get(b"version")),
+        as_count(found.get(b"files")),
+        as_count(found.get(b"bytes")),
+        as_count(found.get(b"chunks")),
         int.from_bytes(octets(found.get(b"digest"), 16), "big"),
         ChunkId(octets(found.get(b"newest"), 16)),
     )
     pieces = {}
     for field, count in packed_dict(tallies).items():
         if field.startswith(b"n"):
-            bucket = whole(field[1:])
+            bucket = as_count(field[1:])
             if bucket >= buckets:
-                raise damaged("a count of a bucket that is not there")
-            pieces[bucket] = whole(count)
+                raise corrupt_store_error("a count of a bucket that is not there")
+            pieces[bucket] = as_count(count)
     plans = [octets(plan) for plan in listed(unapplied)]
-    first = whole(found.get(b"first"))
-    return Head(marker, Generation(generation, buckets), first, plans, pieces)
+    first = as_count(found.get(b"first"))
+    return RedisHead(marker, Generation(generation, buckets), first, plans, pieces)
 
 
-def no_such(identity: UUID) -> NoSuchDataset:
+def no_such_dataset_error(identity: UUID) -> NoSuchDataset:
     """The error for a dataset that is not known."""
     return NoSuchDataset(f"the metadata store knows no dataset with identity {identity}")
 
 
-def has_lost(name: str) -> MetadataBehind:
+def lost_data_error(name: str) -> MetadataBehind:
     """The error for a dataset of which something has gone."""
     return MetadataBehind(
         f"the metadata store has lost something of dataset {name!r}",

@@ -14,8 +14,8 @@ wholes is small and lies in one slot, the head's. Every key starts with `dfs:` (
     dfs:{head}:dead     HASH    generation -> state, `time`, buckets: to be deleted, or being built
     dfs:{head}:m:ID     HASH    the marker: name, generation, buckets, version, first (the version
                                 of chunks whose record says 0), files, bytes, chunks, digest,
-                                newest, run (of Redis, which somebody vouched for: `VOUCH`)
-    dfs:{head}:c:ID     HASH    chunk -> `CHUNK` and where its pieces are (`Places`)
+                                newest, run (of Redis, which somebody vouched for: `CONFIRM`)
+    dfs:{head}:c:ID     HASH    chunk -> `CHUNK` and where its pieces are (`PieceCounts`)
     dfs:{head}:t:ID     HASH    bucket -> "pieces files bytes", as last told by the bucket;
                                 n, bucket -> how many pieces are committed: when all are applied
                                 and a bucket has fewer, it has lost some
@@ -65,7 +65,7 @@ from uuid import UUID
 
 from diesel_fs.chunk import ENTRIES_MAX
 from diesel_fs.entries import RECORD, ROOT, ChunkId, Stamp
-from diesel_fs.storage.redis_replies import damaged
+from diesel_fs.storage.redis_replies import corrupt_store_error
 
 SCHEMA = 2
 HEAD = b"dfs:{head}:"
@@ -79,7 +79,7 @@ USERS_TOKEN = b"="  # no user has this name
 
 CHUNK = struct.Struct("<QqIQ")
 """Of a chunk: bytes of its object, when it was uploaded (ns), entries, version (or 0)."""
-TAKEN = struct.Struct("<HH")
+PIECE_COUNT = struct.Struct("<HH")
 """A bucket, and how many pieces of a chunk are in it."""
 STATE = struct.Struct("<cQ")
 """A state (`b`: begun, `x`: abandoned) and when it was written, in seconds of Redis's clock."""
@@ -91,14 +91,14 @@ EXTENDED_BYTES = PLAIN_BYTES + 20
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
-FORGETS = b"forget"
+REMOVAL_PREFIX = b"forget"
 """How the transactions begin that remove chunks; those that bring some never do."""
 
 FolderId = NewType("FolderId", bytes)
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
 """The parent of the root."""
 
-Places = Sequence[tuple[int, int]]
+PieceCounts = Sequence[tuple[int, int]]
 """Buckets and how many pieces of a chunk are in each."""
 
 
@@ -134,7 +134,7 @@ class DatasetKeys:
         return b":" + self.identity.hex.encode()
 
     @property
-    def marker(self) -> bytes:
+    def head(self) -> bytes:
         return HEAD + b"m" + self._end
 
     @property
@@ -142,11 +142,11 @@ class DatasetKeys:
         return HEAD + b"c" + self._end
 
     @property
-    def tallies(self) -> bytes:
+    def counts(self) -> bytes:
         return HEAD + b"t" + self._end
 
     @property
-    def unapplied(self) -> bytes:
+    def pending(self) -> bytes:
         return HEAD + b"u" + self._end
 
     @property
@@ -154,7 +154,7 @@ class DatasetKeys:
         return HEAD + b"b" + self._end
 
     @property
-    def holds(self) -> bytes:
+    def commit_locks(self) -> bytes:
         return HEAD + b"h" + self._end
 
 
@@ -216,18 +216,18 @@ class PieceName(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ApplyPlan:
     """What one transaction has to apply: chunks, and where their pieces are."""
 
     generation: bytes
     transaction: bytes
-    chunks: Sequence[tuple[ChunkId, Places]]
+    chunks: Sequence[tuple[ChunkId, PieceCounts]]
 
     def pack(self) -> bytes:
         """As it stands in lists and hashes."""
         parts = [self.generation, self.transaction]
         for chunk, places in self.chunks:
-            parts += [chunk, len(places).to_bytes(2, "big"), pack_places(places)]
+            parts += [chunk, len(places).to_bytes(2, "big"), pack_piece_counts(places)]
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
@@ -236,41 +236,41 @@ class Plan:
             yield from piece_names(chunk, places)
 
 
-def unpack_plan(packed: bytes, buckets: int = BUCKETS_MAX) -> Plan:
+def unpack_plan(packed: bytes, buckets: int = BUCKETS_MAX) -> ApplyPlan:
     """The plan that was packed, for a generation of so many buckets. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     if len(packed) < at:
-        raise damaged("a plan that is too short")
+        raise corrupt_store_error("a plan that is too short")
     while at < len(packed):
         count = int.from_bytes(packed[at + 16 : at + 18], "big")
-        end = at + 18 + count * TAKEN.size
+        end = at + 18 + count * PIECE_COUNT.size
         if end > len(packed):
-            raise damaged("a plan that is too short")
-        places = unpack_places(packed[at + 18 : end], buckets)
+            raise corrupt_store_error("a plan that is too short")
+        places = unpack_piece_counts(packed[at + 18 : end], buckets)
         chunks.append((ChunkId(packed[at : at + 16]), places))
         at = end
     transaction = packed[GENERATION_BYTES : GENERATION_BYTES + TRANSACTION_BYTES]
-    return Plan(packed[:GENERATION_BYTES], transaction, chunks)
+    return ApplyPlan(packed[:GENERATION_BYTES], transaction, chunks)
 
 
-def piece_names(chunk: ChunkId, places: Places) -> Iterator[PieceName]:
+def piece_names(chunk: ChunkId, places: PieceCounts) -> Iterator[PieceName]:
     """The pieces of a chunk."""
     for bucket, pieces in places:
         yield from (PieceName(chunk, bucket, number) for number in range(pieces))
 
 
-def pack_places(places: Places) -> bytes:
+def pack_piece_counts(places: PieceCounts) -> bytes:
     """As they stand behind `CHUNK`."""
-    return b"".join(TAKEN.pack(*each) for each in places)
+    return b"".join(PIECE_COUNT.pack(*each) for each in places)
 
 
-def unpack_places(packed: bytes, buckets: int = BUCKETS_MAX) -> Places:
+def unpack_piece_counts(packed: bytes, buckets: int = BUCKETS_MAX) -> PieceCounts:
     """The places that were packed, in so many buckets. Raises CorruptError."""
-    if len(packed) % TAKEN.size:
-        raise damaged("a list of places that is too short")
-    places = [(bucket, pieces) for bucket, pieces in TAKEN.iter_unpack(packed)]
+    if len(packed) % PIECE_COUNT.size:
+        raise corrupt_store_error("a list of places that is too short")
+    places = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
     if any(bucket >= buckets for bucket, _ in places):
-        raise damaged("a place in a bucket that is not there")
+        raise corrupt_store_error("a place in a bucket that is not there")
     return places
 
 
@@ -281,7 +281,7 @@ class ChunkFacts(NamedTuple):
     uploaded_ns: int
     entries: int
     version: int
-    places: Places
+    piece_counts: PieceCounts
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
@@ -290,18 +290,18 @@ def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
     Raises CorruptError.
     """
     if len(packed) < CHUNK.size:
-        raise damaged("a chunk's record that is too short")
+        raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
     if entries > ENTRIES_MAX:
-        raise damaged("a chunk of too many entries")
-    places = unpack_places(packed[CHUNK.size :], buckets)
+        raise corrupt_store_error("a chunk of too many entries")
+    places = unpack_piece_counts(packed[CHUNK.size :], buckets)
     return ChunkFacts(object_bytes, uploaded_ns, entries, version or first, places)
 
 
 def check_entry(entry: bytes) -> bytes:
     """A packed entry, if it can be one. Raises CorruptError."""
     if len(entry) != PLAIN_BYTES and len(entry) < EXTENDED_BYTES:
-        raise damaged("an entry of another length")
+        raise corrupt_store_error("an entry of another length")
     return entry
 
 

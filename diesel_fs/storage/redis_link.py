@@ -6,7 +6,7 @@ Not owned: keys (`redis_keys.py`), what commands mean, what errors mean (`redis_
 A call is tried again, with pauses, while Redis may come back (a refused connection, a restart that
 is loading, a failover, a slot on its way) and the deadline has not passed; whatever is sent must
 therefore be repeatable. What no patience cures (a password, a right, a full memory) fails at once.
-Nothing is sent after the deadline, except by what gets on and says so (`renew`).
+Nothing is sent after the deadline, except by what gets on and says so (`extend_deadline`).
 
 Concurrency: connections are lent to one thread for one pipeline, and never cross a fork.
 """
@@ -34,16 +34,22 @@ from redis.retry import Retry
 
 from diesel_fs.errors import DeadlineError, MetadataError
 from diesel_fs.storage.redis_address import RedisAddress
-from diesel_fs.storage.redis_bucket_scripts import Script
-from diesel_fs.storage.redis_errors import FOREIGN, LOADING, SILENT, Again, cause_of, meaning
+from diesel_fs.storage.redis_bucket_scripts import SCRIPTS, Script
+from diesel_fs.storage.redis_errors import (
+    CLIENT_ERRORS,
+    LOADING,
+    SILENT,
+    RetryLater,
+    safe_cause,
+    translate_error,
+)
 from diesel_fs.storage.redis_keys import sync_key
-from diesel_fs.storage.redis_scripts import ALL
 
 log = logging.getLogger("diesel.metadata")
 
 DEADLINE_S = 30.0
 
-LOOK_S = 6.0
+METADATA_READ_S = 6.0
 """How long who only looks waits for a Redis that is away: with what one try may take, it is told so
 within 10 s. One that is loading is waited for as for a commit."""
 
@@ -128,12 +134,12 @@ class RedisLink:
         def patiently(work: Callable[[], T]) -> T:
             start = time.monotonic()
             ends = {why: start + min(deadline_s, limit) for why, limit in _OPEN_S.items()}
-            return _patiently(work, address, lambda why: ends.get(why, ends[""]))
+            return _with_retries(work, address, lambda why: ends.get(why, ends[""]))
 
         nodes: _Nodes = patiently(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
-            patiently(link._look_around)
+            patiently(link._check_server)
         except BaseException:
             link.close()
             raise
@@ -150,7 +156,7 @@ class RedisLink:
         if nodes is not None:
             nodes.close()
 
-    def patiently(self, work: Callable[[], T], seconds: float = math.inf) -> T:
+    def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
         """The result of work that can be repeated, tried until the deadline, or so long."""
         outer, start = (self._time.end_s, self._time.limit_s), time.monotonic()
         self._time.limit_s = min(seconds, self.deadline_s)
@@ -162,11 +168,11 @@ class RedisLink:
             return self._time.end_s
 
         try:
-            return _patiently(work, self.address, end_s)
+            return _with_retries(work, self.address, end_s)
         finally:
             self._time.end_s, self._time.limit_s = outer
 
-    def renew(self) -> None:
+    def extend_deadline(self) -> None:
         """What this thread is doing gets on: its deadline counts from now."""
         self._time.end_s = time.monotonic() + self._time.limit_s
 
@@ -178,8 +184,8 @@ class RedisLink:
             raise DeadlineError(f"the metadata store {self.address} did not answer in time")
         try:
             return self._run(self._open_nodes, commands)
-        except FOREIGN as error:
-            raise meaning(error, self.address) from cause_of(error, self.address)
+        except CLIENT_ERRORS as error:
+            raise translate_error(error, self.address) from safe_cause(error, self.address)
 
     def _run(self, nodes: _Nodes, commands: Sequence[Command]) -> list[object]:
         replies = nodes.send(commands)
@@ -194,7 +200,7 @@ class RedisLink:
                 raise reply
         return replies
 
-    def scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
+    def run_scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
         """The replies to scripts, sent together."""
         return self.run([each.command() for each in runs])
 
@@ -229,7 +235,7 @@ class RedisLink:
 
     def _load_scripts(self) -> None:
         for master in self._masters():
-            for script in ALL:
+            for script in SCRIPTS:
                 master.script_load(script.source.decode())
 
     def check_policy(self) -> None:
@@ -237,7 +243,7 @@ class RedisLink:
         for master in self._masters():
             _check_policy(master.info("memory"), self.address)
 
-    def _look_around(self) -> None:
+    def _check_server(self) -> None:
         where = self.address
         for master in self._masters():
             info = master.info()
@@ -273,21 +279,21 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
         )
 
 
-def _patiently(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
+def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
     """The result of work, tried until the time that `end_s` gives to what stands against it."""
     pause = _PAUSE_S
     while True:
         try:
             return work()
-        except Again as error:
+        except RetryLater as error:
             again, cause = error, error.__cause__
-        except FOREIGN as error:
-            told, cause = meaning(error, address), cause_of(error, address)
-            if not isinstance(told, Again):
+        except CLIENT_ERRORS as error:
+            told, cause = translate_error(error, address), safe_cause(error, address)
+            if not isinstance(told, RetryLater):
                 raise told from cause
             again = told
-        if time.monotonic() + pause > end_s(again.why):
-            raise again.final from cause
+        if time.monotonic() + pause > end_s(again.reason):
+            raise again.last_error from cause
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
 

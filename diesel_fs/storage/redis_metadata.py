@@ -13,7 +13,7 @@ moved, and holds commits back after some tries. An export proves itself by the m
 Who looks is told within 10 s that Redis is away; who commits waits for it for 30 s.
 
 What survives a power cut: with `appendonly yes` on Redis 7.2 or later, everything that was
-committed before `durable` returned. Older ones cannot say when their log is on disk (with
+committed before `sync` returned. Older ones cannot say when their log is on disk (with
 `appendfsync everysec` within some two seconds, with `always` at once), and one without a log
 forgets what came after its last snapshot. The chunks keep it all: the marker then differs from
 their listing, and what is missing is folded in.
@@ -42,23 +42,40 @@ from diesel_fs.errors import (
     NotFoundError,
     UsageError,
 )
-from diesel_fs.storage.holding import Holding
+from diesel_fs.storage.holding import RenewingCommitLock
 from diesel_fs.storage.metadata import (
-    HOLD_S_MAX,
+    COMMIT_LOCK_S_MAX,
     Batch,
-    Changes,
     ChunkRecord,
-    Hold,
-    Late,
-    Marker,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
     MetadataStore,
+    ReadCommitted,
     StampedRows,
 )
 from diesel_fs.storage.rebuilding import rebuild
-from diesel_fs.storage.redis_commits import Begun, Commits, Leaving, Unsettled
-from diesel_fs.storage.redis_forgetting import Candidate, Lost, in_portions, leaving
-from diesel_fs.storage.redis_generations import Building, clean, new_generation
-from diesel_fs.storage.redis_head import Head, Refused, Unknown, has_lost, no_such, open_link
+from diesel_fs.storage.redis_commits import (
+    BegunTransaction,
+    ChunkRemoval,
+    PendingCommits,
+    RedisTransactions,
+)
+from diesel_fs.storage.redis_forgetting import (
+    Candidate,
+    PathListMissing,
+    in_portions,
+    plan_removals,
+)
+from diesel_fs.storage.redis_generations import RedisShadowState, new_generation, remove_abandoned
+from diesel_fs.storage.redis_head import (
+    RedisHead,
+    ScriptRejected,
+    UnknownDataset,
+    lost_data_error,
+    no_such_dataset_error,
+    open_link,
+)
 from diesel_fs.storage.redis_keys import (
     DEAD_KEY,
     HOLES_PER_FIELD,
@@ -72,18 +89,18 @@ from diesel_fs.storage.redis_keys import (
     piece_names,
     unpack_chunk,
 )
-from diesel_fs.storage.redis_link import DEADLINE_S, LOOK_S, Command, RedisLink, log
+from diesel_fs.storage.redis_link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, log
 from diesel_fs.storage.redis_pieces import unpack_paths
 from diesel_fs.storage.redis_replies import identity_of, listed, octets, packed_dict
 from diesel_fs.storage.redis_rows import (
-    Found,
+    FolderEntries,
     GenerationReader,
-    Torn,
+    PartialScan,
     chunks_of,
     columns,
     kind_of,
 )
-from diesel_fs.storage.redis_scripts import CREATE, DROP, HOLD
+from diesel_fs.storage.redis_scripts import CREATE, DROP, LOCK_COMMITS
 
 _CLUSTER_BUCKETS = 64
 """Enough to spread over the nodes of a cluster, few enough to ask them all at once."""
@@ -92,10 +109,10 @@ _HOLD_POLL_S = 0.02
 _TRIES_WITHOUT_HOLD = 3
 _QUICK_TRIES_WITHOUT_HOLD = 8
 _TRIES_MAX = 20
-_TORN_MAX = 4
+_PARTIAL_SCANS_MAX = 4
 """So often in a row nobody has restarted Redis, or moved a slot, in the middle of one answer."""
 
-_MEND_ENTRIES = 1 << 20
+_REPAIR_ENTRIES = 1 << 20
 """What has been lost is folded in at once up to here: until all is, some of it is missed."""
 
 _RELEASE_S = 1.0
@@ -105,7 +122,7 @@ _FIELDS_AT_ONCE = 500
 T = TypeVar("T")
 
 
-class _Moved(Exception):
+class _GenerationGone(Exception):
     """What was being read is not there any more."""
 
 
@@ -122,7 +139,7 @@ class RedisMetadata(MetadataStore):
         self._link = link
         self._clock_ns = clock_ns
         self._buckets = buckets or (_CLUSTER_BUCKETS if link.is_cluster else 1)
-        self._commits = Commits(link, clock_ns)
+        self._commits = RedisTransactions(link, clock_ns)
 
     @classmethod
     def open(
@@ -147,52 +164,52 @@ class RedisMetadata(MetadataStore):
         self._link.close()
 
     def now_s(self) -> float:
-        (reply,) = self._look(lambda: self._link.run([Command(NAMES_KEY, ("TIME",))]))
+        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ("TIME",))]))
         seconds, microseconds = cast(tuple[int, int], reply)
         return seconds + microseconds / 1e6
 
     # Datasets
 
-    def markers(self) -> list[Marker]:
-        def look() -> list[Marker]:
+    def heads(self) -> list[DatasetHead]:
+        def look() -> list[DatasetHead]:
             self._link.check_policy()
-            return self._markers()
+            return self._heads()
 
-        return sorted(self._look(look), key=lambda marker: marker.name)
+        return sorted(self._with_read_deadline(look), key=lambda marker: marker.name)
 
-    def _markers(self) -> list[Marker]:
+    def _heads(self) -> list[DatasetHead]:
         identities, found = [*self._names().values()], []
-        heads = self._commits.look_at(identities)
-        whole = [head for head in heads if isinstance(head, Head)]
-        lost = self._commits.have_lost(whole)
-        clean = {h.marker.identity for h, gone in zip(whole, lost, strict=True) if not gone}
+        heads = self._commits.read_heads(identities)
+        whole = [head for head in heads if isinstance(head, RedisHead)]
+        lost = self._commits.have_lost_pieces(whole)
+        clean = {h.dataset.identity for h, gone in zip(whole, lost, strict=True) if not gone}
         for identity, head in zip(identities, heads, strict=True):
-            self._link.renew()
-            if isinstance(head, Head) and identity in clean and not head.unapplied:
-                found.append(head.marker)
+            self._link.extend_deadline()
+            if isinstance(head, RedisHead) and identity in clean and not head.pending:
+                found.append(head.dataset)
                 continue
             try:
-                found.append(self._settled(identity).marker)
+                found.append(self._apply_pending(identity).dataset)
             except NoSuchDataset:
                 continue
             except (MetadataBehind, CorruptError) as error:
                 # One dataset's fault hides no other; its own calls say so
                 log.warning("%s", error.message)
-                if isinstance(head, Head):
-                    found.append(head.marker)
+                if isinstance(head, RedisHead):
+                    found.append(head.dataset)
         return found
 
-    def _look(self, work: Callable[[], T]) -> T:
-        return self._link.patiently(work, LOOK_S)
+    def _with_read_deadline(self, work: Callable[[], T]) -> T:
+        return self._link.with_retries(work, METADATA_READ_S)
 
-    def marker(self, name: str) -> Marker:
-        return self._look(lambda: self._marker(name))
+    def head(self, name: str) -> DatasetHead:
+        return self._with_read_deadline(lambda: self._head(name))
 
-    def _marker(self, name: str) -> Marker:
+    def _head(self, name: str) -> DatasetHead:
         (reply,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
         if reply is None:
             raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
-        return self._settled(identity_of(reply)).marker
+        return self._apply_pending(identity_of(reply)).dataset
 
     def _names(self) -> dict[bytes, UUID]:
         (reply,) = self._link.run([Command(NAMES_KEY, ("HGETALL", NAMES_KEY))])
@@ -202,34 +219,36 @@ class RedisMetadata(MetadataStore):
             if len(identity) == 16  # its own calls say so
         }
 
-    def _settled(self, identity: UUID) -> Head:
+    def _apply_pending(self, identity: UUID) -> RedisHead:
         """The head after all that is committed has been applied; no bucket has lost anything."""
-        with Holding(self, identity) as holding:
+        with RenewingCommitLock(self, identity) as holding:
             for _ in range(_TRIES_MAX):
                 try:
-                    head = self._commits.settled(identity)
-                except Unsettled:
-                    holding.begin()
+                    head = self._commits.apply_pending(identity)
+                except PendingCommits:
+                    holding.lock()
                     continue
-                if self._commits.is_of(identity, head):
+                if self._commits.is_live_generation(identity, head):
                     return head
-        raise _restless(identity)
+        raise _changing_error(identity)
 
-    def create(self, name: str, identity: UUID) -> Marker:
-        self._link.patiently(lambda: self._create(name, identity))
+    def create(self, name: str, identity: UUID) -> DatasetHead:
+        self._link.with_retries(lambda: self._create(name, identity))
         self._clean()
-        return self._look(lambda: self._settled(identity)).marker
+        return self._with_read_deadline(lambda: self._apply_pending(identity)).dataset
 
     def _create(self, name: str, identity: UUID) -> None:
         generation = new_generation(self._buckets)
-        keys = [NAMES_KEY, DatasetKeys(identity).marker]
+        keys = [NAMES_KEY, DatasetKeys(identity).head]
         words = name, identity.bytes, generation.name, generation.buckets
-        self._commits.ask(CREATE, keys, *words)
+        self._commits.run_head_script(CREATE, keys, *words)
 
     def drop(self, identity: UUID) -> None:
         keys = DatasetKeys(identity)
-        own = [keys.marker, keys.chunks, keys.tallies, keys.unapplied, keys.begun, keys.holds]
-        self._link.patiently(lambda: self._commits.ask(DROP, [NAMES_KEY, DEAD_KEY, *own]))
+        own = [keys.head, keys.chunks, keys.counts, keys.pending, keys.begun, keys.commit_locks]
+        self._link.with_retries(
+            lambda: self._commits.run_head_script(DROP, [NAMES_KEY, DEAD_KEY, *own])
+        )
         self._clean()
 
     def rebuild(
@@ -237,25 +256,25 @@ class RedisMetadata(MetadataStore):
         name: str,
         identity: UUID,
         batches: Iterable[Batch],
-        late: Late | None = None,
-        above: int = 0,
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
     ) -> int:
-        building = Building(
+        building = RedisShadowState(
             self._link,
             self._commits,
             new_generation(self._buckets),
             name,
             identity,
             self._clock_ns,
-            above,
+            newer_than,
         )
-        version = rebuild(self, identity, building, batches, late)
+        version = rebuild(self, identity, building, batches, read_committed)
         self._clean()
         return version
 
     def _clean(self) -> None:
         try:
-            self._link.patiently(lambda: clean(self._link, self._commits))
+            self._link.with_retries(lambda: remove_abandoned(self._link, self._commits))
         except DieselError as error:
             log.info("what dropped datasets have left stays for now: %s", error)
 
@@ -266,38 +285,38 @@ class RedisMetadata(MetadataStore):
 
     def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        end, before = time.monotonic() + self._link.deadline_s, list[Begun]()
-        return self._link.patiently(
+        end, before = time.monotonic() + self._link.deadline_s, list[BegunTransaction]()
+        return self._link.with_retries(
             lambda: self._commits.commit(identity, by_chunk, end, before, run)
         )
 
-    def doubt(self, identity: UUID) -> str:
+    def needs_repair(self, identity: UUID) -> str:
         def ask() -> str:
             self._link.check_policy()
-            return self._commits.doubt(identity)
+            return self._commits.needs_repair(identity)
 
-        return self._link.patiently(ask)
+        return self._link.with_retries(ask)
 
-    def mend(self, identity: UUID, run: str, batches: Iterable[Batch]) -> None:
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
         waiting, entries = list[Batch](), 0
         for batch in batches:
             waiting.append(batch)
             entries += len(batch.rows)
-            if entries >= _MEND_ENTRIES:
-                self._commit(identity, waiting, run)
+            if entries >= _REPAIR_ENTRIES:
+                self._commit(identity, waiting, run_id)
                 waiting, entries = [], 0
         if waiting:
-            self._commit(identity, waiting, run)
-        self._link.patiently(lambda: self._commits.vouch(identity, run))
+            self._commit(identity, waiting, run_id)
+        self._link.with_retries(lambda: self._commits.confirm(identity, run_id))
 
     def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         keys = DatasetKeys(identity)
         portions = [chunks[i : i + _PATHS_AT_ONCE] for i in range(0, len(chunks), _PATHS_AT_ONCE)]
         asked = [Command(keys.chunks, ("HMGET", keys.chunks, *some)) for some in portions]
-        there = Command(keys.marker, ("EXISTS", keys.marker))
-        *replies, exists = self._link.patiently(lambda: self._link.run([*asked, there]))
+        there = Command(keys.head, ("EXISTS", keys.head))
+        *replies, exists = self._link.with_retries(lambda: self._link.run([*asked, there]))
         if not exists:
-            raise no_such(identity)
+            raise no_such_dataset_error(identity)
         known = [record for reply in replies for record in listed(reply)]
         return [chunk for chunk, record in zip(chunks, known, strict=True) if record is None]
 
@@ -308,7 +327,7 @@ class RedisMetadata(MetadataStore):
         end = time.monotonic() + self._link.deadline_s
         for some in in_portions(wanted):
             attempt = partial(self._forget, identity, some, end, tombstones=tombstones)
-            while not self._link.patiently(attempt):
+            while not self._link.with_retries(attempt):
                 pass
         return frozenset(wanted).difference(record.id for record in self.chunks(identity))
 
@@ -317,30 +336,32 @@ class RedisMetadata(MetadataStore):
     ) -> bool:
         """One try; whether it was not in vain."""
 
-        def read(head: Head, reader: GenerationReader) -> tuple[Head, dict[ChunkId, Leaving]]:
+        def read(
+            head: RedisHead, reader: GenerationReader
+        ) -> tuple[RedisHead, dict[ChunkId, ChunkRemoval]]:
             key = DatasetKeys(identity).chunks
             (packed,) = self._link.run([Command(key, ("HMGET", key, *chunks))])
             candidates = {}
             for chunk, each in zip(chunks, listed(packed), strict=True):
-                if each is not None and chunk != head.marker.newest:
+                if each is not None and chunk != head.dataset.newest:
                     record = _facts(head, each)
                     holes = frozenset(self._holes(head, chunk, record).tolist())
-                    candidates[chunk] = Candidate(record.entries, record.places, holes)
+                    candidates[chunk] = Candidate(record.entries, record.piece_counts, holes)
             try:
-                return head, leaving(
+                return head, plan_removals(
                     self._link, head.generation, reader, candidates, tombstones=tombstones
                 )
-            except Lost:
-                raise _Moved from None
+            except PathListMissing:
+                raise _GenerationGone from None
 
-        head, going = self._read_once(identity, read, wholly=False)
+        head, going = self._read_once(identity, read, until_empty=False)
         if not going:
             return True
         try:
             self._commits.forget(identity, head.generation, going)
-        except Unknown:
-            raise no_such(identity) from None
-        except Refused as refused:
+        except UnknownDataset:
+            raise no_such_dataset_error(identity) from None
+        except ScriptRejected as refused:
             if time.monotonic() > end:
                 raise BusyError(f"dataset {identity} does not hold still") from None
             if refused.word == "held":
@@ -348,27 +369,31 @@ class RedisMetadata(MetadataStore):
             return False
         return True
 
-    def durable(self) -> None:
-        self._link.patiently(self._link.wait_durable)
+    def sync(self) -> None:
+        self._link.with_retries(self._link.wait_durable)
 
-    def hold(self, identity: UUID, seconds: float) -> Hold:
-        if not 0 < seconds <= HOLD_S_MAX:
+    def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
+        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
             raise UsageError(f"commits cannot be held back for {seconds:g} s")
         token, keys = secrets.token_bytes(16), DatasetKeys(identity)
-        words = token, seconds, HOLD_S_MAX
+        words = token, seconds, COMMIT_LOCK_S_MAX
         try:
-            self._link.patiently(lambda: self._commits.ask(HOLD, [keys.marker, keys.holds], *words))
-        except Unknown:
-            raise no_such(identity) from None
+            self._link.with_retries(
+                lambda: self._commits.run_head_script(
+                    LOCK_COMMITS, [keys.head, keys.commit_locks], *words
+                )
+            )
+        except UnknownDataset:
+            raise no_such_dataset_error(identity) from None
 
         def release() -> None:
-            gone = Command(keys.holds, ("HDEL", keys.holds, token))
+            gone = Command(keys.commit_locks, ("HDEL", keys.commit_locks, token))
             try:
-                self._link.patiently(lambda: self._link.run([gone]), _RELEASE_S)
+                self._link.with_retries(lambda: self._link.run([gone]), _RELEASE_S)
             except DieselError as error:  # it ends by itself; what it was for is done
                 log.info("commits stay held back for now: %s", error.message)
 
-        return Hold(release)
+        return CommitLock(release)
 
     # Reading
 
@@ -377,7 +402,7 @@ class RedisMetadata(MetadataStore):
     ) -> StampedRows:
         wanted = [*dict.fromkeys(paths)]
 
-        def read(_: Head, reader: GenerationReader) -> list[bytes | None]:
+        def read(_: RedisHead, reader: GenerationReader) -> list[bytes | None]:
             found = list[bytes | None]()
             for start in range(0, len(wanted), _PATHS_AT_ONCE):
                 found += _find(reader, wanted[start : start + _PATHS_AT_ONCE])
@@ -394,7 +419,7 @@ class RedisMetadata(MetadataStore):
         return StampedRows.of(rows, stamps)
 
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
-        def read(_: Head, reader: GenerationReader) -> dict[bytes, bytes]:
+        def read(_: RedisHead, reader: GenerationReader) -> dict[bytes, bytes]:
             return reader.children(folder_id(folder))
 
         rows = self._read(identity, read)
@@ -403,39 +428,39 @@ class RedisMetadata(MetadataStore):
         )
         return columns([(folder, names, [rows[name] for name in names])] if names else [])
 
-    def changes(self, identity: UUID, since: int) -> Changes:
-        def read(head: Head, reader: GenerationReader) -> Changes:
+    def changes(self, identity: UUID, since: int) -> MetadataChanges:
+        def read(head: RedisHead, reader: GenerationReader) -> MetadataChanges:
             chunks = self._chunk_table(head, reader)
             if since > 0:
                 rows = columns(list(self._newer(head, reader, chunks, since)), list(chunks))
             else:
                 rows = columns(list(reader.everything()), list(chunks))
-                _check_counts(head.marker, rows)
+                _check_counts(head.dataset, rows)
             infos = [ChunkInfo(chunk, chunks[chunk].object_bytes) for chunk in sorted(chunks)]
-            return Changes(head.marker, rows, infos)
+            return MetadataChanges(head.dataset, rows, infos)
 
-        return self._read(identity, read, wholly=True)
+        return self._read(identity, read, until_empty=True)
 
     def _newer(
         self,
-        head: Head,
+        head: RedisHead,
         reader: GenerationReader,
         chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
-    ) -> Iterator[Found]:
+    ) -> Iterator[FolderEntries]:
         """The entries, tombstones too, of which a chunk was committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
         commands = []
         for chunk in new:
-            for name in piece_names(chunk, chunks[chunk].places):
+            for name in piece_names(chunk, chunks[chunk].piece_counts):
                 key = head.generation.key(name.bucket, b"n")
                 commands.append(Command(key, ("HGET", key, name.field)))
         named: dict[FolderId, dict[bytes, None]] = {}
         for start in range(0, len(commands), _FIELDS_AT_ONCE):
-            self._link.renew()
+            self._link.extend_deadline()
             for reply in self._link.run(commands[start : start + _FIELDS_AT_ONCE]):
                 if not isinstance(reply, bytes):
-                    raise _Moved
+                    raise _GenerationGone
                 for folder, names in unpack_paths(reply):
                     named.setdefault(folder, {}).update(dict.fromkeys(names))
         rows: dict[FolderId, list[tuple[bytes, bytes]]] = {}
@@ -448,7 +473,7 @@ class RedisMetadata(MetadataStore):
             yield paths[folder], [base for base, _ in some], [entry for _, entry in some]
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
-        def read(head: Head, reader: GenerationReader) -> list[ChunkRecord]:
+        def read(head: RedisHead, reader: GenerationReader) -> list[ChunkRecord]:
             chunks = self._chunk_table(head, reader)
             holes = dict.fromkeys(chunks, 0)
             for bucket in range(head.generation.buckets):
@@ -464,10 +489,10 @@ class RedisMetadata(MetadataStore):
                 for chunk, record in sorted(chunks.items())
             ]
 
-        return self._read(identity, read, wholly=True)
+        return self._read(identity, read, until_empty=True)
 
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
-        def read(head: Head, _: GenerationReader) -> npt.NDArray[np.uint32]:
+        def read(head: RedisHead, _: GenerationReader) -> npt.NDArray[np.uint32]:
             key = DatasetKeys(identity).chunks
             (packed,) = self._link.run([Command(key, ("HGET", key, chunk))])
             if packed is None:
@@ -476,9 +501,9 @@ class RedisMetadata(MetadataStore):
 
         return self._read(identity, read)
 
-    def _holes(self, head: Head, chunk: ChunkId, record: ChunkFacts) -> npt.NDArray[np.uint32]:
+    def _holes(self, head: RedisHead, chunk: ChunkId, record: ChunkFacts) -> npt.NDArray[np.uint32]:
         found = [np.zeros(0, np.uint32)]
-        for bucket, _pieces in record.places:
+        for bucket, _pieces in record.piece_counts:
             key = head.generation.key(bucket, b"h")
             fields = [*hole_fields(chunk, record.entries)]
             (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
@@ -490,79 +515,81 @@ class RedisMetadata(MetadataStore):
                     found.append(places.astype(np.uint32))
         return np.sort(np.concatenate(found))
 
-    def _chunk_table(self, head: Head, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
+    def _chunk_table(self, head: RedisHead, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
         found = dict[ChunkId, ChunkFacts]()
-        for page in reader.pages_of(DatasetKeys(head.marker.identity).chunks):
+        for page in reader.pages_of(DatasetKeys(head.dataset.identity).chunks):
             for chunk, packed in page.items():
                 found[ChunkId(octets(chunk, 16))] = _facts(head, packed)
-        if len(found) != head.marker.chunks:
-            raise Torn
+        if len(found) != head.dataset.chunks:
+            raise PartialScan
         return found
 
     def _read(
         self,
         identity: UUID,
-        read: Callable[[Head, GenerationReader], T],
+        read: Callable[[RedisHead, GenerationReader], T],
         *,
-        wholly: bool = False,
+        until_empty: bool = False,
     ) -> T:
-        """What `read` finds in one state; `wholly`: of which the head has all counts.
+        """What `read` finds in one state; `until_empty`: of which the head has all counts.
 
         Where commits keep moving the version, they are held back.
         """
-        return self._look(lambda: self._read_once(identity, read, wholly=wholly))
+        return self._with_read_deadline(
+            lambda: self._read_once(identity, read, until_empty=until_empty)
+        )
 
     def _read_once(
-        self, identity: UUID, read: Callable[[Head, GenerationReader], T], *, wholly: bool
+        self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        patience = _TRIES_WITHOUT_HOLD if wholly else _QUICK_TRIES_WITHOUT_HOLD
-        torn = 0
-        with Holding(self, identity) as holding:
+        patience = _TRIES_WITHOUT_HOLD if until_empty else _QUICK_TRIES_WITHOUT_HOLD
+        partial_scans = 0
+        with RenewingCommitLock(self, identity) as holding:
 
             def on_the_way() -> None:
                 holding.renew()
-                self._link.renew()
+                self._link.extend_deadline()
 
             for tries in range(_TRIES_MAX):
-                if tries - torn >= patience:
-                    holding.begin()
+                if tries - partial_scans >= patience:
+                    holding.lock()
                 try:
-                    head = self._commits.settled(identity, wholly=wholly)
-                except Unsettled:
+                    head = self._commits.apply_pending(identity, until_empty=until_empty)
+                except PendingCommits:
                     continue
                 reader = GenerationReader(self._link, head.generation, on_the_way)
                 try:
                     found = read(head, reader)
-                except _Moved:
+                except _GenerationGone:
                     continue
-                except Torn:
-                    if self._commits.stands(identity, head):
-                        torn += 1
-                        if torn == _TORN_MAX:
-                            raise has_lost(head.marker.name) from None
+                except PartialScan:
+                    if self._commits.is_unchanged(identity, head):
+                        partial_scans += 1
+                        if partial_scans == _PARTIAL_SCANS_MAX:
+                            raise lost_data_error(head.dataset.name) from None
                     continue
                 except DieselError:
-                    if self._commits.stands(identity, head):
+                    if self._commits.is_unchanged(identity, head):
                         raise
                     continue  # half of it was of another state
-                if self._commits.stands(identity, head):
+                if self._commits.is_unchanged(identity, head):
                     return found
-        raise _restless(identity)
+        raise _changing_error(identity)
 
 
-def _facts(head: Head, packed: object) -> ChunkFacts:
+def _facts(head: RedisHead, packed: object) -> ChunkFacts:
     return unpack_chunk(octets(packed), head.first, head.generation.buckets)
 
 
-def _check_counts(marker: Marker, rows: Rows) -> None:
+def _check_counts(marker: DatasetHead, rows: Rows) -> None:
     """Raise Torn where rows are not all files of a marker."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (marker.files, marker.bytes):
-        raise Torn
+        raise PartialScan
 
 
-def _restless(identity: UUID) -> BusyError:
+def _changing_error(identity: UUID) -> BusyError:
     return BusyError(f"dataset {identity} does not hold still")
 
 

@@ -22,12 +22,12 @@ from diesel_fs.storage.redis_keys import (
     ROOT_FOLDER,
     FolderId,
     Generation,
+    PieceCounts,
     PieceName,
-    Places,
     child_folder,
     steps,
 )
-from diesel_fs.storage.redis_replies import damaged
+from diesel_fs.storage.redis_replies import corrupt_store_error
 
 EXTENTS_MAX = 1 << 20
 """4 TiB in chunks of 4 MiB: a script that looks for extents must end."""
@@ -53,7 +53,7 @@ assert RECORD.itemsize == 48
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """Some rows of a chunk, of one bucket."""
 
     name: PieceName
@@ -62,20 +62,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutBatch:
     """A batch as pieces."""
 
     chunk: ChunkId
     entries: int
-    places: Places
-    pieces: Sequence[Piece]
+    places: PieceCounts
+    pieces: Sequence[BucketPiece]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
     """The folders of a packed piece."""
     count = int.from_bytes(packed[: _COUNT.size], "little")
     if len(packed) < _COUNT.size + count * FOLDER_BYTES:
-        raise damaged("a piece that is too short")
+        raise corrupt_store_error("a piece that is too short")
     starts = range(_COUNT.size, _COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     return [FolderId(packed[at : at + FOLDER_BYTES]) for at in starts]
 
@@ -83,18 +83,18 @@ def folders_of(packed: bytes) -> list[FolderId]:
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
     """The folders that a piece names, and the names in each. Raises CorruptError."""
     if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # before it is trusted
-        raise damaged("a list of paths that is none")
+        raise corrupt_store_error("a list of paths that is none")
     try:
         plain = lz4.block.decompress(packed)
     except (lz4.block.LZ4BlockError, ValueError):
-        raise damaged("a list of paths that is none") from None
+        raise corrupt_store_error("a list of paths that is none") from None
     at = 0
     while at < len(plain):
         folder = FolderId(plain[at : at + FOLDER_BYTES])
         length = int.from_bytes(plain[at + FOLDER_BYTES : at + FOLDER_BYTES + 4], "little")
         at += FOLDER_BYTES + _BYTES.size
         if len(plain) < at + length:
-            raise damaged("a list of paths that is too short")
+            raise corrupt_store_error("a list of paths that is too short")
         yield folder, plain[at : at + length].split(b"\0")
         at += length
 
@@ -151,10 +151,10 @@ class _Cutter:
         self._entries = entries.tobytes()
         self._is_plain = rows.records["extents"] <= 1
         self._is_plain[[*batch.stamps, *rows.tails]] = False
-        if batch.moved:
+        if batch.by_purge:
             self._is_plain[:] = False
 
-    def cut(self) -> Cut:
+    def cut(self) -> CutBatch:
         """The pieces."""
         rows = self._batch.rows
         order = np.argsort(rows.folder, kind="stable")
@@ -168,15 +168,15 @@ class _Cutter:
             self._add_own_holes(np.setdiff1d(np.arange(entries, dtype=np.uint32), places))
         return self._cut(entries)
 
-    def _cut(self, entries: int) -> Cut:
+    def _cut(self, entries: int) -> CutBatch:
         chunk = self._batch.chunk.id
         pieces = [
-            Piece(PieceName(chunk, bucket, number), [*packer.folders], packer.packed())
+            BucketPiece(PieceName(chunk, bucket, number), [*packer.folders], packer.packed())
             for bucket, packers in self._packers.items()
             for number, packer in enumerate(packers)
         ]
         places = [(bucket, len(packers)) for bucket, packers in self._packers.items()]
-        return Cut(chunk, entries, places, pieces)
+        return CutBatch(chunk, entries, places, pieces)
 
     def _packer(self, folder: FolderId) -> _Packer:
         packers = self._packers.setdefault(self._generation.bucket(folder), [])
@@ -243,7 +243,7 @@ class _Cutter:
             entry = entry + batch.stamp(i) + tail
         name, packer = rows.names[i], self._packer(folder)
         sized = _LENGTH[len(name)], name, _BYTES.pack(len(entry)), entry
-        packer.step(b"G", folder, _LENGTH[batch.moved], *sized)
+        packer.step(b"G", folder, _LENGTH[batch.by_purge], *sized)
         packer.name(folder, [name])
         packer.rows += 1
         packer.size += len(entry) + len(name)
@@ -256,7 +256,7 @@ class _Cutter:
             packer.step(b"H", folder, self._batch.chunk.id, _BYTES.pack(place))
 
 
-def cut(batch: Batch, generation: Generation) -> Cut:
+def cut_batch(batch: Batch, generation: Generation) -> CutBatch:
     """The pieces of a checked batch. Raises UsageError for numbers that scripts cannot hold."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:

@@ -11,7 +11,7 @@ from diesel_fs.errors import CorruptError
 NUMBER_MAX = 1 << 63
 
 
-def damaged(what: str) -> CorruptError:
+def corrupt_store_error(what: str) -> CorruptError:
     """The error for something that the store should not have."""
     return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")
 
@@ -27,14 +27,14 @@ def number(reply: object) -> int:
             found = NUMBER_MAX
         if -NUMBER_MAX < found < NUMBER_MAX:
             return found
-    raise damaged("something else where a number should be")
+    raise corrupt_store_error("something else where a number should be")
 
 
-def whole(reply: object) -> int:
+def as_count(reply: object) -> int:
     """A number that is there, and not negative."""
     found = number(reply)
     if reply is None or found < 0:
-        raise damaged("something else where a count should be")
+        raise corrupt_store_error("something else where a count should be")
     return found
 
 
@@ -44,7 +44,7 @@ def packed_dict(reply: object) -> dict[bytes, bytes]:
         return reply
     values = [octets(each) for each in listed(reply)]
     if len(values) % 2:
-        raise damaged("a field without a value")
+        raise corrupt_store_error("a field without a value")
     return dict(zip(values[::2], values[1::2], strict=True))
 
 
@@ -52,21 +52,21 @@ def octets(reply: object, length: int | None = None) -> bytes:
     """Bytes, so many if that is said."""
     if isinstance(reply, bytes) and (length is None or len(reply) == length):
         return reply
-    raise damaged("something else where bytes should be")
+    raise corrupt_store_error("something else where bytes should be")
 
 
 def listed(reply: object) -> list[object]:
     """A list."""
     if isinstance(reply, list):
         return reply
-    raise damaged("something else where a list should be")
+    raise corrupt_store_error("something else where a list should be")
 
 
 def pair(reply: object) -> tuple[object, object]:
     """Two things."""
     if isinstance(reply, list | tuple) and len(reply) == 2:
         return reply[0], reply[1]
-    raise damaged("something else where a pair should be")
+    raise corrupt_store_error("something else where a pair should be")
 
 
 def identity_of(reply: object) -> UUID:

@@ -6,7 +6,7 @@ asks before and after). Nothing is remembered, so nothing can be stale.
 
 What takes several pages proves itself: a cursor means nothing to a Redis that has been restarted or
 has taken the slot over, and that one goes on somewhere. As many different names as the whole has,
-all of them of a state that has not moved, are the whole; fewer are `Torn`.
+all of them of a state that has not moved, are the whole; fewer are `PartialScan`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,9 +27,16 @@ from diesel_fs.storage.redis_keys import (
     child_folder,
 )
 from diesel_fs.storage.redis_link import Command, RedisLink
-from diesel_fs.storage.redis_replies import damaged, listed, number, octets, packed_dict, pair
+from diesel_fs.storage.redis_replies import (
+    corrupt_store_error,
+    listed,
+    number,
+    octets,
+    packed_dict,
+    pair,
+)
 
-Found = tuple[bytes, Sequence[bytes], Sequence[bytes]]
+FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
 """The path of a folder, names in it, and their packed entries."""
 
 _FOLDERS_AT_ONCE = 64
@@ -48,7 +55,7 @@ _DEAD = int(Kind.TOMBSTONE)
 T = TypeVar("T")
 
 
-class Torn(Exception):
+class PartialScan(Exception):
     """What was read in several pages is not all there is."""
 
 
@@ -132,7 +139,7 @@ class GenerationReader:
             wanted = [folder for folder in above if folder not in places]
         return folder_paths(places, asked)
 
-    def everything(self) -> Iterator[Found]:
+    def everything(self) -> Iterator[FolderEntries]:
         """All entries but tombstones, folder by folder."""
         places = self.folders()
         paths = folder_paths(places, places)
@@ -204,7 +211,7 @@ class GenerationReader:
                     if cursor != _START:
                         following.append((i, cursor))
                     elif count is not None and len(found[i]) != count:
-                        raise Torn
+                        raise PartialScan
             left = following
         return [[*names] for names in found]
 
@@ -225,7 +232,7 @@ class GenerationReader:
                 if cursor != _START:
                     left.append((key, cursor))
                 elif count is not None and len(names.pop(key)) != count:
-                    raise Torn
+                    raise PartialScan
 
     def _pages(
         self, some: Sequence[tuple[bytes, bytes]], scan: str, size: str, rows: int
@@ -266,7 +273,7 @@ def folder_paths(
         names, at = list[tuple[FolderId, bytes]](), folder
         while at not in paths:
             if at not in places or len(names) > len(places):
-                raise damaged("a folder without a parent")
+                raise corrupt_store_error("a folder without a parent")
             names.append((at, places[at][1]))
             at = places[at][0]
         path = paths[at]
@@ -276,7 +283,7 @@ def folder_paths(
     return found
 
 
-def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> Rows:
+def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
     """Packed entries as columns; `chunks` are those of the dataset, else those that are named."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
@@ -284,7 +291,7 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
     tails: dict[int, bytes] = {}
     for path, some, entries in found:
         if len(some) != len(entries):
-            raise damaged("names without entries")
+            raise corrupt_store_error("names without entries")
         folder.append(folders.setdefault(path, len(folders)))
         counts.append(len(some))
         joined = b"".join(entries)
@@ -299,14 +306,14 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
         heads.append(joined)
     packed = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, PLAIN_BYTES)
     if len(packed) != len(names):
-        raise damaged("an entry of another length")
+        raise corrupt_store_error("an entry of another length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
     # As NumPy compares them, trailing zeros do not count; of equal length they need not.
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):
-        raise damaged("an entry without a chunk")
+        raise corrupt_store_error("an entry without a chunk")
     return Rows(
         folders=list(folders),
         folder=np.repeat(np.array(folder, np.uint32), counts),
@@ -321,7 +328,7 @@ def columns(found: Iterable[Found], chunks: Sequence[ChunkId] | None = None) -> 
 def _alive(names: list[bytes], entries: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Without tombstones."""
     if entries and min(map(len, entries)) < PLAIN_BYTES:
-        raise damaged("an entry of another length")
+        raise corrupt_store_error("an entry of another length")
     if all(entry[_KIND_AT] != _DEAD for entry in entries):
         return names, entries
     keep = [entry[_KIND_AT] != _DEAD for entry in entries]
@@ -331,7 +338,7 @@ def _alive(names: list[bytes], entries: list[bytes]) -> tuple[list[bytes], list[
 def _cursor(reply: object) -> bytes:
     packed = b"%d" % reply if isinstance(reply, int) else octets(reply)
     if not packed.isdigit():
-        raise damaged("something else where a cursor should be")
+        raise corrupt_store_error("something else where a cursor should be")
     return packed
 
 
@@ -342,5 +349,5 @@ def _in_portions(items: Iterator[T], size: int) -> Iterator[list[T]]:
 
 def _unpack_place(reply: object) -> tuple[FolderId, bytes]:
     if not isinstance(reply, bytes) or len(reply) < FOLDER_BYTES:
-        raise damaged("a folder without a parent")
+        raise corrupt_store_error("a folder without a parent")
     return FolderId(reply[:FOLDER_BYTES]), reply[FOLDER_BYTES:]

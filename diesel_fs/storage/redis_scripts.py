@@ -9,15 +9,11 @@ Strings must not be compared with `<` in here: Lua asks the locale of the server
 """
 
 from diesel_fs.storage.redis_bucket_scripts import (
-    APPLY,
-    FOLDERS,
     LESS,
-    UNAPPLY,
     script,
 )
-from diesel_fs.storage.redis_task_scripts import JOIN, LEAVE
 
-_HEAD = """
+_CHECK_SCHEMA = """
 local schema = redis.call('GET', KEYS[1])
 if schema and schema ~= ARGV[1] then return {'schema', schema} end
 """
@@ -43,7 +39,7 @@ local function is_held(key, longest)
 end
 """
 
-_MARKER = """
+_CHECK_HEAD = """
 local function is_whole(marker)
   for _, text in ipairs({marker[2], marker[5]}) do
     if not text or not text:match('^%d+$') or #text > 18 then return false end
@@ -53,8 +49,8 @@ end
 """
 
 # schema marker unapplied tallies | schema
-LOOK = script(
-    _HEAD
+READ_HEAD = script(
+    _CHECK_SCHEMA
     + """
 local marker = redis.call('HGETALL', KEYS[2])
 if #marker == 0 then return {'none'} end
@@ -64,7 +60,7 @@ return {'ok', marker, redis.call('LRANGE', KEYS[3], 0, -1), redis.call('HGETALL'
 
 # schema names marker | schema name identity generation buckets
 CREATE = script(
-    _HEAD
+    _CHECK_SCHEMA
     + _RUN
     + """
 local identity = redis.call('HGET', KEYS[2], ARGV[2])
@@ -84,7 +80,7 @@ return {'ok'}
 
 # schema names dead marker chunks tallies unapplied begun holds | schema
 DROP = script(
-    _HEAD
+    _CHECK_SCHEMA
     + """
 local old = redis.call('HMGET', KEYS[4], 'name', 'generation', 'buckets')
 if not old[1] then return {'ok'} end
@@ -101,7 +97,7 @@ return {'ok'}
 
 # schema marker chunks begun | schema generation transaction plan, chunk...
 BEGIN = script(
-    _HEAD
+    _CHECK_SCHEMA
     + """
 local marker = redis.call('HMGET', KEYS[2], 'generation', 'version')
 if not marker[1] then return {'none'} end
@@ -124,11 +120,11 @@ return {'ok', marker[2], flags, redis.call('HLEN', KEYS[4])}
 # count of buckets, (bucket, pieces)..., (chunk, record, digest)...
 # Under another run than the one that was vouched for, only who says that this is it may commit
 COMMIT = script(
-    _HEAD
+    _CHECK_SCHEMA
     + LESS
     + _RUN
     + _TIME
-    + _MARKER
+    + _CHECK_HEAD
     + """
 local marker =
   redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
@@ -176,8 +172,8 @@ return {'ok', version, redis.call('LLEN', KEYS[4])}
 )
 
 # schema marker | schema: the run, unless it is the one that was vouched for
-DOUBT = script(
-    _HEAD
+NEEDS_REPAIR = script(
+    _CHECK_SCHEMA
     + _RUN
     + """
 local vouched = redis.call('HGET', KEYS[2], 'run')
@@ -189,8 +185,8 @@ return {'ok', current}
 )
 
 # schema marker | schema run: what that run knows of the dataset is all there is
-VOUCH = script(
-    _HEAD
+CONFIRM = script(
+    _CHECK_SCHEMA
     + _RUN
     + """
 if redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
@@ -203,7 +199,7 @@ return {'ok'}
 
 # schema marker unapplied tallies | schema generation plan, (bucket, pieces, files, bytes)...
 APPLIED = script(
-    _HEAD
+    _CHECK_SCHEMA
     + """
 local marker = redis.call('HMGET', KEYS[2], 'generation', 'files', 'bytes')
 if marker[1] ~= ARGV[2] then return {'moved'} end
@@ -231,8 +227,8 @@ return {'ok'}
 )
 
 # schema marker holds | schema token seconds longest
-HOLD = script(
-    _HEAD
+LOCK_COMMITS = script(
+    _CHECK_SCHEMA
     + _TIME
     + """
 if redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
@@ -249,7 +245,7 @@ return {'ok'}
 
 # schema begun | schema transaction age: takes away the right to commit, where it is that old
 ABANDON = script(
-    _HEAD
+    _CHECK_SCHEMA
     + """
 local begun = redis.call('HGET', KEYS[2], ARGV[2])
 if not begun then return {'none'} end
@@ -264,8 +260,8 @@ return {'ok', plan}
 )
 
 # schema dead | schema generation buckets: says that it is being built, again every minute
-BUILD = script(
-    _HEAD
+HEARTBEAT = script(
+    _CHECK_SCHEMA
     + _RUN
     + """
 redis.call('HSET', KEYS[2], ARGV[2],
@@ -275,8 +271,8 @@ return {'ok', run()}
 )
 
 # schema dead | schema generation age: takes away the right to become the state, if it is that old
-CONDEMN = script(
-    _HEAD
+CLAIM_ABANDONED = script(
+    _CHECK_SCHEMA
     + """
 local state = redis.call('HGET', KEYS[2], ARGV[2])
 if not state then return {'none'} end
@@ -293,8 +289,8 @@ return {'ok', 0}
 # schema names dead marker chunks tallies unapplied begun holds built |
 # schema name identity generation buckets, old generation, old version,
 # clock in us, files bytes chunks digest newest, run, (bucket, tally)...
-SWITCH = script(
-    _HEAD
+REPLACE_LIVE = script(
+    _CHECK_SCHEMA
     + _RUN
     + """
 local identity = redis.call('HGET', KEYS[2], ARGV[2])
@@ -332,7 +328,7 @@ return {'ok', version}
 
 # schema users | schema, expected token, new token, (user, account or nothing)...
 SET_USERS = script(
-    _HEAD
+    _CHECK_SCHEMA
     + """
 local token = redis.call('HGET', KEYS[2], '=') or ''
 if token == ARGV[3] then return {'ok'} end  -- sent again
@@ -354,10 +350,10 @@ return {'ok'}
 # schema generation transaction plan, clock in us, longest hold,
 # (chunk, what is added to the digest in place of taking its own away)...
 FORGET = script(
-    _HEAD
+    _CHECK_SCHEMA
     + _RUN
     + _TIME
-    + _MARKER
+    + _CHECK_HEAD
     + """
 local marker =
   redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
@@ -395,9 +391,3 @@ redis.call('HDEL', KEYS[5], ARGV[3])
 return {'ok', version}
 """
 )
-
-ALL = (
-    LOOK, CREATE, DROP, BEGIN, COMMIT, DOUBT, VOUCH, APPLIED, HOLD, ABANDON,
-    BUILD, CONDEMN, SWITCH, APPLY, FOLDERS, SET_USERS, FORGET, UNAPPLY,
-    JOIN, LEAVE,
-)  # fmt: skip

@@ -19,15 +19,15 @@ from diesel_fs.errors import BusyError, ConflictError, CorruptError, UsageError
 from diesel_fs.storage.redis_head import open_link
 from diesel_fs.storage.redis_keys import task_keys
 from diesel_fs.storage.redis_link import RedisLink, ScriptCommand, Word, log
-from diesel_fs.storage.redis_replies import damaged, listed, octets, whole
+from diesel_fs.storage.redis_replies import as_count, corrupt_store_error, listed, octets
 from diesel_fs.storage.redis_task_scripts import JOIN, LEAVE
 from diesel_fs.task.membership import MEMBERS_MAX, SECRET_BYTES, TTL_S, Member, TaskName
 from diesel_fs.task.registration import (
-    Registrations,
-    Standing,
-    Told,
-    packed_member,
-    unpacked_member,
+    JoinReply,
+    MemberRecord,
+    MemberStore,
+    pack_member,
+    unpack_member,
 )
 
 DEADLINE_S = 2.0
@@ -36,7 +36,7 @@ DEADLINE_S = 2.0
 _FRONT_BYTES = 24  # instance, since
 
 
-class RedisTasks(Registrations):
+class RedisMemberStore(MemberStore):
     """Registrations in Redis."""
 
     def __init__(self, link: RedisLink, ttl_s: float = TTL_S) -> None:
@@ -53,14 +53,14 @@ class RedisTasks(Registrations):
     def __repr__(self) -> str:
         return f"RedisTasks({self._link.address})"
 
-    def join(self, task: TaskName, me: Member, standing: Standing) -> Told:
-        """See `Registrations`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
-        offered = b"" if me.keyed else standing.secret or secrets.token_bytes(SECRET_BYTES)
-        words: list[Word] = [
-            me.rank, me.instance, standing.since, packed_member(me), offered, self._ttl_us,
-            standing.state, MEMBERS_MAX,
+    def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
+        """See `MemberStore`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
+        offered = b"" if me.has_key_file else record.secret or secrets.token_bytes(SECRET_BYTES)
+        arguments: list[Word] = [
+            me.rank, me.instance, record.since, pack_member(me), offered, self._ttl_us,
+            record.state, MEMBERS_MAX,
         ]  # fmt: skip
-        reply = self._run(ScriptCommand(JOIN, task_keys(task.digest), words))
+        reply = self._run(ScriptCommand(JOIN, task_keys(task.digest), arguments))
         match reply[0]:
             case b"newer":
                 raise ConflictError(
@@ -69,24 +69,24 @@ class RedisTasks(Registrations):
                 )
             case b"full":
                 raise BusyError(f"task {task.name!r} has {MEMBERS_MAX} masters already")
-        since, state = whole(reply[1]), whole(reply[2])
-        secret = b"" if me.keyed else octets(reply[3], SECRET_BYTES)
+        since, state = as_count(reply[1]), as_count(reply[2])
+        secret = b"" if me.has_key_file else octets(reply[3], SECRET_BYTES)
         members = _members(reply[6], reply[7]) if len(reply) > 6 else None
-        return Told(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
+        return JoinReply(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
 
     def leave(self, task: TaskName, me: Member) -> None:
-        """See `Registrations`. Raises as `join`."""
-        words: list[Word] = [me.rank, me.instance, self._ttl_us]
-        self._run(ScriptCommand(LEAVE, task_keys(task.digest), words))
+        """See `MemberStore`. Raises as `join`."""
+        arguments: list[Word] = [me.rank, me.instance, self._ttl_us]
+        self._run(ScriptCommand(LEAVE, task_keys(task.digest), arguments))
 
     def close(self) -> None:
         self._link.close()
 
     def _run(self, command: ScriptCommand) -> list[object]:
-        (reply,) = self._link.patiently(functools.partial(self._link.scripts, [command]))
+        (reply,) = self._link.with_retries(functools.partial(self._link.run_scripts, [command]))
         found = listed(reply)
         if not found:
-            raise damaged("an answer without a word about registrations")
+            raise corrupt_store_error("an answer without a word about registrations")
         return found
 
 
@@ -94,7 +94,7 @@ def _address(me: Member, kept: object) -> str:
     """Of the master whose place this one has taken; nothing where there was none."""
     with contextlib.suppress(UsageError):
         if isinstance(kept, bytes):
-            return unpacked_member(me.rank, me.instance, kept).address
+            return unpack_member(me.rank, me.instance, kept).address
     return ""
 
 
@@ -105,7 +105,7 @@ def _members(ranks: object, values: object) -> tuple[Member, ...]:
         try:
             packed = value if isinstance(value, bytes) else b""
             instance, kept = packed[:16], packed[_FRONT_BYTES:]
-            found.append(unpacked_member(whole(rank), instance, kept))
+            found.append(unpack_member(as_count(rank), instance, kept))
         except (UsageError, CorruptError) as error:
             log.warning("a registration is left out: %s", error.message)
     return tuple(found)

@@ -19,7 +19,8 @@ from typing import TypeVar
 from diesel_fs.errors import ObjectExists, ObjectMissing, ObjectStoreError
 from diesel_fs.layout import MUTABLE_NAME
 
-from .objects import Bytes, Leftover, ObjectInfo, ObjectStore, StoreWrapper
+from ..entries import Bytes
+from .objects import Leftover, ObjectInfo, ObjectStore, StoreWrapper
 
 Item = TypeVar("Item")
 
@@ -29,13 +30,15 @@ _COMPARED_BYTES = 1 << 20
 class AttemptFailed(ObjectStoreError):
     """A request failed in a way that the next one need not.
 
-    `unclear`: the store may have done what it was asked. `pause_s_min`: it asked to be left alone
-    for so long, or its answer means as much.
+    `may_have_succeeded`: the store may have done what it was asked. `pause_s_min`: it asked to be
+    left alone for so long, or its answer means as much.
     """
 
-    def __init__(self, message: str, *, unclear: bool = True, pause_s_min: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, may_have_succeeded: bool = True, pause_s_min: float = 0.0
+    ) -> None:
         super().__init__(message)
-        self.unclear = unclear
+        self.may_have_succeeded = may_have_succeeded
         self.pause_s_min = pause_s_min
 
 
@@ -78,7 +81,7 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class RetryClock:
     """What retries ask of the world; tests give their own."""
 
     now: Callable[[], float] = time.monotonic
@@ -86,13 +89,13 @@ class Clock:
     draw: Callable[[], float] = random.SystemRandom().random  # never the same in two processes
 
 
-class Retrying:
+class RetryLoop:
     """The attempts of one call, up to its deadline."""
 
     def __init__(
-        self, policy: RetryPolicy, clock: Clock, *, deadline_s: float, attempt_s: float
+        self, policy: RetryPolicy, clock: RetryClock, *, deadline_s: float, attempt_s: float
     ) -> None:
-        self.unclear = False  # whether a failed attempt may have been carried out
+        self.may_have_succeeded = False  # whether a failed attempt may have been carried out
         self._policy = policy
         self._clock = clock
         self._attempt_s = attempt_s
@@ -106,15 +109,15 @@ class Retrying:
             try:
                 return act()
             except ObjectStoreError as error:
-                self.failed(error)
+                self.wait_or_raise(error)
 
-    def failed(self, error: ObjectStoreError) -> None:
+    def wait_or_raise(self, error: ObjectStoreError) -> None:
         """An attempt failed: return when it is time for another, or raise."""
         if not error.retry:
             raise error
         self._attempt += 1
         known = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
-        self.unclear = self.unclear or known.unclear
+        self.may_have_succeeded = self.may_have_succeeded or known.may_have_succeeded
         spent = self._clock.now() - self._begun
         pause = self._policy.pause_before(
             self._attempt,
@@ -142,15 +145,15 @@ class RetryingStore(StoreWrapper):
         policy: RetryPolicy | None = None,
         *,
         attempt_s: Callable[[int, bool], float] = lambda _size, _put: 0.0,
-        clock: Clock | None = None,
+        clock: RetryClock | None = None,
     ) -> None:
         super().__init__(inner)
         self._policy = policy or RetryPolicy()
         self._attempt_s = attempt_s
-        self._clock = clock or Clock()
+        self._clock = clock or RetryClock()
 
-    def _retrying(self, size: int = 0, *, put: bool = False) -> Retrying:
-        return Retrying(
+    def _retrying(self, size: int = 0, *, put: bool = False) -> RetryLoop:
+        return RetryLoop(
             self._policy,
             self._clock,
             deadline_s=self._policy.deadline_for(size, put=put),
@@ -167,7 +170,7 @@ class RetryingStore(StoreWrapper):
             try:
                 self.inner.put(name, views)
             except ObjectExists:
-                if not (retrying.unclear and self._holds(name, views)):
+                if not (retrying.may_have_succeeded and self._holds(name, views)):
                     raise
 
         retrying.call(attempt)
@@ -217,7 +220,7 @@ class RetryingStore(StoreWrapper):
                     raise
                 if done > before:
                     before, retrying = done, self._retrying(size)
-                retrying.failed(error)
+                retrying.wait_or_raise(error)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)
@@ -239,7 +242,7 @@ class RetryingStore(StoreWrapper):
             except ObjectStoreError as error:
                 if last > after:
                     after, retrying = last, self._retrying()
-                retrying.failed(error)
+                retrying.wait_or_raise(error)
 
     def stat(self, name: str) -> ObjectInfo:
         return self._retrying().call(lambda: self.inner.stat(name))

@@ -34,36 +34,36 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.storage.metadata import (
+    COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
-    HOLD_S_MAX,
     Batch,
-    Changes,
     ChunkRecord,
-    Hold,
-    Late,
-    Marker,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
     MetadataStore,
+    ReadCommitted,
     StampedRows,
     chunks_digest,
     next_version,
 )
 from diesel_fs.storage.rebuilding import rebuild
-from diesel_fs.storage.sqlite_aside import BuiltAside, clean, put_aside
+from diesel_fs.storage.sqlite_aside import SqliteShadowState, abandon_rows, remove_abandoned
 from diesel_fs.storage.sqlite_datasets import (
     all_datasets,
+    dataset_by_identity,
+    dataset_by_name,
+    dataset_of,
     insert,
-    named,
-    of_identity,
-    of_name,
     write,
 )
 from diesel_fs.storage.sqlite_file import DEADLINE_S, SqliteFile
 from diesel_fs.storage.sqlite_fold import fold_chunks
 from diesel_fs.storage.sqlite_rows import (
     COLUMNS,
-    Folders,
-    Gathered,
+    FolderNumbers,
     Row,
+    RowCollector,
     all_chunks,
     empty_chunks,
     everything,
@@ -127,25 +127,25 @@ class SqliteMetadata(MetadataStore):
 
     # Datasets
 
-    def markers(self) -> list[Marker]:
+    def heads(self) -> list[DatasetHead]:
         with self._file.reading() as db:
-            return [found.marker for found in all_datasets(db)]
+            return [found.head for found in all_datasets(db)]
 
-    def marker(self, name: str) -> Marker:
+    def head(self, name: str) -> DatasetHead:
         with self._file.reading() as db:
-            return of_name(db, name).marker
+            return dataset_by_name(db, name).head
 
-    def create(self, name: str, identity: UUID) -> Marker:
+    def create(self, name: str, identity: UUID) -> DatasetHead:
         with self._file.writing() as db:
-            found = named(db, name, identity)
+            found = dataset_of(db, name, identity)
             if found is None:
-                insert(db, Marker(identity, name, 0, 0, 0, 0, 0, LOWEST))
-            return found.marker if found else of_identity(db, identity).marker
+                insert(db, DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST))
+            return found.head if found else dataset_by_identity(db, identity).head
 
     def drop(self, identity: UUID) -> None:
         with self._file.writing() as db, suppress(NoSuchDataset):
-            number = of_identity(db, identity).number
-            put_aside(db, number)
+            number = dataset_by_identity(db, identity).number
+            abandon_rows(db, number)
             db.execute("DELETE FROM hold WHERE dataset = ?", (number,))
         self._clean()
 
@@ -154,17 +154,17 @@ class SqliteMetadata(MetadataStore):
         name: str,
         identity: UUID,
         batches: Iterable[Batch],
-        late: Late | None = None,
-        above: int = 0,
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
     ) -> int:
-        aside = BuiltAside(self._file, self._clock_ns, name, identity, above)
-        version = rebuild(self, identity, aside, batches, late)
+        aside = SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
+        version = rebuild(self, identity, aside, batches, read_committed)
         self._clean()
         return version
 
     def _clean(self) -> None:
         try:
-            clean(self._file, self._clock_ns)
+            remove_abandoned(self._file, self._clock_ns)
         except DieselError as error:
             log.info("what was replaced or deleted takes room for now: %s", error.message)
 
@@ -172,9 +172,9 @@ class SqliteMetadata(MetadataStore):
 
     def commit(self, identity: UUID, *batches: Batch) -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        return self._unless_held(identity, lambda: self._try_commit(identity, by_chunk))
+        return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
-    def _unless_held(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
+    def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
         """What an attempt gives, which is None while somebody holds commits back."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
@@ -186,7 +186,7 @@ class SqliteMetadata(MetadataStore):
     def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
         """The version after the commit; None while somebody holds commits back."""
         with self._file.writing() as db:
-            number, marker = of_identity(db, identity)
+            number, marker = dataset_by_identity(db, identity)
             known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
             new = [
                 batch
@@ -195,7 +195,7 @@ class SqliteMetadata(MetadataStore):
             ]
             if not new:
                 return marker.version
-            if self._is_held(db, number):
+            if self._is_locked(db, number):
                 return None
             version = next_version(marker.version, self._clock_ns())
             folded = fold_chunks(db, number, marker, new, version)
@@ -206,7 +206,7 @@ class SqliteMetadata(MetadataStore):
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
         wanted = sorted(set(chunks))
-        self._unless_held(
+        self._when_unlocked(
             identity, lambda: self._try_forget(identity, wanted, tombstones=tombstones)
         )
         return frozenset(wanted).difference(record.id for record in self.chunks(identity))
@@ -216,12 +216,12 @@ class SqliteMetadata(MetadataStore):
     ) -> int | None:
         """How many chunks are forgotten now; None while somebody holds commits back."""
         with self._file.writing() as db:
-            number, marker = of_identity(db, identity)
+            number, marker = dataset_by_identity(db, identity)
             others = (chunk for chunk in chunks if chunk != marker.newest)
             empty = empty_chunks(db, number, others, tombstones=tombstones)
             if not empty:
                 return 0
-            if self._is_held(db, number):
+            if self._is_locked(db, number):
                 return None
             for chunk in empty.values():
                 forget_chunk(db, chunk)
@@ -235,32 +235,32 @@ class SqliteMetadata(MetadataStore):
             write(db, number, left)
         return len(empty)
 
-    def durable(self) -> None:
+    def sync(self) -> None:
         if not self._file.durable_commits:
             with self._file.writing(sync=True) as db:
                 db.execute("UPDATE sync SET count = count + 1")
 
-    def hold(self, identity: UUID, seconds: float) -> Hold:
-        if not 0 < seconds <= HOLD_S_MAX:
+    def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
+        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
             raise UsageError(f"commits cannot be held back for {seconds:g} s")
         token = secrets.token_bytes(16)
         now = self._now()
         with self._file.writing() as db:
-            number, _ = of_identity(db, identity)
+            number, _ = dataset_by_identity(db, identity)
             over = "DELETE FROM hold WHERE until < ? OR until > ?"
-            db.execute(over, (now, now + HOLD_S_MAX))
+            db.execute(over, (now, now + COMMIT_LOCK_S_MAX))
             db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
 
         def release() -> None:
             with self._file.writing() as db:
                 db.execute("DELETE FROM hold WHERE token = ?", (token,))
 
-        return Hold(release)
+        return CommitLock(release)
 
-    def _is_held(self, db: sqlite3.Connection, number: int) -> bool:
+    def _is_locked(self, db: sqlite3.Connection, number: int) -> bool:
         held = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
         now = self._now()
-        return db.execute(held, (number, now, now + HOLD_S_MAX)).fetchone() is not None
+        return db.execute(held, (number, now, now + COMMIT_LOCK_S_MAX)).fetchone() is not None
 
     def _now(self) -> float:
         return self._clock_ns() / 1e9
@@ -271,9 +271,9 @@ class SqliteMetadata(MetadataStore):
         self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
     ) -> StampedRows:
         select = f"SELECT {COLUMNS}, entry.stamp FROM entry WHERE folder = ? AND name = ?"
-        found, stamps = Gathered(), []
+        found, stamps = RowCollector(), []
         with self._file.reading() as db:
-            folders = Folders(db, of_identity(db, identity).number)
+            folders = FolderNumbers(db, dataset_by_identity(db, identity).number)
             for path in dict.fromkeys(paths):
                 folder, name = split(path)
                 number = folders.number(folder)
@@ -300,9 +300,9 @@ class SqliteMetadata(MetadataStore):
 
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
         select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
-        found = Gathered()
+        found = RowCollector()
         with self._file.reading() as db:
-            folders = Folders(db, of_identity(db, identity).number)
+            folders = FolderNumbers(db, dataset_by_identity(db, identity).number)
             number = folders.number(folder)
             if number is not None:
                 rows: dict[bytes, Row] = {row[0]: row for row in db.execute(select, (number,))}
@@ -317,16 +317,16 @@ class SqliteMetadata(MetadataStore):
                 found.add(folder, sorted(alive, key=lambda row: row[0]))
             return found.rows(named_chunks(db, found.chunks))
 
-    def changes(self, identity: UUID, since: int) -> Changes:
+    def changes(self, identity: UUID, since: int) -> MetadataChanges:
         with self._file.reading() as db:
-            number, marker = of_identity(db, identity)
+            number, marker = dataset_by_identity(db, identity)
             table = all_chunks(db, number)
             found = newer(db, number, since) if since > 0 else everything(db, number)
-        return Changes(marker, found.rows(table), table.infos)
+        return MetadataChanges(marker, found.rows(table), table.infos)
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
         with self._file.reading() as db:
-            number = of_identity(db, identity).number
+            number = dataset_by_identity(db, identity).number
             return [
                 ChunkRecord(ChunkId(row[0]), *row[1:])
                 for row in db.execute(
@@ -339,7 +339,7 @@ class SqliteMetadata(MetadataStore):
 
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
         with self._file.reading() as db:
-            number = of_identity(db, identity).number
+            number = dataset_by_identity(db, identity).number
             select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
             found = db.execute(select, (number, chunk)).fetchone()
             if found is None:

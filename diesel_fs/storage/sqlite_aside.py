@@ -19,19 +19,19 @@ from uuid import UUID
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import BusyError, DieselError
-from diesel_fs.storage.metadata import Batch, Marker, rebuilt_version
-from diesel_fs.storage.rebuilding import NOTHING, Aside, Standing
-from diesel_fs.storage.sqlite_datasets import Dataset, insert, named, new_number
+from diesel_fs.storage.metadata import Batch, DatasetHead, rebuilt_version
+from diesel_fs.storage.rebuilding import NO_LIVE_STATE, LiveState, ShadowState
+from diesel_fs.storage.sqlite_datasets import DatasetRow, dataset_of, insert, new_number
 from diesel_fs.storage.sqlite_file import SqliteFile
 from diesel_fs.storage.sqlite_fold import fold_chunks
-from diesel_fs.storage.sqlite_schema import ASIDE
+from diesel_fs.storage.sqlite_schema import SHADOW_TABLE
 
 log = logging.getLogger("diesel.metadata")
 
 _ROWS_AT_ONCE = 16_384  # a transaction of some 0.1 s
-_SAY_S = 20.0
+_HEARTBEAT_S = 20.0
 _ABANDONED_S = 600.0
-_TO_GO = 0.0
+_ABANDONED_BEAT = 0.0
 _CLEAN_S = 3.0
 _FOLDERS_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
@@ -39,113 +39,117 @@ _CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
 ClockNs = Callable[[], int]
 
 
-class BuiltAside(Aside):
+class SqliteShadowState(ShadowState):
     """One rebuild of a dataset."""
 
     def __init__(
-        self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, above: int
+        self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._above = above
+        self._above = newer_than
         self._file = file
         self._clock_ns = clock_ns
         self._number = 0
-        self._built = Marker(identity, name, 0, 0, 0, 0, 0, LOWEST)
+        self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
         self._waiting: list[Batch] = []
         self._rows = 0
-        self._said_s = 0.0
+        self._heartbeat_s = 0.0
 
     def begin(self) -> None:
         with self._file.writing() as db:
-            named(db, self._built.name, self._built.identity)
+            dataset_of(db, self._head.name, self._head.identity)
             self._number = new_number(db)
             _set_aside(db, self._number, self._clock_ns() / 1e9)
-        self._said_s = time.monotonic()
+        self._heartbeat_s = time.monotonic()
 
-    def standing(self) -> Standing:
+    def live_state(self) -> LiveState:
         with self._file.reading() as db:
-            found = named(db, self._built.name, self._built.identity)
+            found = dataset_of(db, self._head.name, self._head.identity)
             if found is None:
-                return NOTHING
+                return NO_LIVE_STATE
             chunks = db.execute("SELECT id FROM chunk WHERE dataset = ?", (found.number,))
-            return Standing(_mark(found), frozenset(ChunkId(id_) for (id_,) in chunks))
+            return LiveState(_mark(found), frozenset(ChunkId(id_) for (id_,) in chunks))
 
     def add(self, batch: Batch) -> None:
         self._waiting.append(batch)
         self._rows += len(batch.rows)
-        if self._rows >= _ROWS_AT_ONCE or time.monotonic() > self._said_s + _SAY_S:
+        if self._rows >= _ROWS_AT_ONCE or time.monotonic() > self._heartbeat_s + _HEARTBEAT_S:
             self.flush()
 
     def flush(self) -> None:
         with self._file.writing() as db:
-            self._say(db)
-            self._built = fold_chunks(db, self._number, self._built, self._waiting, version=0)
+            self._heartbeat(db)
+            self._head = fold_chunks(db, self._number, self._head, self._waiting, version=0)
         self._waiting, self._rows = [], 0
 
-    def _say(self, db: sqlite3.Connection) -> None:
+    def _heartbeat(self, db: sqlite3.Connection) -> None:
         """Say that this is being built."""
         beat = (self._clock_ns() / 1e9, self._number)
         there = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(there, beat).rowcount:
             raise BusyError("the rebuild was taken for dead, and removed", advice="run it again")
-        self._said_s = time.monotonic()
+        self._heartbeat_s = time.monotonic()
 
-    def replace(self, standing: Standing) -> int | None:
+    def become_live(self, expected: LiveState) -> int | None:
         with self._file.writing() as db:
-            self._say(db)
-            old = named(db, self._built.name, self._built.identity)
-            if _mark(old) != standing.mark:
+            self._heartbeat(db)
+            old = dataset_of(db, self._head.name, self._head.identity)
+            if _mark(old) != expected.revision:
                 return None
-            before = old.marker.version if old else 0
-            version = rebuilt_version(before, self._above, self._built.chunks, self._clock_ns())
+            before = old.head.version if old else 0
+            version = rebuilt_version(before, self._above, self._head.chunks, self._clock_ns())
             # Later than any that was given out meanwhile: all of it is news to whoever has that
             own = (version, self._number)
             db.execute("UPDATE chunk SET version = ? WHERE dataset = ?", own)
             if old:
-                put_aside(db, old.number)
+                abandon_rows(db, old.number)
                 move = "UPDATE hold SET dataset = ? WHERE dataset = ?"
                 db.execute(move, (self._number, old.number))
-            insert(db, replace(self._built, version=version), self._number)
+            insert(db, replace(self._head, version=version), self._number)
             db.execute("DELETE FROM aside WHERE dataset = ?", (self._number,))
         return version
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         self._waiting = []
         try:
             with self._file.writing() as db:  # unless it has become the dataset's
-                db.execute(ASIDE)
-                db.execute("UPDATE aside SET beat = ? WHERE dataset = ?", (_TO_GO, self._number))
-            clean(self._file, self._clock_ns, _CLEAN_S)
+                db.execute(SHADOW_TABLE)
+                db.execute(
+                    "UPDATE aside SET beat = ? WHERE dataset = ?", (_ABANDONED_BEAT, self._number)
+                )
+            remove_abandoned(self._file, self._clock_ns, _CLEAN_S)
         except DieselError as error:
             log.info("the rest of a rebuild stays until the next one: %s", error.message)
 
 
-def _mark(found: Dataset | None) -> tuple[bytes, ...]:
-    return (b"%d %d" % (found.number, found.marker.version),) if found else NOTHING.mark
+def _mark(found: DatasetRow | None) -> tuple[bytes, ...]:
+    return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
 
 
-def put_aside(db: sqlite3.Connection, number: int) -> None:
-    """Leave a dataset's rows to nobody; `clean` removes them."""
+def abandon_rows(db: sqlite3.Connection, number: int) -> None:
+    """Leave a dataset's rows to nobody; `remove_abandoned` removes them."""
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
-    _set_aside(db, number, _TO_GO)
+    _set_aside(db, number, _ABANDONED_BEAT)
 
 
 def _set_aside(db: sqlite3.Connection, number: int, beat: float) -> None:
-    db.execute(ASIDE)
+    db.execute(SHADOW_TABLE)
     db.execute("INSERT OR REPLACE INTO aside (dataset, beat) VALUES (?, ?)", (number, beat))
 
 
-def clean(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
+def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
     """Remove states that are nobody's, as far as that is done within so many seconds."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:
-        db.execute(ASIDE)
+        db.execute(SHADOW_TABLE)
         # Who is building one still is told so by this
         db.execute(
             "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
-            (_TO_GO, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
+            (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
         )
-        found = db.execute("SELECT dataset FROM aside WHERE beat = ?", (_TO_GO,)).fetchall()
+        found = db.execute(
+            "SELECT dataset FROM aside WHERE beat = ?", (_ABANDONED_BEAT,)
+        ).fetchall()
     for number in found:
         while time.monotonic() < end_s:
             with file.writing() as db:

@@ -14,25 +14,25 @@ from uuid import UUID
 
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import ConflictError, NoSuchDataset
-from diesel_fs.storage.metadata import Marker
+from diesel_fs.storage.metadata import DatasetHead
 
 _COLUMNS = "number, identity, name, version, files, bytes, chunks, digest, newest"
 _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
 
 
-class Dataset(NamedTuple):
+class DatasetRow(NamedTuple):
     """A dataset: the number by which all its rows are found, and its marker."""
 
     number: int
-    marker: Marker
+    head: DatasetHead
 
 
-def all_datasets(db: sqlite3.Connection) -> list[Dataset]:
+def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
     """All datasets, by name."""
     return [*map(_dataset, db.execute(f"SELECT {_COLUMNS} FROM dataset ORDER BY name"))]
 
 
-def of_name(db: sqlite3.Connection, name: str) -> Dataset:
+def dataset_by_name(db: sqlite3.Connection, name: str) -> DatasetRow:
     """The dataset of a name. Raises NoSuchDataset."""
     row = db.execute(f"SELECT {_COLUMNS} FROM dataset WHERE name = ?", (name,)).fetchone()
     if row is None:
@@ -40,7 +40,7 @@ def of_name(db: sqlite3.Connection, name: str) -> Dataset:
     return _dataset(row)
 
 
-def of_identity(db: sqlite3.Connection, identity: UUID) -> Dataset:
+def dataset_by_identity(db: sqlite3.Connection, identity: UUID) -> DatasetRow:
     """The dataset of an identity. Raises NoSuchDataset."""
     select = f"SELECT {_COLUMNS} FROM dataset WHERE identity = ?"
     row = db.execute(select, (identity.bytes,)).fetchone()
@@ -49,7 +49,7 @@ def of_identity(db: sqlite3.Connection, identity: UUID) -> Dataset:
     return _dataset(row)
 
 
-def named(db: sqlite3.Connection, name: str, identity: UUID) -> Dataset | None:
+def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
     """The dataset of this name and identity. Raises ConflictError where one of them belongs to
     another dataset."""
     same = db.execute(
@@ -58,7 +58,7 @@ def named(db: sqlite3.Connection, name: str, identity: UUID) -> Dataset | None:
     if not same:
         return None
     found = _dataset(same[0])
-    marker = found.marker
+    marker = found.head
     if len(same) > 1 or (marker.name, marker.identity) != (name, identity):
         raise ConflictError(
             f"dataset {marker.name!r} has the identity {marker.identity}, so none can be"
@@ -74,7 +74,7 @@ def new_number(db: sqlite3.Connection) -> int:
     return number
 
 
-def insert(db: sqlite3.Connection, marker: Marker, number: int | None = None) -> None:
+def insert(db: sqlite3.Connection, marker: DatasetHead, number: int | None = None) -> None:
     """Make a dataset, of rows that are there under a number or of none."""
     write(db, _insert(db, number, marker.identity.bytes, marker.name), marker)
 
@@ -89,7 +89,7 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
     return cursor.lastrowid
 
 
-def write(db: sqlite3.Connection, number: int, marker: Marker) -> None:
+def write(db: sqlite3.Connection, number: int, marker: DatasetHead) -> None:
     """What a marker says from now on; its name and identity stay."""
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
@@ -106,9 +106,9 @@ def write(db: sqlite3.Connection, number: int, marker: Marker) -> None:
     )
 
 
-def _dataset(row: _Row) -> Dataset:
+def _dataset(row: _Row) -> DatasetRow:
     number, identity, name, version, files, total, chunks, digest, newest = row
-    marker = Marker(
+    marker = DatasetHead(
         UUID(bytes=identity),
         name,
         version,
@@ -118,4 +118,4 @@ def _dataset(row: _Row) -> Dataset:
         int.from_bytes(digest, "big"),
         ChunkId(newest),
     )
-    return Dataset(number, marker)
+    return DatasetRow(number, marker)

@@ -348,21 +348,23 @@ class SqliteFile:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._meaning(error) from error
+            raise self._translate_error(error) from error
         except PermissionError as error:
             raise PermissionDenied(f"{self.path}: {error.strerror}") from error
         except OSError as error:
             raise MetadataError(f"{self.path}: {error.strerror}") from error
 
-    def _meaning(self, error: sqlite3.Error) -> DieselError:
+    def _translate_error(self, error: sqlite3.Error) -> DieselError:
         code = _primary(error)
         name = getattr(error, "sqlite_errorname", "")
         what = f"{self.path}: {error}"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            who = _lock_holders([self.path, self.path.with_name(self.path.name + "-shm")])
+            writer_pids = _lock_holders([self.path, self.path.with_name(self.path.name + "-shm")])
             return BusyError(
                 f"{self.path} stayed locked for {self.deadline_s:g} s",
-                advice=f"process {', '.join(map(str, who))} is writing" if who else "",
+                advice=f"process {', '.join(map(str, writer_pids))} is writing"
+                if writer_pids
+                else "",
             )
         if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
             return NoSpaceError(what, advice="make room on its disk")

@@ -17,9 +17,9 @@ import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
 from diesel_fs.errors import CorruptError
-from diesel_fs.storage.metadata import Batch, Marker, chunks_digest
-from diesel_fs.storage.sqlite_rows import Folders
-from diesel_fs.storage.sqlite_runs import insert, make_way, segments
+from diesel_fs.storage.metadata import Batch, DatasetHead, chunks_digest
+from diesel_fs.storage.sqlite_rows import FolderNumbers
+from diesel_fs.storage.sqlite_runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 
@@ -63,13 +63,13 @@ class _Row(NamedTuple):
 
 
 def fold_chunks(
-    db: sqlite3.Connection, number: int, marker: Marker, batches: Sequence[Batch], version: int
-) -> Marker:
+    db: sqlite3.Connection, number: int, marker: DatasetHead, batches: Sequence[Batch], version: int
+) -> DatasetHead:
     """The marker after chunks have been folded in that are not known yet, all at one version."""
-    folders = Folders(db, number)
+    folders = FolderNumbers(db, number)
     files, total = marker.files, marker.bytes
     for batch in batches:
-        fold = Fold(db, number, folders, batch, version)
+        fold = ChunkFold(db, number, folders, batch, version)
         fold.run()
         files, total = files + fold.files, total + fold.bytes
     chunks = [batch.chunk.id for batch in batches]
@@ -84,14 +84,19 @@ def fold_chunks(
     )
 
 
-class Fold:
+class ChunkFold:
     """One chunk's way into the tables; `files` and `bytes` are by how much the counts change.
 
     `folders` are those of the transaction, which several chunks share.
     """
 
     def __init__(
-        self, db: sqlite3.Connection, dataset: int, folders: Folders, batch: Batch, version: int
+        self,
+        db: sqlite3.Connection,
+        dataset: int,
+        folders: FolderNumbers,
+        batch: Batch,
+        version: int,
     ) -> None:
         self.files = 0
         self.bytes = 0
@@ -125,7 +130,7 @@ class Fold:
                 plain.append(key)
         for folder, names in names_in.items():
             self._folders.empty.discard(folder)
-            make_way(self._db, folder, names)
+            split_runs(self._db, folder, names)
         self._add_whole(plain, tailed)
         for part in parts:
             self._add_part(part)
@@ -136,7 +141,7 @@ class Fold:
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
             is_empty = segment.folder in self._folders.empty
-            if insert(self._db, self._chunk, self._batch, segment, into_empty=is_empty):
+            if insert_runs(self._db, self._chunk, self._batch, segment, into_empty=is_empty):
                 single[segment.rows] = False
                 self._folders.empty.discard(segment.folder)
         sizes = rows.records["size"][~single]
@@ -178,14 +183,14 @@ class Fold:
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
         """Place entries that are whole, most of them without a tail."""
-        if self._batch.moved:
+        if self._batch.by_purge:
             left = [*map(self._row, plain), *tailed]
         else:
             left = self._insert_new(plain, tailed)
             self._beat_parts(plain, tailed)
         for row in left:
             old = self._entry(row.folder, row.name)
-            allowed = old is not None and (row.stamp == old.stamp or not self._batch.moved)
+            allowed = old is not None and (row.stamp == old.stamp or not self._batch.by_purge)
             if old is not None and allowed and self._rank(row) > self._rank(old):
                 self._replace(old, row)
             else:
@@ -259,7 +264,7 @@ class Fold:
         same = "FROM part WHERE folder = ? AND name = ? AND stamp = ? AND number = ?"
         known = self._db.execute(f"SELECT chunk, record {same}", key).fetchone()
         loser: tuple[int, bytes] | None = known
-        if (known is None and self._batch.moved) or (
+        if (known is None and self._batch.by_purge) or (
             known is not None and self._id(known[0]) > self._id(row.chunk)
         ):
             loser = (row.chunk, row.record)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from diesel_fs.chunk_id import LOWEST
 from diesel_fs.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Names, Rows, join
 from diesel_fs.errors import CorruptError
-from diesel_fs.storage.sqlite_runs import Run, runs_in, runs_since
+from diesel_fs.storage.sqlite_runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
@@ -46,7 +46,7 @@ def implied(name: bytes) -> Row:
     return name, IMPLIED_CHUNK, record.tobytes(), None
 
 
-class Folders:
+class FolderNumbers:
     """Paths of folders, and their numbers."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
@@ -207,7 +207,7 @@ def forget_chunk(db: sqlite3.Connection, number: int) -> None:
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
-class Gathered:
+class RowCollector:
     """Rows on their way to columns."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Gathered:
         self._chunk_counts += [1] * len(rows)
         self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
-    def add_run(self, folder: bytes, run: Run) -> None:
+    def add_run(self, folder: bytes, run: EntryRun) -> None:
         """Add the entries of a run in a folder."""
         self._add(folder, run.names, run.records)
         self._chunk.append(run.chunk)
@@ -269,18 +269,18 @@ class Gathered:
         )
 
 
-def everything(db: sqlite3.Connection, dataset: int) -> Gathered:
+def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
     """All entries but tombstones, folder by folder."""
-    found = Gathered()
+    found = RowCollector()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_DEAD}"
-    for path, number in Folders(db, dataset).all():
+    for path, number in FolderNumbers(db, dataset).all():
         found.add(path, db.execute(select, (number,)).fetchall())
         for run in runs_in(db, number):
             found.add_run(path, run)
     return found
 
 
-def newer(db: sqlite3.Connection, dataset: int, since: int) -> Gathered:
+def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
     """The entries, tombstones too, of which a chunk was committed after version `since`."""
     new_chunks = " WHERE chunk.dataset = :dataset AND chunk.version > :since"
     rows = db.execute(
@@ -295,7 +295,7 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> Gathered:
         " ORDER BY 1, 2",
         {"dataset": dataset, "since": since},
     )
-    found, folders = Gathered(), Folders(db, dataset)
+    found, folders = RowCollector(), FolderNumbers(db, dataset)
     for folder, run in _runs(rows):
         found.add(folders.path(folder), run)
     for folder, packed in runs_since(db, dataset, since):

@@ -7,10 +7,10 @@ simple:
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
     and no row of `entry` or `part` has a name within one.
 
-So a path is in one place. Whoever wants to put a row where a run reaches calls `make_way` first: it
-turns the run into rows of `entry`. A run holds regular files of one extent, with their own stamps
-(the run's chunk, and the record's place), which therefore need no column. Everything happens inside
-the caller's transaction, in one thread.
+So a path is in one place. Whoever wants to put a row where a run reaches calls `split_runs` first:
+it turns the run into rows of `entry`. A run holds regular files of one extent, with their own
+stamps (the run's chunk, and the record's place), which therefore need no column. Everything happens
+inside the caller's transaction, in one thread.
 """
 
 import operator
@@ -34,7 +34,7 @@ ENTRIES_MIN = 8
 _RECORD_BYTES = RECORD.itemsize
 
 
-class Run(NamedTuple):
+class EntryRun(NamedTuple):
     """One row of `run`, decoded: names ascending, packed records in their order."""
 
     chunk: int
@@ -60,7 +60,7 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
     They may stand in any order in the batch: a tar has names as its file system gave them.
     """
     rows = batch.rows
-    if batch.moved or len(rows) < ENTRIES_MIN:
+    if batch.by_purge or len(rows) < ENTRIES_MIN:
         return
     all_names, records = Names.of(rows.names), rows.records
     fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1)
@@ -93,7 +93,7 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
     return names.take(rows)
 
 
-def insert(
+def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
 ) -> bool:
     """Insert a segment as runs; False, and nothing done, where something is in its way.
@@ -130,14 +130,14 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     return [*cuts, len(names)]
 
 
-def make_way(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
+def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
     """Turn the runs that reach over any of `names` into rows of `entry`."""
     wanted = sorted(names)
     if not wanted:
         return
     for first, last in _ranges(db, folder, wanted[0], wanted[-1]):
         if bisect_left(wanted, first) != bisect_right(wanted, last):
-            _unfold(db, folder, first)
+            _split_run(db, folder, first)
 
 
 def _ranges(
@@ -152,7 +152,7 @@ def _ranges(
     return [each for each in found if each[1] >= first]
 
 
-def _unfold(db: sqlite3.Connection, folder: int, first: bytes) -> None:
+def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
     run = _decoded(
         db.execute(
             "DELETE FROM run WHERE folder = ? AND first = ? RETURNING chunk, names, records",
@@ -184,13 +184,15 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
     return (run.chunk, run.record(at)) if run.names[at] == name else None
 
 
-def runs_in(db: sqlite3.Connection, folder: int) -> list[Run]:
+def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
     """The runs of a folder, in order of their names."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 
 
-def runs_since(db: sqlite3.Connection, dataset: int, version: int) -> Iterator[tuple[int, Run]]:
+def runs_since(
+    db: sqlite3.Connection, dataset: int, version: int
+) -> Iterator[tuple[int, EntryRun]]:
     """The runs of chunks that were committed after a version, with their folders."""
     select = (
         "SELECT run.folder, run.chunk, run.names, run.records"
@@ -201,7 +203,7 @@ def runs_since(db: sqlite3.Connection, dataset: int, version: int) -> Iterator[t
         yield folder, _decoded(row)
 
 
-def _decoded(row: Sequence[object]) -> Run:
+def _decoded(row: Sequence[object]) -> EntryRun:
     chunk, names, records = row
     assert isinstance(chunk, int)
     assert isinstance(names, bytes)
@@ -209,4 +211,4 @@ def _decoded(row: Sequence[object]) -> Run:
     count, rest = divmod(len(records), _RECORD_BYTES)
     if rest or names.count(b"\0") != count - 1:
         raise CorruptError("a run's names and records differ", advice="run `dlcmd recover`")
-    return Run(chunk, Names(names, count), records)
+    return EntryRun(chunk, Names(names, count), records)

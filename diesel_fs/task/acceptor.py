@@ -1,7 +1,7 @@
 """The answering end: who may connect, and answers for them.
 
 Owned here: listening, limits on connections and on what is under way, order and fairness. Not
-owned: the handshake (`handshake.py`), where the bytes of an answer are (`Serving`).
+owned: the handshake (`handshake.py`), where the bytes of an answer are (`AnswerSource`).
 
 Concurrency: trio's. A task for each connection answers at once what is in memory; what has to be
 looked for gets a task of its own, of which a connection has few. Answers leave in any order, each
@@ -18,10 +18,11 @@ from typing import NoReturn, Protocol
 import numpy as np
 import trio
 
+from ..entries import Bytes
 from ..errors import CorruptError, DieselError
 from . import hello, wire
-from .channel import Channel, Gone, Inbox, TlsChannel
-from .handshake import HELLO_S, Me, Refused, admitted, secured
+from .channel import Channel, ConnectionClosed, FrameReader, TlsChannel
+from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
 from .wire import (
     ALL_GIVEN,
     FAILED,
@@ -31,34 +32,33 @@ from .wire import (
     PART_BYTES,
     WORKING,
     Parts,
-    Raw,
     RequestHead,
 )
 
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-KNOCKING_MAX = 256
+PENDING_HANDSHAKES_MAX = 256
 """Connections that have not said hello, in all. Where there are more, the oldest has to go: a
 master's hello takes milliseconds."""
 
-KNOCKING_PER_ADDRESS = 16
+PENDING_HANDSHAKES_PER_ADDRESS = 16
 CONNECTIONS_MAX = 4096
 """That have: one for each rank."""
 
 _BUFFER_BYTES = 8 << 10  # some hundred small requests; a larger one makes it larger
 _TURN_REQUESTS, _TURN_BYTES = 32, 4 << 20  # answers of one connection before others have their turn
 _LINES, _LINES_S = 20, 60.0  # of refusals in the log
-_LOOK_S = 10.0
+_IDLE_CHECK_S = 10.0
 _PAUSE_S = 0.1  # where there are no descriptors; a connection waits
 _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
 
 
-class Serving(Protocol):
+class AnswerSource(Protocol):
     """Where answers come from."""
 
-    def answer_now(self, parts: Parts) -> list[memoryview] | None:
+    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
         """The bytes of all parts, in their order, where all are in memory; never waits. `parts` is
         good for the time of the call."""
 
@@ -68,7 +68,7 @@ class Serving(Protocol):
         """A status for each part, and the bytes of those that are given."""
 
 
-class _Knocking:
+class _PendingHandshake:
     """A connection that has not said hello."""
 
     __slots__ = ("address", "scope")
@@ -81,7 +81,9 @@ class _Knocking:
 class _Connection:
     """A connection of another master."""
 
-    def __init__(self, channel: Channel, rank: int, me: Me, scope: trio.CancelScope) -> None:
+    def __init__(
+        self, channel: Channel, rank: int, me: LocalIdentity, scope: trio.CancelScope
+    ) -> None:
         self.channel = channel
         self.rank = rank
         self.me = me
@@ -89,30 +91,30 @@ class _Connection:
         self.served = 0
         self.served_before = 0
         self.idle_since_s = trio.current_time()
-        self.under_way = 0  # what has to be looked for
+        self.in_flight = 0  # what has to be looked for
         self._bytes = 0
         self._freed = trio.lowlevel.ParkingLot()
 
-    async def take(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         """Come back when something of this size may be looked for."""
-        while self.under_way >= wire.REQUESTS_MAX or (
-            self.under_way and self._bytes + size > wire.UNDER_WAY_BYTES_MAX
+        while self.in_flight >= wire.REQUESTS_MAX or (
+            self.in_flight and self._bytes + size > wire.IN_FLIGHT_BYTES_MAX
         ):
             await self._freed.park()
-        self.under_way += 1
+        self.in_flight += 1
         self._bytes += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """It has been answered."""
-        self.under_way -= 1
+        self.in_flight -= 1
         self._bytes -= size
         self._freed.unpark_all()
 
-    async def send(self, number: int, kind: int, statuses: bytes, views: Sequence[Raw]) -> None:
+    async def send(self, number: int, kind: int, statuses: bytes, views: Sequence[Bytes]) -> None:
         """An answer. Comes back when it has left. Raises Gone."""
         size = sum(map(len, views))
         head = wire.answer_head(number, kind, statuses, size)
-        if not self.channel.put([head, *views], len(head) + size):
+        if not self.channel.send_now([head, *views], len(head) + size):
             await self.channel.drain()
 
 
@@ -121,19 +123,19 @@ class Acceptor:
 
     def __init__(
         self,
-        me: Me,
-        serving: Serving,
+        me: LocalIdentity,
+        answers: AnswerSource,
         *,
         connections_max: int = CONNECTIONS_MAX,
-        knocking_max: int = KNOCKING_MAX,
-        knocking_per_address: int = KNOCKING_PER_ADDRESS,
+        pending_handshakes_max: int = PENDING_HANDSHAKES_MAX,
+        pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
     ) -> None:
         self._me = me
-        self._serving = serving
+        self._serving = answers
         self._connections_max = connections_max
-        self._knocking_max = knocking_max
-        self._knocking_per_address = knocking_per_address
-        self._knocking: dict[_Knocking, None] = {}  # the oldest first
+        self._knocking_max = pending_handshakes_max
+        self._knocking_per_address = pending_handshakes_per_address
+        self._knocking: dict[_PendingHandshake, None] = {}  # the oldest first
         self._connections: dict[int, _Connection] = {}
         self._lines = 0
         self._lines_since_s = float("-inf")
@@ -147,7 +149,7 @@ class Acceptor:
                 each.setblocking(False)
                 nursery.start_soon(self._accept, each, nursery)
 
-    def show(self, me: Me) -> None:
+    def set_identity(self, me: LocalIdentity) -> None:
         """From now on this master is another: of another version, say. Who is connected to what it
         was has to connect anew."""
         self._me = me
@@ -160,7 +162,7 @@ class Acceptor:
             **self._counts,
             "connections": len(self._connections),
             "knocking": len(self._knocking),
-            "under_way": sum(each.under_way for each in self._connections.values()),
+            "under_way": sum(each.in_flight for each in self._connections.values()),
         }
 
     # Connections
@@ -187,15 +189,15 @@ class Acceptor:
             channel = _channel(accepted, me)
             if len(self._connections) >= self._connections_max:
                 reply = b"" if me.certificate is not None else hello.refusal(_TOO_MANY)
-                raise Refused(_TOO_MANY, channel, reply)
+                raise HandshakeRejected(_TOO_MANY, channel, reply)
             with trio.CancelScope() as scope:
-                rank = await self._hear(channel, me, address, scope)
+                rank = await self._handshake(channel, me, address, scope)
                 if me is not self._me:
-                    raise Refused("this master has gone over to another version", channel)
+                    raise HandshakeRejected("this master has gone over to another version", channel)
                 await self._attend(_Connection(channel, rank, me, scope), where)
-        except Refused as refused:
+        except HandshakeRejected as refused:
             await self._turn_away(refused, where)
-        except Gone as gone:
+        except ConnectionClosed as gone:
             log.debug("%s: %s", where, gone)
         except Exception:
             log.exception("a connection from %s ended by a bug", where)
@@ -204,9 +206,11 @@ class Acceptor:
                 channel.close()
             accepted.close()
 
-    async def _hear(self, channel: Channel, me: Me, address: str, scope: trio.CancelScope) -> int:
+    async def _handshake(
+        self, channel: Channel, me: LocalIdentity, address: str, scope: trio.CancelScope
+    ) -> int:
         """The hello, within its time. Raises Refused."""
-        knocking = _Knocking(address, scope)
+        knocking = _PendingHandshake(address, scope)
         beside = [each for each in self._knocking if each.address == address]
         if len(beside) >= self._knocking_per_address:
             self._drop(beside[0])
@@ -215,26 +219,26 @@ class Acceptor:
         self._knocking[knocking] = None
         try:
             with trio.fail_after(HELLO_S):
-                await secured(channel)
-                return await admitted(channel, me)
+                await accept_tls(channel)
+                return await authenticate(channel, me)
         except trio.TooSlowError:
-            raise Refused(f"no hello within {HELLO_S:g} s", channel) from None
+            raise HandshakeRejected(f"no hello within {HELLO_S:g} s", channel) from None
         finally:
             self._knocking.pop(knocking, None)
 
-    def _drop(self, knocking: _Knocking) -> None:
+    def _drop(self, knocking: _PendingHandshake) -> None:
         del self._knocking[knocking]
         knocking.scope.cancel()
         self._note(knocking.address, _TOO_MANY)
 
-    async def _turn_away(self, refused: Refused, where: str) -> None:
+    async def _turn_away(self, refused: HandshakeRejected, where: str) -> None:
         self._note(where, refused.why)
         if refused.reply:
             try:
-                refused.channel.put([refused.reply], len(refused.reply))
-            except Gone:
+                refused.channel.send_now([refused.reply], len(refused.reply))
+            except ConnectionClosed:
                 return
-            await refused.channel.linger()
+            await refused.channel.half_close()
 
     def _note(self, where: str, why: str) -> None:
         """A line about a refusal, unless there are very many."""
@@ -250,10 +254,10 @@ class Acceptor:
 
     async def _look_for_idle(self) -> NoReturn:
         while True:
-            await trio.sleep(_LOOK_S)
+            await trio.sleep(_IDLE_CHECK_S)
             now_s = trio.current_time()
             for each in list(self._connections.values()):
-                if each.served != each.served_before or each.under_way:
+                if each.served != each.served_before or each.in_flight:
                     each.served_before, each.idle_since_s = each.served, now_s
                 elif now_s - each.idle_since_s >= IDLE_S:
                     each.scope.cancel()
@@ -271,7 +275,7 @@ class Acceptor:
             async with trio.open_nursery() as nursery:
                 try:
                     await self._answer(connection, nursery)
-                except Gone as gone:
+                except ConnectionClosed as gone:
                     log.debug("master %d at %s: %s", connection.rank, where, gone)
                 except CorruptError as error:
                     self._note(where, f"master {connection.rank}: {error.message}")
@@ -283,29 +287,29 @@ class Acceptor:
     async def _answer(self, connection: _Connection, nursery: trio.Nursery) -> NoReturn:
         """Raises Gone, CorruptError."""
         channel, sizes, serving = connection.channel, connection.me.sizes, self._serving
-        inbox = Inbox(channel, _BUFFER_BYTES)
+        inbox = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         turn_requests = turn_bytes = 0
         while True:
-            inbox.begin()
-            await inbox.hold(HEAD_BYTES)
+            inbox.begin_frame()
+            await inbox.fill_buffer(HEAD_BYTES)
             head = wire.parse_request(inbox.buffer, inbox.start)
-            await inbox.hold(HEAD_BYTES + head.counted * PART_BYTES)
+            await inbox.fill_buffer(HEAD_BYTES + head.counted * PART_BYTES)
             start = inbox.start + HEAD_BYTES
             inbox.start = start + head.counted * PART_BYTES
             connection.served += 1
             size = 0
             if head.kind == wire.READ:
                 parts, size = wire.parse_parts(inbox.buffer, head.counted, sizes, start=start)
-                views = serving.answer_now(parts)
+                views = serving.answer_from_memory(parts)
                 if views is None:
                     parts = parts.copy()
-                    await connection.take(size)
+                    await connection.acquire(size)
                     nursery.start_soon(self._look_for, connection, head, parts, size)
                 else:
                     counts["at_once"] += 1
                     said = wire.answer_head(head.id, wire.READ, ALL_GIVEN[: head.counted], size)
-                    if not channel.put([said, *views], len(said) + size):
+                    if not channel.send_now([said, *views], len(said) + size):
                         await channel.drain()
             else:
                 await connection.send(head.id, head.kind, b"", ())
@@ -328,10 +332,10 @@ class Acceptor:
                 await connection.send(head.id, WORKING, b"", ())
             statuses, views = await self._found(connection.rank, parts, load=load)
             await connection.send(head.id, head.kind, statuses, views)
-        except Gone:
+        except ConnectionClosed:
             connection.scope.cancel()
         finally:
-            connection.give_back(size)
+            connection.release(size)
 
     async def _found(
         self, rank: int, parts: Parts, *, load: bool
@@ -349,7 +353,7 @@ class Acceptor:
         return bytes([FAILED]) * len(parts), []
 
 
-def _channel(accepted: socket.socket, me: Me) -> Channel:
+def _channel(accepted: socket.socket, me: LocalIdentity) -> Channel:
     if me.certificate is None:
         return Channel(accepted)
     return TlsChannel(accepted, me.certificate.context, accepted=True)

@@ -19,20 +19,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
-from ..rpc_connection import addresses as servers_of
+from ..rpc_connection import parse_addresses as servers_of
 from ..storage.redis_address import parse_redis_url
 from ..urls import SERVER_SCHEMES, RepositoryUrl
 
 log = logging.getLogger("diesel.task")
 
-_PLACE = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+_HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
 
-Place = tuple[str, int]
+HostPort = tuple[str, int]
 
 
-def listening(
+def listen_address(
     listen: str, advertise: str, *, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
-) -> Place:
+) -> HostPort:
     """The address (not a name) and port to bind; port 0 for any. Raises UsageError, also where
     other nodes would not find this one, which may be a warning (see the module).
 
@@ -40,15 +40,15 @@ def listening(
     loopback; else the address by which this machine reaches what all nodes have in common, a server
     or Redis.
     """
-    found = _place(listen, advertise, rank, world, peers, url)
+    found = _choose_listen_address(listen, advertise, rank, world, peers, url)
     if world > 1:
         _look_from_outside(advertise, found[0], peers)
     return found
 
 
-def _place(
+def _choose_listen_address(
     listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
-) -> Place:
+) -> HostPort:
     if listen:
         return _given(listen, advertise, world)
     if peers:
@@ -66,10 +66,10 @@ def _place(
     )
 
 
-def advertised(advertise: str, host: str, port: int) -> str:
+def advertised_address(advertise: str, host: str, port: int) -> str:
     """What is registered of a master that is bound to `host` and `port`. Raises UsageError."""
     if advertise:
-        match = _PLACE.fullmatch(advertise)
+        match = _HOST_PORT.fullmatch(advertise)
         if match is not None and int(match["port"]):
             return advertise
         host = _host_in(advertise)
@@ -81,53 +81,55 @@ def advertised(advertise: str, host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _given(listen: str, advertise: str, world: int) -> Place:
-    match = _PLACE.fullmatch(listen)
+def _given(listen: str, advertise: str, world: int) -> HostPort:
+    match = _HOST_PORT.fullmatch(listen)
     if match is None or int(match["port"]) >= 1 << 16:
         raise UsageError(f"bad address {listen!r} to listen on", advice="write it as HOST:PORT")
     host, port = match["host"].strip("[]"), int(match["port"])
     if _is_address(host):
         if _is_any(host) and world > 1 and not advertise:
-            advertised("", host, port)  # says what is missing
+            advertised_address("", host, port)  # says what is missing
         return host, port
     found = _looked_up(host, f"--listen {listen}")
     reached = [each for each in found if not _is_loopback(each)]
     if not reached and world > 1:
-        raise _here_alone(host, found[0], "--listen ADDRESS:PORT")
+        raise _loopback_error(host, found[0], "--listen ADDRESS:PORT")
     return (reached or found)[0], port
 
 
 def _look_from_outside(advertise: str, host: str, peers: Sequence[str]) -> None:
     """Raises UsageError where no other node finds this one; warns where none of another machine
     does."""
-    told = _host_in(advertise) if advertise else host
-    if not _is_address(told):
+    announced = _host_in(advertise) if advertise else host
+    if not _is_address(announced):
         try:
-            found = _looked_up(told, f"--advertise {advertise}")
+            found = _looked_up(announced, f"--advertise {advertise}")
         except UsageError as error:  # others may know more names than this machine
             log.warning("%s: other nodes have to know it", error.message)
             return
         if all(map(_is_loopback, found)):
-            raise _here_alone(told, found[0], "--advertise ADDRESS")
-    elif _is_loopback(told) and not (peers and all(_is_loopback(_host_in(each)) for each in peers)):
+            raise _loopback_error(announced, found[0], "--advertise ADDRESS")
+    elif _is_loopback(announced) and not (
+        peers and all(_is_loopback(_host_in(each)) for each in peers)
+    ):
         log.warning(
             "%s is this machine alone: nodes on others do not reach this one; where there are any,"
-            " say --listen ADDRESS:PORT, or --advertise ADDRESS", told,
+            " say --listen ADDRESS:PORT, or --advertise ADDRESS", announced,
         )  # fmt: skip
 
 
-def _here_alone(name: str, address: str, option: str) -> UsageError:
+def _loopback_error(name: str, address: str, option: str) -> UsageError:
     return UsageError(
         f"{name} is {address} on this machine, which no other node reaches", advice=f"say {option}"
     )
 
 
-def _looked_up(host: str, said: str) -> list[str]:
+def _looked_up(host: str, option: str) -> list[str]:
     """The addresses of a name, one at least. Raises UsageError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # the latter: no name is like this
-        raise UsageError(f"{said}: {host} has no address ({error})") from None
+        raise UsageError(f"{option}: {host} has no address ({error})") from None
     return [str(each[4][0]) for each in found]
 
 
@@ -144,18 +146,18 @@ def _own_loopback() -> str:
 
 def _host_in(place: str) -> str:
     """Without a port, and without brackets."""
-    match = _PLACE.fullmatch(place)
+    match = _HOST_PORT.fullmatch(place)
     return (place if match is None else match["host"]).strip("[]")
 
 
-def _common(url: RepositoryUrl) -> list[Place]:
+def _common(url: RepositoryUrl) -> list[HostPort]:
     """What all nodes of a task reach."""
     if url.scheme in SERVER_SCHEMES:
         return [(each.host, each.port) for each in servers_of(url)]
     return list(parse_redis_url(url.meta).hosts) if url.meta else []
 
 
-def _our_address(place: Place) -> str:
+def _our_address(place: HostPort) -> str:
     """Our end of the way to a place; nothing is sent."""
     try:
         found = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)

@@ -10,19 +10,19 @@ change of mind has no say in the next one.
 
 from enum import Enum
 
-FAILURES = 3
+FAILURES_MAX = 3
 """In a row, and the peer is not asked for a while."""
 
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
 DAMAGED_MAX = 3
 QUARANTINE_S = 60.0
 
-PATIENCE_MIN_S = 0.05
+TIMEOUT_MIN_S = 0.05
 """As long as a busy machine may not run a process: less would be failures of the scheduler's."""
 
-PATIENCE_MAX_S = 1.0
-TIMES_P95 = 4
-FLOOR_BYTES_PER_S = 8 << 20
+TIMEOUT_MAX_S = 1.0
+TIMEOUT_PER_P95 = 4
+RATE_MIN_BYTES_PER_S = 8 << 20
 """What a connection must carry to be worth asking: a store gives more by one read."""
 
 _SAMPLES = 128
@@ -30,82 +30,82 @@ _SAMPLES_EACH = 16  # between looks at them, which cost some microseconds
 _SMALL_BYTES = 256 << 10  # answers whose time is the peer's, not the network's
 
 
-class Mood(Enum):
+class BreakerState(Enum):
     """What happens to who asks."""
 
-    ASKED = "asked"
-    PAUSED = "paused"
-    TRIED = "tried"
+    CLOSED = "asked"
+    OPEN = "paused"
+    HALF_OPEN = "tried"
     QUARANTINED = "quarantined"
 
 
-class Breaker:
+class CircuitBreaker:
     """What is thought of one peer."""
 
     def __init__(self) -> None:
         self._ticket = 1  # of those who are let in now; never 0
         self._failures = 0
         self._pause_s = PAUSE_S
-        self._closed_until_s: float | None = None  # None: all are let in
-        self._trying = False
+        self._open_until_s: float | None = None  # None: all are let in
+        self._probing = False
         self._damaged = 0
         self._quarantined_until_s = float("-inf")
         self._samples = [0.0] * _SAMPLES
         self._count = 0
-        self._usual_s = PATIENCE_MAX_S
+        self._usual_s = TIMEOUT_MAX_S
 
-    def mood(self, now_s: float) -> Mood:
+    def state(self, now_s: float) -> BreakerState:
         """As it is shown to people."""
         if now_s < self._quarantined_until_s:
-            return Mood.QUARANTINED
-        if self._closed_until_s is None:
-            return Mood.ASKED
-        return Mood.PAUSED if now_s < self._closed_until_s else Mood.TRIED
+            return BreakerState.QUARANTINED
+        if self._open_until_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
     def admit(self, now_s: float) -> int:
         """A ticket to ask, or 0: read from elsewhere."""
         if now_s < self._quarantined_until_s:
             return 0
-        if self._closed_until_s is not None:
-            if self._trying or now_s < self._closed_until_s:
+        if self._open_until_s is not None:
+            if self._probing or now_s < self._open_until_s:
                 return 0
-            self._trying = True
+            self._probing = True
         return self._ticket
 
-    def succeeded(self, ticket: int) -> bool:
+    def record_success(self, ticket: int) -> bool:
         """An answer came in time. Whether this has changed a mind: the peer is asked again."""
         if ticket != self._ticket:
             return False
         self._failures = 0
-        if self._closed_until_s is None:
+        if self._open_until_s is None:
             return False
         self._change(None)
         self._pause_s = PAUSE_S
         return True
 
-    def failed(self, ticket: int, now_s: float) -> bool:
+    def record_failure(self, ticket: int, now_s: float) -> bool:
         """No answer, or a late one. Whether the peer is not asked any more because of it."""
         if ticket != self._ticket:
             return False
         self._failures += 1
-        if self._closed_until_s is None and self._failures < FAILURES:
+        if self._open_until_s is None and self._failures < FAILURES_MAX:
             return False
         return self._pause(now_s)
 
-    def refused(self, ticket: int, now_s: float) -> bool:
+    def record_refusal(self, ticket: int, now_s: float) -> bool:
         """The peer cannot be reached, or does not want us. Whether that changes anything."""
         return ticket == self._ticket and self._pause(now_s)
 
-    def distrusted(self, now_s: float) -> bool:
+    def record_protocol_error(self, now_s: float) -> bool:
         """The peer sent what no peer sends. Whether that changes anything: it does."""
         return self._pause(now_s)
 
-    def withdrawn(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         """Nothing is known: whoever asked does not want to know any more."""
         if ticket == self._ticket:
-            self._trying = False
+            self._probing = False
 
-    def damaged(self, now_s: float) -> bool:
+    def record_damage(self, now_s: float) -> bool:
         """A part that the peer gave did not match its checksum. Whether it is in quarantine now."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
@@ -119,19 +119,19 @@ class Breaker:
         self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
         return True
 
-    def _change(self, closed_until_s: float | None) -> None:
+    def _change(self, open_until_s: float | None) -> None:
         self._ticket += 1
-        self._trying = False
+        self._probing = False
         self._failures = 0
-        self._closed_until_s = closed_until_s
+        self._open_until_s = open_until_s
 
     # Patience
 
-    def patience_s(self, size: int) -> float:
+    def timeout_s(self, size: int) -> float:
         """How long an answer is waited for, where so many bytes are under way, its own included."""
-        return self._usual_s + size / FLOOR_BYTES_PER_S
+        return self._usual_s + size / RATE_MIN_BYTES_PER_S
 
-    def took(self, seconds: float, size: int) -> None:
+    def record_latency(self, seconds: float, size: int) -> None:
         """An answer of so many bytes took so long, in time or late."""
         if size > _SMALL_BYTES:
             return
@@ -140,4 +140,4 @@ class Breaker:
         if self._count % _SAMPLES_EACH == 0:
             known = sorted(self._samples[: self._count])
             p95 = known[len(known) * 95 // 100]
-            self._usual_s = min(max(TIMES_P95 * p95, PATIENCE_MIN_S), PATIENCE_MAX_S)
+            self._usual_s = min(max(TIMEOUT_PER_P95 * p95, TIMEOUT_MIN_S), TIMEOUT_MAX_S)

@@ -3,9 +3,9 @@
 Owned here: sending and receiving without going through the loop where that is not needed, what
 waits to be sent, how slow an end may be. Not owned: what the bytes mean.
 
-Concurrency: one task receives; any task sends, whole frames, which leave in the order of `put`.
-What has been put is sent by whoever waits in `drain`. Sockets of trio's own would cost two turns of
-its loop for each call, which is more than a small request takes otherwise.
+Concurrency: one task receives; any task sends, whole frames, which leave in the order of
+`send_now`. What has been put is sent by whoever waits in `drain`. Sockets of trio's own would cost
+two turns of its loop for each call, which is more than a small request takes otherwise.
 """
 
 import socket
@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import trio
 
-from .wire import Raw
+from ..entries import Bytes
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
@@ -30,25 +30,25 @@ _TURNS = 16  # calls in a row that found something
 _LINGER_S = 1.0
 _LINGER_BYTES = 64 << 10
 
-_GONE_MS = 10_000  # a machine that does not take what has been sent is not there any more
+_USER_TIMEOUT_MS = 10_000  # a machine that does not take what has been sent is not there any more
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS),
 )
 
 
-class Gone(Exception):
+class ConnectionClosed(Exception):
     """The other end has closed the connection, or it broke, or is too slow."""
 
 
 class Channel:
     """A connection without TLS; the socket is taken over."""
 
-    holds_back = False
+    buffers_internally = False
     """Whether bytes may be here of which the socket knows nothing any more."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -58,7 +58,7 @@ class Channel:
         with suppress(OSError):  # not all of them exist for every kind of socket
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
-        self._unsent: deque[Raw] = deque()
+        self._unsent: deque[Bytes] = deque()
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
@@ -68,17 +68,17 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise Gone(error.strerror) from error
+            raise ConnectionClosed(error.strerror) from error
         if not count:
-            raise Gone("it closed the connection")
+            raise ConnectionClosed("it closed the connection")
         return count
 
-    async def readable(self) -> None:
+    async def wait_readable(self) -> None:
         """Wait until there may be something. Raises Gone."""
         try:
             await trio.lowlevel.wait_readable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
-            raise Gone("the connection was closed") from error
+            raise ConnectionClosed("the connection was closed") from error
 
     async def receive(self, room: memoryview) -> int:
         """Some bytes. Raises Gone."""
@@ -86,9 +86,9 @@ class Channel:
             try:
                 return self.receive_now(room)
             except BlockingIOError:
-                await self.readable()
+                await self.wait_readable()
 
-    async def exactly(self, size: int) -> bytearray:
+    async def receive_exactly(self, size: int) -> bytearray:
         """Just as many bytes. Raises Gone."""
         taken = bytearray(size)
         view = memoryview(taken)
@@ -96,7 +96,7 @@ class Channel:
             view = view[await self.receive(view) :]
         return taken
 
-    def put(self, parts: Sequence[Raw], size: int) -> bool:
+    def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """Send parts of `size` bytes in all. Whether they have left; if not, somebody must `drain`,
         and the parts stay as they are until then. Raises Gone."""
         sent = 0
@@ -106,7 +106,7 @@ class Channel:
             except BlockingIOError:
                 sent = 0
             except OSError as error:
-                raise Gone(error.strerror) from error
+                raise ConnectionClosed(error.strerror) from error
             if sent == size:
                 return True
         self._unsent.extend(parts)
@@ -120,21 +120,21 @@ class Channel:
             begun_s = trio.current_time()
             moved = 0
             while self._unsent:
-                await in_time(begun_s, moved, self._writable)
+                await wait_at_min_rate(begun_s, moved, self._writable)
                 try:
                     sent = self._send([self._unsent[i] for i in range(self._next())])
                 except BlockingIOError:
                     continue
                 except OSError as error:
-                    raise Gone(error.strerror) from error
+                    raise ConnectionClosed(error.strerror) from error
                 self._forget(sent)
                 moved += sent
 
-    async def linger(self) -> None:
+    async def half_close(self) -> None:
         """Say that nothing else comes, and hear the other end out for a moment: closing at once
         would make the kernel take back what has been sent."""
         dropped, sink = 0, memoryview(bytearray(4096))
-        with suppress(Gone, OSError), trio.move_on_after(_LINGER_S):
+        with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
             self._socket.shutdown(socket.SHUT_WR)
             while dropped < _LINGER_BYTES:
                 dropped += await self.receive(sink)
@@ -145,7 +145,7 @@ class Channel:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
 
-    def _send(self, parts: Sequence[Raw]) -> int:
+    def _send(self, parts: Sequence[Bytes]) -> int:
         """How many bytes of these have left."""
         return self._socket.sendmsg(parts if len(parts) <= _AT_ONCE else parts[:_AT_ONCE])
 
@@ -157,7 +157,7 @@ class Channel:
         try:
             await trio.lowlevel.wait_writable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
-            raise Gone("the connection was closed") from error
+            raise ConnectionClosed("the connection was closed") from error
 
     def _forget(self, sent: int) -> None:
         """What has left needs no memory."""
@@ -180,7 +180,7 @@ class TlsChannel(Channel):
     def __init__(
         self, connected: socket.socket, context: ssl.SSLContext, *, accepted: bool
     ) -> None:
-        """Raises Gone. `secure` comes next."""
+        """Raises Gone. `do_handshake` comes next."""
         connected.setblocking(False)
         try:
             self._tls = context.wrap_socket(
@@ -188,10 +188,10 @@ class TlsChannel(Channel):
             )
         except (OSError, ValueError) as error:
             connected.close()
-            raise Gone(str(error)) from error
+            raise ConnectionClosed(str(error)) from error
         super().__init__(self._tls)
 
-    async def secure(self) -> None:
+    async def do_handshake(self) -> None:
         """The handshake. Raises Gone."""
         try:
             while True:
@@ -199,20 +199,20 @@ class TlsChannel(Channel):
                     self._tls.do_handshake()
                     return
                 except ssl.SSLWantReadError:
-                    await self.readable()
+                    await self.wait_readable()
                 except ssl.SSLWantWriteError:
                     await self._writable()
         except ssl.SSLError as error:
-            raise Gone(f"no TLS: {error.reason or error}") from error
+            raise ConnectionClosed(f"no TLS: {error.reason or error}") from error
         except OSError as error:
-            raise Gone(error.strerror or "it closed the connection") from error
+            raise ConnectionClosed(error.strerror or "it closed the connection") from error
 
     @property
-    def certificate(self) -> bytes:
+    def peer_certificate(self) -> bytes:
         """The other end's, as DER. Raises Gone where it has none."""
         found = self._tls.getpeercert(binary_form=True)
         if not found:
-            raise Gone("it has no certificate")
+            raise ConnectionClosed("it has no certificate")
         return found
 
     def receive_now(self, room: memoryview) -> int:
@@ -222,19 +222,19 @@ class TlsChannel(Channel):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise ConnectionClosed(str(error)) from error
         if not count:
-            raise Gone("it closed the connection")
+            raise ConnectionClosed("it closed the connection")
         return count
 
-    def put(self, parts: Sequence[Raw], size: int) -> bool:
+    def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """Send; small parts become one record. Raises Gone."""
-        return super().put(list(_joined(parts)), size)
+        return super().send_now(list(_joined(parts)), size)
 
     def _next(self) -> int:
         return 1
 
-    def _send(self, parts: Sequence[Raw]) -> int:
+    def _send(self, parts: Sequence[Bytes]) -> int:
         sent = 0
         for part in parts:
             view = memoryview(part)
@@ -250,10 +250,10 @@ class TlsChannel(Channel):
         return sent
 
 
-def _joined(parts: Sequence[Raw]) -> Sequence[Raw]:
+def _joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
     """The same bytes with few small parts: each call makes a record, or several."""
-    found: list[Raw] = []
-    small: list[Raw] = []
+    found: list[Bytes] = []
+    small: list[Bytes] = []
     size = 0
     for part in parts:
         if len(part) >= _TLS_RECORD_BYTES or size + len(part) > _TLS_RECORD_BYTES:
@@ -268,15 +268,15 @@ def _joined(parts: Sequence[Raw]) -> Sequence[Raw]:
     return [part for part in found if len(part)]
 
 
-async def in_time(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
+async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
     """Wait, as long as who has moved so many bytes of a frame since may take. Raises Gone."""
     with trio.CancelScope(deadline=begun_s + GRACE_S + moved / RATE_BYTES_PER_S) as scope:
         await wait()
     if scope.cancelled_caught:
-        raise Gone("it is too slow")
+        raise ConnectionClosed("it is too slow")
 
 
-class Inbox:
+class FrameReader:
     """What comes over a channel, frame by frame, for the one task that receives.
 
     Between frames it waits as long as it takes; a frame that has begun must go on. Some bytes are
@@ -287,16 +287,18 @@ class Inbox:
         self.buffer = memoryview(bytearray(size))
         self.start = self.end = 0  # what of the buffer has not been taken yet
         self._channel = channel
-        self._is_empty = not channel.holds_back  # the last call found less than there was room for
+        self._is_empty = (
+            not channel.buffers_internally
+        )  # the last call found less than there was room for
         self._turns = 0
         self._begun_s: float | None = None
         self._moved = 0
 
-    def begin(self) -> None:
+    def begin_frame(self) -> None:
         """What comes now is a new frame."""
         self._begun_s = None
 
-    async def hold(self, size: int) -> None:
+    async def fill_buffer(self, size: int) -> None:
         """Come back when so many bytes stand in the buffer, at `start`. Raises Gone."""
         while self.end - self.start < size:
             if self.start == self.end:
@@ -305,14 +307,14 @@ class Inbox:
                 self._make_room(size)
             self.end += await self._some(self.buffer[self.end :], is_idle=self.start == self.end)
 
-    async def into(self, room: memoryview) -> int:
+    async def receive_into(self, room: memoryview) -> int:
         """Some bytes of a frame; 0 where others had their turn before any were written, as the room
         may not be wanted any more. Raises Gone."""
         if self.start == self.end:
             if len(room) >= _DIRECT_BYTES:
-                return await self._some(room, is_idle=False, once=True)
+                return await self._some(room, is_idle=False, may_return_empty=True)
             self.start = self.end = 0
-            self.end = await self._some(self.buffer, is_idle=False, once=True)
+            self.end = await self._some(self.buffer, is_idle=False, may_return_empty=True)
             return 0
         size = min(len(room), self.end - self.start)
         room[:size] = self.buffer[self.start : self.start + size]
@@ -338,19 +340,21 @@ class Inbox:
         self.buffer[:have] = bytes(buffer[self.start : self.end])
         self.start, self.end = 0, have
 
-    async def _some(self, room: memoryview, *, is_idle: bool, once: bool = False) -> int:
+    async def _some(
+        self, room: memoryview, *, is_idle: bool, may_return_empty: bool = False
+    ) -> int:
         while True:
             if self._is_empty:
                 self._is_empty = False
                 await self._wait(is_idle=is_idle)
-                if once:
+                if may_return_empty:
                     return 0
             try:
                 count = self._channel.receive_now(room)
             except BlockingIOError:
                 self._is_empty = True
                 continue
-            self._is_empty = count < len(room) and not self._channel.holds_back
+            self._is_empty = count < len(room) and not self._channel.buffers_internally
             self._moved += count
             self._turns += 1
             if self._turns >= _TURNS:  # there is always something: others are to have their turn
@@ -361,8 +365,8 @@ class Inbox:
     async def _wait(self, *, is_idle: bool) -> None:
         self._turns = 0
         if is_idle:
-            await self._channel.readable()
+            await self._channel.wait_readable()
             return
         if self._begun_s is None:
             self._begun_s, self._moved = trio.current_time(), 0
-        await in_time(self._begun_s, self._moved, self._channel.readable)
+        await wait_at_min_rate(self._begun_s, self._moved, self._channel.wait_readable)

@@ -23,28 +23,28 @@ import numpy as np
 import numpy.typing as npt
 
 from ..layout import chunk_of_object, identity_of_object
-from ..repository import Repository
+from ..repository import LocalRepository
 from ..snapshot import Snapshot
 from ..snapshots import snapshot_descriptor
-from ..storage.objects import ObjectStore, Part, StoreWrapper, check_range, together
+from ..storage.objects import ObjectStore, Part, StoreWrapper, batched_parts, check_range
 from . import wire
 from .client_connection import WINDOW_BYTES
-from .launch import ends, is_alive, join, revived
-from .link import DEADLINE_S, PAUSE_S, Begun, MasterLink
+from .launch import is_alive, join, restart_killed, wait_until_gone
+from .link import DEADLINE_S, PAUSE_S, MasterLink, PendingRead
 from .mapped import MappedChunks
 from .request import TaskOptions, TaskRequest
 
-LEND_S = 60e-6
+PIN_COST_S = 60e-6
 """What it costs to have a chunk lent: an exchange, and the mapping."""
 
-READ_S = 60e-6
+READ_COST_S = 60e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
 """What reading through the window costs more than reading what is mapped: an exchange, each part of
 it, and two copies where pages would have to be mapped. A chunk is mapped when its reads have cost
 what mapping it does; so, whatever is read, both together cost at most twice what was needed."""
 
-LENDS_AT_ONCE = 32
+PINS_PER_READ_MAX = 32
 """Of the chunks of one request: it is not to wait for more."""
 
 EAGER_BYTES = 1 << 20
@@ -54,25 +54,25 @@ to hear that it is not here."""
 READS_REMEMBERED = 64
 """Of so many requests is known who gave what, for what turns out to be damaged."""
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """How often a master is told what is mapped no more, and heard, where nothing else is asked."""
 
 _JOIN_ATTEMPTS = 3
 
-END_S = 1.0
+MASTER_END_WAIT_S = 1.0
 """How long a master that may be ending is waited for."""
 
 
-def requested(
-    joins: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
+def master_request(
+    options: TaskOptions, repository: LocalRepository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
     """The master that these options mean, for a version of a dataset."""
-    who = repository.credentials
+    credentials = repository.credentials
     return TaskRequest(
-        **{each.name: getattr(joins, each.name) for each in fields(TaskOptions)},
-        url=repository.url.whole,
-        user=who.user if who is not None else "",
-        key=who.key_text if who is not None else "",
+        **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
+        url=repository.url.full_url,
+        user=credentials.user if credentials is not None else "",
+        key=credentials.key_text if credentials is not None else "",
         dataset=snapshot.dataset,
         identity=snapshot.identity.hex,
         version=snapshot.version,
@@ -81,7 +81,7 @@ def requested(
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _ReadBatch:
     """Parts that are read together: what has been found of them, and what the master is asked for,
     each with its place among them."""
 
@@ -89,14 +89,14 @@ class _Wanted:
     found: list[memoryview | None]
     records: wire.Parts
     places: list[int]
-    begun: Begun | None = None
+    pending: PendingRead | None = None
 
 
 class TaskStore(StoreWrapper):
     """The objects of a repository, of which the chunks of one version come through a master."""
 
-    joins_reads = True
-    lends = True
+    batches_reads = True
+    can_pin = True
 
     def __init__(
         self,
@@ -122,33 +122,33 @@ class TaskStore(StoreWrapper):
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
             deadline_s=deadline_s, pause_s=pause_s,
-            revive=None if request is None else partial(_brought_back, request, Path(path)),
+            restart=None if request is None else partial(_brought_back, request, Path(path)),
         )  # fmt: skip
-        self._paid_s = np.zeros(len(self._sizes), np.float32)
+        self._credit_s = np.zeros(len(self._sizes), np.float32)
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
             maxlen=READS_REMEMBERED
         )
         self._beats_in = 0  # the process whose thread does
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._counts = dict.fromkeys(
             ("mapped_reads", "master_reads", "store_reads", "lent", "damaged"), 0
         )
 
     @classmethod
-    def joined(
+    def join(
         cls,
         inner: ObjectStore,
         request: TaskRequest,
         snapshot: Snapshot,
         *,
-        patience_s: float = END_S,
+        wait_s: float = MASTER_END_WAIT_S,
     ) -> "TaskStore":
         """The store of who joins a task: its master is there, or is started; one that may be ending
         is waited for. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
-            place = join(request)
-            store = cls(inner, place, snapshot, request=request)
-            if store.connect() or not ends(place, patience_s):
+            socket_path = join(request)
+            store = cls(inner, socket_path, snapshot, request=request)
+            if store.connect() or not wait_until_gone(socket_path, wait_s):
                 break  # else it has just ended, deserted, or for us, who want another version
         return store
 
@@ -179,12 +179,12 @@ class TaskStore(StoreWrapper):
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """Together, as many as one exchange takes, and one exchange ahead: the first is under way
         when this comes back. What is mapped is not copied."""
-        groups = together(parts, wire.PARTS_MAX, WINDOW_BYTES)
+        groups = batched_parts(parts, wire.PARTS_MAX, WINDOW_BYTES)
         first = next(groups, None)
         return iter(()) if first is None else self._read_groups(self._begin(first), groups)
 
     def _read_groups(
-        self, begun: "_Wanted", groups: Iterator[Sequence[Part]]
+        self, begun: "_ReadBatch", groups: Iterator[Sequence[Part]]
     ) -> Iterator[memoryview]:
         for some in groups:
             following = self._begin(some)
@@ -192,11 +192,11 @@ class TaskStore(StoreWrapper):
             begun = following
         yield from self._finish(begun)
 
-    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
         number = self._number(name)
         view = None if number < 0 else self._mapped.find(number)
         if view is None:
-            return self.inner.read_now(name, start, buffer)
+            return self.inner.read_nowait(name, start, buffer)
         found = view[start : start + len(buffer)]
         if len(found) != len(buffer):
             return False
@@ -204,31 +204,31 @@ class TaskStore(StoreWrapper):
         self._counts["mapped_reads"] += 1
         return True
 
-    def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         """From the store itself; who gave the bytes before is told of."""
         number = self._number(name)
         if number >= 0:
             self._report(number, start, len(buffer))
-        self.inner.read_again(name, start, buffer)
+        self.inner.read_uncached(name, start, buffer)
 
-    def lend(self, name: str, let_go: Callable[[], None]) -> memoryview | None:
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
         number = self._number(name)
         if number < 0:
             return None
         view = self._mapped.find(number)
         if view is None:
-            view = self._lent(number, fetch=True)
+            view = self._pin_chunk(number, fetch=True)
         if view is not None:
-            self._mapped.tell(number, let_go)
+            self._mapped.on_revoke(number, on_revoke)
         return view
 
-    def lends_now(self, name: str) -> bool:
+    def can_pin_nowait(self, name: str) -> bool:
         number = self._number(name)
         return number >= 0 and self._mapped.find(number) is not None
 
     # The master
 
-    def show(self, snapshot: Snapshot) -> bool:
+    def switch_version(self, snapshot: Snapshot) -> bool:
         """Tell the master that its clients have gone over to another version of the dataset.
         Whether it has heard it."""
         try:
@@ -236,33 +236,33 @@ class TaskStore(StoreWrapper):
         except OSError:
             return False
         try:
-            body = wire.show_body(snapshot.version)
-            return self._link.show(body, file)
+            body = wire.switch_version_body(snapshot.version)
+            return self._link.switch_version(body, file)
         finally:
             os.close(file)
 
-    def following(self, snapshot: Snapshot) -> "TaskStore":
+    def at_version(self, snapshot: Snapshot) -> "TaskStore":
         """The store for another version of the dataset, through the same master, which is told of
         that version. This one stays as it is."""
-        is_told = self.show(snapshot)
+        is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
         store._link.rank = self._link.rank  # it has been this node's master all the time
-        if is_told:
+        if is_announced:
             store.connect()  # else it would be deserted until something is read
         return store
 
     def stats(self) -> dict[str, object]:
         """What the master says of itself, and what came from where here."""
-        told: object = {}
+        reported: object = {}
         text = self._link.stats()
         if text:
             try:
-                told = json.loads(text)
+                reported = json.loads(text)
             except (ValueError, RecursionError):
-                told = {}
+                reported = {}
         return {
-            **(told if isinstance(told, dict) else {}),
+            **(reported if isinstance(reported, dict) else {}),
             "answers": bool(text),
             "client": {
                 **self._counts,
@@ -279,10 +279,10 @@ class TaskStore(StoreWrapper):
     def close(self) -> None:
         """Let go of the master. Views that were handed out stay valid, and are returned to the
         master with the last of them. Repeatable."""
-        self._mapped.give_up_all()
+        self._mapped.release_all()
         if self._mapped.has_unmapped and self._link.is_connected:
-            self._link.settle()
-        self._ended.set()
+            self._link.return_unmapped()
+        self._closed.set()
         if not self._mapped.has_mapped:
             self._link.close()
 
@@ -299,7 +299,7 @@ class TaskStore(StoreWrapper):
                 self._named[name] = number
         return number
 
-    def _begin(self, parts: Sequence[Part]) -> "_Wanted":
+    def _begin(self, parts: Sequence[Part]) -> "_ReadBatch":
         """Ask for so many parts as one exchange takes, or for one of any size."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._named.get, names))
@@ -312,20 +312,22 @@ class TaskStore(StoreWrapper):
         fits = (start >= 0) & (size > 0) & (size <= WINDOW_BYTES)
         fits &= start + size <= self._size_column[chunk]
         places = np.flatnonzero(fits)
-        wanted = _Wanted(
+        wanted = _ReadBatch(
             parts, [None] * len(parts), columns.T[places].astype(np.uint32, "C"), places.tolist()
         )
         if wanted.places:
             find = self._mapped.find
-            self._cut(wanted, {chunk: find(chunk) for chunk in set(wanted.records[:, 0].tolist())})
-            self._cut(wanted, self._map_worthwhile(wanted.records))
+            self._take_mapped(
+                wanted, {chunk: find(chunk) for chunk in set(wanted.records[:, 0].tolist())}
+            )
+            self._take_mapped(wanted, self._pin_worthwhile(wanted.records))
         if wanted.places:
-            wanted.begun = self._link.begin(wanted.records)
+            wanted.pending = self._link.begin(wanted.records)
         return wanted
 
-    def _finish(self, wanted: "_Wanted") -> Iterable[memoryview]:
+    def _finish(self, wanted: "_ReadBatch") -> Iterable[memoryview]:
         """The contents of all."""
-        self._hear(wanted)
+        self._receive_batch(wanted)
         found, parts = wanted.found, wanted.parts
         absent = [place for place, content in enumerate(found) if content is None]
         small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
@@ -341,9 +343,9 @@ class TaskStore(StoreWrapper):
                 found[place] = room.toreadonly()
         return [content for content in found if content is not None]
 
-    def _hear(self, wanted: "_Wanted") -> None:
+    def _receive_batch(self, wanted: "_ReadBatch") -> None:
         """What the master gives of what it was asked for."""
-        reading = None if wanted.begun is None else wanted.begun.reading()
+        reading = None if wanted.pending is None else wanted.pending.wait()
         if reading is None:
             return
         records = wanted.records
@@ -353,7 +355,7 @@ class TaskStore(StoreWrapper):
             copy = np.empty(max(ends), np.uint8).data  # of all at once: the window is not ours
             copy[:] = given.window[: len(copy)]
         window = copy.toreadonly()
-        has = sources != wire.SOURCE_NOBODY
+        has = sources != wire.SOURCE_NONE
         for place, start, end, is_given in zip(
             wanted.places, starts, ends, has.tolist(), strict=True
         ):
@@ -362,10 +364,10 @@ class TaskStore(StoreWrapper):
         self._note(records, sources, int(np.count_nonzero(has)))
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
-            cost_s = READ_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
-            np.add.at(self._paid_s, here[:, 0], cost_s)
+            cost_s = READ_COST_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
+            np.add.at(self._credit_s, here[:, 0], cost_s)
 
-    def _cut(self, wanted: "_Wanted", views: Mapping[int, memoryview | None]) -> None:
+    def _take_mapped(self, wanted: "_ReadBatch", views: Mapping[int, memoryview | None]) -> None:
         """Take from what is mapped what lies there."""
         if not any(view is not None for view in views.values()):
             return
@@ -388,9 +390,9 @@ class TaskStore(StoreWrapper):
         very many."""
         size = len(room)
         view = self._mapped.find(chunk)
-        if view is None and (self._paid_s.item(chunk) >= LEND_S or size >= EAGER_BYTES):
-            view = self._lent(chunk, fetch=False)
-            self._paid_s[chunk] = 0.0
+        if view is None and (self._credit_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES):
+            view = self._pin_chunk(chunk, fetch=False)
+            self._credit_s[chunk] = 0.0
         if view is not None:
             self._counts["mapped_reads"] += 1
             room[:] = view[start : start + size]
@@ -402,21 +404,21 @@ class TaskStore(StoreWrapper):
         with reading as given:
             sources = given.sources.copy()
             source, at = sources.item(0), given.offsets.item(0)
-            if source != wire.SOURCE_NOBODY:
+            if source != wire.SOURCE_NONE:
                 room[:] = given.window[at : at + size]
         if source == wire.SOURCE_HERE:
-            self._paid_s[chunk] += READ_S + PART_S + size / BYTES_PER_S
-        self._note(records, sources, int(source != wire.SOURCE_NOBODY))
-        return source != wire.SOURCE_NOBODY
+            self._credit_s[chunk] += READ_COST_S + PART_S + size / BYTES_PER_S
+        self._note(records, sources, int(source != wire.SOURCE_NONE))
+        return source != wire.SOURCE_NONE
 
     def _note(self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int) -> None:
         self._counts["master_reads"] += given
         self._recent.append((records, sources))
 
-    def _map_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
+    def _pin_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
         """Map chunks that are worth it, as far as they are here."""
         chunks = records[:, 0]
-        ripe = self._paid_s[chunks] >= LEND_S
+        ripe = self._credit_s[chunks] >= PIN_COST_S
         if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
             wanted_bytes = np.bincount(
                 np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
@@ -425,15 +427,15 @@ class TaskStore(StoreWrapper):
         found: dict[int, memoryview] = {}
         if not ripe.any():
             return found
-        for chunk in np.unique(chunks[ripe])[:LENDS_AT_ONCE].tolist():
-            view = self._lent(chunk, fetch=False)
-            self._paid_s[chunk] = 0.0  # also where it was not to be had: not at each read
+        for chunk in np.unique(chunks[ripe])[:PINS_PER_READ_MAX].tolist():
+            view = self._pin_chunk(chunk, fetch=False)
+            self._credit_s[chunk] = 0.0  # also where it was not to be had: not at each read
             if view is not None:
                 found[chunk] = view
         return found
 
-    def _lent(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        loan = self._link.lend(chunk, fetch=fetch)
+    def _pin_chunk(self, chunk: int, *, fetch: bool) -> memoryview | None:
+        loan = self._link.pin(chunk, fetch=fetch)
         if loan is None or loan.descriptor < 0:
             return None
         size = self._sizes[chunk]
@@ -451,19 +453,19 @@ class TaskStore(StoreWrapper):
 
     def _report(self, chunk: int, start: int, size: int) -> None:
         """Tell the master whose bytes were damaged, where that is known."""
-        source = wire.SOURCE_HERE if self._mapped.doubt(chunk) else wire.SOURCE_NOBODY
+        source = wire.SOURCE_HERE if self._mapped.drop_damaged(chunk) else wire.SOURCE_NONE
         for records, sources in reversed(list(self._recent)):
-            if source != wire.SOURCE_NOBODY:
+            if source != wire.SOURCE_NONE:
                 break
             inside = (records[:, 0] == chunk) & (records[:, 1] <= start)
             inside &= records[:, 1].astype(np.int64) + records[:, 2] >= start + size
             if len(places := np.flatnonzero(inside)):
                 source = int(sources[places[0]])
                 break
-        if source != wire.SOURCE_NOBODY:
+        if source != wire.SOURCE_NONE:
             self._counts["damaged"] += 1
-            part = wire.Damaged(chunk, start, size, source)
-            self._link.tell(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
+            part = wire.DamagedPart(chunk, start, size, source)
+            self._link.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
 
     # Hearing the master while nothing is asked
 
@@ -472,29 +474,29 @@ class TaskStore(StoreWrapper):
         if self._beats_in == os.getpid():
             return
         self._beats_in = os.getpid()
-        self._ended = ended = threading.Event()
+        self._closed = ended = threading.Event()
         weakref.finalize(self, ended.set)
         threading.Thread(
             target=_beat, args=(self._link, self._mapped, ended), name="diesel-task", daemon=True
         ).start()
 
 
-def _brought_back(request: TaskRequest, place: Path, was_there: bool) -> bool:
-    """Start a master where there is none, and is to be one; whether that was so. `was_there`: it
+def _brought_back(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
+    """Start a master where there is none, and is to be one; whether that was so. `has_served`: it
     has served this reader, else it was another version's, for readers that may have gone by now.
     Raises DieselError."""
-    if was_there:
-        return revived(request, place)
-    return not is_alive(place) and join(request) == place and is_alive(place)
+    if has_served:
+        return restart_killed(request, socket_path)
+    return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)
 
 
 def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:
     """Until the store has ended, and nobody looks at what it has mapped."""
-    while not (ended.wait(BEAT_S) and not mapped.has_mapped):
+    while not (ended.wait(HEARTBEAT_S) and not mapped.has_mapped):
         if ended.is_set():
-            mapped.give_up_all()
-            time.sleep(BEAT_S)
+            mapped.release_all()
+            time.sleep(HEARTBEAT_S)
         quiet_s = time.monotonic() - link.exchanged_s
-        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= BEAT_S):
-            link.settle()
+        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= HEARTBEAT_S):
+            link.return_unmapped()
     link.close()

@@ -13,9 +13,10 @@ import struct
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
 from uuid import UUID
 
+from ..entries import Bytes
 from ..errors import DieselError
 from . import wire
-from .mapped import Mapping
+from .mapped import MemoryMap
 
 WINDOW_BYTES = 8 << 20
 """Of each connection; only what is used of it takes memory. Larger requests cost no less."""
@@ -25,11 +26,11 @@ _CONTROL_BYTES = socket.CMSG_SPACE(4)
 _TIMEVAL = struct.Struct("ll")
 
 
-class Failed(Exception):
+class ExchangeFailed(Exception):
     """An exchange went wrong: the connection is of no use any more."""
 
 
-class Refused(Failed):
+class RequestRejected(ExchangeFailed):
     """The master has said no."""
 
 
@@ -38,8 +39,8 @@ class Connection:
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Connects and says hello. Raises Failed."""
-        self.wanted: list[int] = []
-        self.unheard = 0  # parts of a READ whose answer nobody has waited for
+        self.revoked: list[int] = []
+        self.unread_parts = 0  # parts of a READ whose answer nobody has waited for
         self._received = bytearray(_RECEIVED_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         window = -1
@@ -47,19 +48,19 @@ class Connection:
             limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connect_to(self._socket, path)
+            connect_unix(self._socket, path)
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             window = os.memfd_create("diesel-window", flags)
             os.ftruncate(window, WINDOW_BYTES)
             fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self.window = Mapping(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
-            body, _ = self.ask(
+            self.window = MemoryMap(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
+            body, _ = self.exchange(
                 wire.LOCAL_HELLO, body=wire.local_hello(identity, version), send=window
             )
             self.rank, self.chunks = wire.parse_local_welcome(body)
         except (OSError, DieselError) as error:
             self.close()
-            raise Failed(str(error)) from error
+            raise ExchangeFailed(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -67,21 +68,21 @@ class Connection:
             if window >= 0:
                 os.close(window)
 
-    def ask(
+    def exchange(
         self,
         kind: int,
         count: int = 0,
-        body: wire.Raw = b"",
+        body: Bytes = b"",
         *,
         flags: int = 0,
         send: int = -1,
         takes: bool = False,
     ) -> tuple[memoryview, int]:
-        """`put` and `take`."""
-        self.put(wire.local_request(kind, count, body, flags), send=send)
-        return self.take(kind, count, takes=takes)
+        """`send` and `receive`."""
+        self.send(wire.local_request(kind, count, body, flags), send=send)
+        return self.receive(kind, count, expects_descriptor=takes)
 
-    def put(self, request: bytes, *, send: int = -1) -> None:
+    def send(self, request: bytes, *, send: int = -1) -> None:
         """Send a request, and a descriptor with it. Raises Failed."""
         try:
             if send >= 0:
@@ -91,19 +92,21 @@ class Connection:
             if request:
                 self._socket.sendall(request)
         except BlockingIOError as error:
-            raise Failed("the master does not answer") from error
+            raise ExchangeFailed("the master does not answer") from error
         except OSError as error:
-            raise Failed(str(error)) from error
+            raise ExchangeFailed(str(error)) from error
 
-    def take(self, kind: int, count: int, *, takes: bool = False) -> tuple[memoryview, int]:
+    def receive(
+        self, kind: int, count: int, *, expects_descriptor: bool = False
+    ) -> tuple[memoryview, int]:
         """The body of the answer to such a request, good until the next is sent, and a descriptor
-        that came with it, or -1. `takes`: whether one may come. Raises Failed; Refused where the
-        master says no.
+        that came with it, or -1. `expects_descriptor`: whether one may come. Raises Failed; Refused
+        where the master says no.
         """
         descriptor = -1
         try:
             room = memoryview(self._received)
-            if takes:
+            if expects_descriptor:
                 got, descriptor = self._receive_with_descriptor(room)
             else:
                 got = self._socket.recv_into(room)
@@ -117,24 +120,24 @@ class Connection:
             while got < end:
                 got += self._more(room[got:end])
             if got > end:
-                raise Failed("the master sent more than was asked for")
-            proper, self.wanted = wire.split_wanted(head, room[wire.HEAD_BYTES : end])
+                raise ExchangeFailed("the master sent more than was asked for")
+            proper, self.revoked = wire.split_revoked(head, room[wire.HEAD_BYTES : end])
             if head.status != wire.LOCAL_OK:
-                raise Refused(wire.sentence_in(proper))
+                raise RequestRejected(wire.parse_refusal(proper))
         except BaseException as error:
             if descriptor >= 0:
                 os.close(descriptor)
             if isinstance(error, BlockingIOError):
-                raise Failed("the master does not answer") from error
+                raise ExchangeFailed("the master does not answer") from error
             if isinstance(error, OSError | DieselError):
-                raise Failed(str(error)) from error
+                raise ExchangeFailed(str(error)) from error
             raise
         return proper, descriptor
 
     def _more(self, room: memoryview) -> int:
         got = self._socket.recv_into(room)
         if not got:
-            raise Failed("the master has ended")
+            raise ExchangeFailed("the master has ended")
         return got
 
     def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
@@ -151,7 +154,7 @@ class Connection:
         if flags & socket.MSG_CTRUNC:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise Failed("descriptors were lost: this process may open no more files")
+            raise ExchangeFailed("descriptors were lost: this process may open no more files")
         return got, descriptor
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ class Connection:
         return self._socket.fileno() < 0
 
 
-def connect_to(made: socket.socket, path: str) -> None:
+def connect_unix(made: socket.socket, path: str) -> None:
     """Connect to a socket at a path of any length. Raises OSError."""
     folder, name = os.path.split(path)
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

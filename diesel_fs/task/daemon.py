@@ -27,20 +27,19 @@ from pathlib import Path
 import trio
 
 from .. import clouds, daemons
-from ..cache.disk_shelf import DiskShelf, cache_place
+from ..cache.disk_shelf import DiskTier, prepare_cache_folder
 from ..cache.policy import POLICIES
 from ..errors import DieselError, NoSpaceError, UsageError
-from ..messages import described
-from ..reopening import same_view
-from ..repositories import open_repository
+from ..messages import error_message
+from ..repositories import open_repository, same_view
 from ..urls import parse_url
 from . import local
-from .addresses import advertised, listening
-from .handshake import Me
-from .holdings import Fetch, Holdings, for_chunks
-from .launch import MARK_S, forget, is_followed, mark, socket_of, tidy
+from .addresses import advertised_address, listen_address
+from .handshake import LocalIdentity
+from .holdings import Fetch, NodeCache, chunk_budget_bytes
+from .launch import ALIVE_MARK_S, has_successor, mark_alive, mark_ended, remove_folders, socket_path
 from .master import Master
-from .membership import INSTANCE_BYTES, Member, Membership, node_of, split_address
+from .membership import INSTANCE_BYTES, Member, Membership, resolve_node, split_address
 from .memory import raise_descriptor_limit
 from .registry import open_registry
 from .request import TaskRequest
@@ -51,10 +50,10 @@ log = logging.getLogger("diesel.task")
 LEAVE_S = 3.0
 """How long the end may wait for the registration to be ended; it ends by its time, too."""
 
-KEEP_S = 20.0
+FLUSH_TIMEOUT_S = 20.0
 """How long it may take to keep what is in memory: SLURM kills 30 s after it has asked."""
 
-FOLLOWED_S = 0.1
+SUCCESSOR_POLL_S = 0.1
 """Between looks for another master meanwhile."""
 
 _BACKLOG = 256
@@ -64,7 +63,7 @@ Signals = AsyncIterator[int]
 
 def main() -> int:
     """Be a master, as the request on stdin says. The exit code."""
-    clouds.enable()
+    clouds.open_buckets_directly()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -76,11 +75,11 @@ def main() -> int:
             trio.run(_Daemon(request, stack).run)
     except DieselError as error:
         log.error("%s", error)
-        daemons.report(described(error))
+        daemons.report(error_message(error))
         return error.exit_code
     except Exception:
         log.exception("the master fails")
-        daemons.report(described(DieselError("the master fails", advice="see its log")))
+        daemons.report(error_message(DieselError("the master fails", advice="see its log")))
         return DieselError.exit_code
     return 0
 
@@ -92,7 +91,7 @@ class _Daemon:
         """`stack` closes what is opened. Raises DieselError."""
         self._request = request
         self._name = request.name
-        self._rank, self._world = node_of(os.environ, request.rank, request.world)
+        self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
         if request.evict not in POLICIES:
             raise UsageError(f"bad --evict {request.evict!r}: one of {', '.join(POLICIES)}")
         repository = open_repository(request.url, request.credentials)
@@ -106,11 +105,11 @@ class _Daemon:
         stack.callback(self._registry.close)
         self._disk = self._opened_disk()
         memory_bytes, sizes = request.memory_bytes, self._snapshot.chunk_sizes
-        room_bytes = for_chunks(memory_bytes, sizes, has_disk=self._disk is not None)
+        room_bytes = chunk_budget_bytes(memory_bytes, sizes, has_disk=self._disk is not None)
         self._warn_of_little(room_bytes, "--memory", "in memory")
-        place = socket_of(replace(request, rank=self._rank))
-        stack.callback(tidy, place)
-        self._clients = local.LocalSocket(place)
+        listen_path = socket_path(replace(request, rank=self._rank))
+        stack.callback(remove_folders, listen_path)
+        self._clients = local.LocalSocket(listen_path)
         stack.callback(self._clients.close)
         self._certificate = make_certificate() if request.peer_tls else None
         self._listener = self._bound()
@@ -119,23 +118,23 @@ class _Daemon:
         self._member = Member(
             rank=self._rank,
             instance=secrets.token_bytes(INSTANCE_BYTES),
-            address=advertised(request.advertise, host, port),
+            address=advertised_address(request.advertise, host, port),
             version=self._snapshot.version,
             certificate=self._certificate.digest if self._certificate else b"",
-            keyed=key is not None,
+            has_key_file=key is not None,
         )
 
-    def _opened_disk(self) -> DiskShelf | None:
+    def _opened_disk(self) -> DiskTier | None:
         if not self._request.cache_dir:
             return None
         try:
-            place = cache_place(Path(self._request.cache_dir), self._objects)
+            place = prepare_cache_folder(Path(self._request.cache_dir), self._objects)
         except NoSpaceError as error:  # a full disk is a smaller cache
             self._warn(f"{error.message}: this node keeps nothing on a disk")
             return None
-        shelf = DiskShelf(place, self._objects.store_id, self._request.cache_bytes or None)
-        if shelf.refusal:
-            daemons.report({"warning": shelf.refusal})  # the log has it
+        shelf = DiskTier(place, self._objects.store_id, self._request.cache_bytes or None)
+        if shelf.read_only_reason:
+            daemons.report({"warning": shelf.read_only_reason})  # the log has it
         else:
             self._warn_of_little(shelf.limit_bytes, "--cache-size", "on the disk")
         return shelf
@@ -174,7 +173,7 @@ class _Daemon:
 
     def _bound(self) -> socket.socket:
         request = self._request
-        host, port = listening(
+        host, port = listen_address(
             request.listen,
             request.advertise,
             rank=self._rank,
@@ -197,7 +196,7 @@ class _Daemon:
     async def run(self) -> None:
         """Register, serve, and leave at the end. Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
-        self._warn_of_another(first.replaced)
+        self._warn_of_another(first.replaced_address)
         self._warn_of_more(first)
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
@@ -212,7 +211,7 @@ class _Daemon:
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
         """The master, when it is over; None where it may not be one any more."""
-        me = Me(
+        me = LocalIdentity(
             rank=self._rank,
             instance=self._member.instance,
             task=self._name,
@@ -247,7 +246,7 @@ class _Daemon:
             nursery.start_soon(clients.serve, self._clients.socket)
             nursery.start_soon(_mark, self._clients.path)
             nursery.start_soon(
-                until_the_end, partial(clients.until_deserted, self._request.linger_s)
+                until_the_end, partial(clients.wait_until_idle, self._request.idle_timeout_s)
             )
             log.info(
                 "node %d of task %s is at %s: %d chunks of %s, version %d",
@@ -255,14 +254,14 @@ class _Daemon:
                 self._snapshot.dataset, self._snapshot.version,
             )  # fmt: skip
             daemons.report({"ready": os.fspath(self._clients.path), "rank": self._rank})
-        forget(self._clients.path)
+        mark_ended(self._clients.path)
         self._clients.close()
         self._listener.close()
         return master if is_over else None
 
     async def _keep(self, master: Master, signals: Signals) -> None:
         """What is in memory comes to the disk, as long as nobody minds."""
-        with trio.move_on_after(KEEP_S):
+        with trio.move_on_after(FLUSH_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
 
                 async def until(wait: Callable[[], Awaitable[object]]) -> None:
@@ -271,7 +270,7 @@ class _Daemon:
 
                 nursery.start_soon(until, partial(_signalled, signals))
                 nursery.start_soon(until, partial(_followed, self._clients.path))
-                await master.keep()
+                await master.flush_to_disk()
                 nursery.cancel_scope.cancel()
 
     async def _be_member(
@@ -285,10 +284,10 @@ class _Daemon:
         await master.run(first, [self._listener], task_status=task_status)
         end.cancel()
 
-    def _tiers(self, fetch: Fetch) -> Holdings:
+    def _tiers(self, fetch: Fetch) -> NodeCache:
         """What this node keeps chunks in."""
         policy = POLICIES[self._request.evict]
-        return Holdings(
+        return NodeCache(
             self._snapshot.identity,
             self._snapshot.chunk_ids,
             self._snapshot.chunk_sizes,
@@ -302,8 +301,8 @@ class _Daemon:
 
 async def _mark(place: Path) -> None:
     while True:
-        await trio.sleep(MARK_S)
-        mark(place)
+        await trio.sleep(ALIVE_MARK_S)
+        mark_alive(place)
 
 
 async def _signalled(signals: Signals) -> None:
@@ -313,6 +312,6 @@ async def _signalled(signals: Signals) -> None:
 
 
 async def _followed(place: Path) -> None:
-    while not is_followed(place):  # noqa: ASYNC110  # another process tells nobody
-        await trio.sleep(FOLLOWED_S)
+    while not has_successor(place):  # noqa: ASYNC110  # another process tells nobody
+        await trio.sleep(SUCCESSOR_POLL_S)
     log.info("another master of this node comes")

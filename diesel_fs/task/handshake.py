@@ -22,12 +22,12 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..messages import Message, described, error_in
+from ..messages import Message, error_message, parse_error
 from . import hello
-from .channel import Channel, Gone, TlsChannel
+from .channel import Channel, ConnectionClosed, TlsChannel
 from .hello import Hello, Proofs
 from .membership import Member, TaskName, split_address
-from .tls import Certificate, client_context, digest_of
+from .tls import Certificate, certificate_digest, client_context
 from .wire import Sizes
 
 HELLO_S = 5.0
@@ -35,7 +35,7 @@ HELLO_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Me:
+class LocalIdentity:
     """A master, as it shows itself to others."""
 
     rank: int
@@ -55,7 +55,7 @@ class Me:
         return self.task.identity
 
 
-class Refused(Exception):
+class HandshakeRejected(Exception):
     """Somebody is not let in. `reply` is what it is told, which may be nothing."""
 
     def __init__(self, why: str, channel: Channel, reply: bytes = b"") -> None:
@@ -68,7 +68,7 @@ class Refused(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 
-async def connected(me: Me, member: Member) -> Channel:
+async def connect(me: LocalIdentity, member: Member) -> Channel:
     """A connection to a member on which both have proved themselves. Raises DieselError, whose
     words say what went wrong."""
     channel: Channel | None = None
@@ -82,7 +82,7 @@ async def connected(me: Me, member: Member) -> Channel:
             return channel
     except trio.TooSlowError:
         raise MetadataError("it does not answer") from None
-    except Gone as error:
+    except ConnectionClosed as error:
         raise MetadataError(str(error) or "it closed the connection") from error
     except OSError as error:
         raise MetadataError(_why(error)) from error
@@ -91,15 +91,18 @@ async def connected(me: Me, member: Member) -> Channel:
             channel.close()
 
 
-async def _opened(host: str, port: int, me: Me, member: Member) -> Channel:
+async def _opened(host: str, port: int, me: LocalIdentity, member: Member) -> Channel:
     stream = await trio.open_tcp_stream(host, port)
     plain = socket.socket(fileno=stream.socket.detach())
     if me.certificate is None and not member.certificate:
         return Channel(plain)
     channel = TlsChannel(plain, client_context(), accepted=False)
     try:
-        await channel.secure()
-        if member.certificate and digest_of(channel.certificate) != member.certificate:
+        await channel.do_handshake()
+        if (
+            member.certificate
+            and certificate_digest(channel.peer_certificate) != member.certificate
+        ):
             raise PermissionDenied("its certificate is not the one that is registered")
     except BaseException:
         channel.close()
@@ -107,27 +110,29 @@ async def _opened(host: str, port: int, me: Me, member: Member) -> Channel:
     return channel
 
 
-async def _introduced(channel: Channel, me: Me, member: Member) -> None:
+async def _introduced(channel: Channel, me: LocalIdentity, member: Member) -> None:
     first = hello.greeting()
-    channel.put([first], len(first))
-    goes_on, version, length = hello.parse_welcome(await channel.exactly(hello.GREETING_BYTES))
-    tail = bytes(await channel.exactly(length))
+    channel.send_now([first], len(first))
+    goes_on, version, length = hello.parse_welcome(
+        await channel.receive_exactly(hello.GREETING_BYTES)
+    )
+    tail = bytes(await channel.receive_exactly(length))
     if not goes_on:
         raise hello.refused(version, tail)
     binding = hello.NO_BINDING
     if isinstance(channel, TlsChannel):
-        binding = digest_of(channel.certificate)
+        binding = certificate_digest(channel.peer_certificate)
     ours = Hello(
         me.rank, me.instance, member.rank, me.identity, me.version, os.urandom(hello.NONCE_BYTES)
     )
     proofs = Proofs(me.secret, tail, binding, me.task.digest, ours)
     said = hello.hello_frame(ours, proofs.connector)
-    channel.put([said], len(said))
+    channel.send_now([said], len(said))
     answer = await _message(channel)
-    error = error_in(answer)
+    error = parse_error(answer)
     if error is not None:
         raise error
-    if not hello.is_same(hello.parse_proof(answer), proofs.acceptor):
+    if not hello.proofs_equal(hello.parse_proof(answer), proofs.acceptor):
         raise PermissionDenied("it does not know the task's secret")
 
 
@@ -143,16 +148,16 @@ def _why(error: OSError) -> str:
 # the acceptor -------------------------------------------------------------------------------------
 
 
-async def secured(channel: Channel) -> None:
+async def accept_tls(channel: Channel) -> None:
     """TLS, where the channel is of TLS. Raises Refused."""
     if isinstance(channel, TlsChannel):
         try:
-            await channel.secure()
-        except Gone as error:
-            raise Refused(str(error), channel) from error
+            await channel.do_handshake()
+        except ConnectionClosed as error:
+            raise HandshakeRejected(str(error), channel) from error
 
 
-async def admitted(channel: Channel, me: Me) -> int:
+async def authenticate(channel: Channel, me: LocalIdentity) -> int:
     """The rank of who has connected and shown that it may. Raises Refused; Gone, where it left
     without a word."""
     nonce = os.urandom(hello.NONCE_BYTES)
@@ -161,53 +166,55 @@ async def admitted(channel: Channel, me: Me) -> int:
         try:
             theirs, proof = hello.parse_hello(await _head(channel))
         except (CorruptError, UsageError) as error:
-            raise _told(PermissionDenied("no hello"), channel, error.message) from error
-    except Gone as error:
-        raise Refused(str(error), channel) from error
+            raise _rejection(PermissionDenied("no hello"), channel, error.message) from error
+    except ConnectionClosed as error:
+        raise HandshakeRejected(str(error), channel) from error
     binding = hello.NO_BINDING if me.certificate is None else me.certificate.digest
     proofs = Proofs(me.secret, nonce, binding, me.task.digest, theirs)
-    if not hello.is_same(proof, proofs.connector):
-        raise _told(PermissionDenied("the wrong secret"), channel)
+    if not hello.proofs_equal(proof, proofs.connector):
+        raise _rejection(PermissionDenied("the wrong secret"), channel)
     if theirs.identity != me.identity:
-        raise _told(UsageError("another dataset"), channel)
+        raise _rejection(UsageError("another dataset"), channel)
     if theirs.version != me.version:
-        raise _told(
+        raise _rejection(
             UsageError(f"version {me.version} of the dataset is here, not {theirs.version}"),
             channel,
         )
     if theirs.to != me.rank:
-        raise _told(UsageError(f"rank {me.rank} is here, not {theirs.to}"), channel)
+        raise _rejection(UsageError(f"rank {me.rank} is here, not {theirs.to}"), channel)
     answer = hello.proof_frame(proofs.acceptor)
-    channel.put([answer], len(answer))
+    channel.send_now([answer], len(answer))
     return theirs.rank
 
 
 async def _greeted(channel: Channel, nonce: bytes) -> None:
     try:
-        first = await channel.exactly(hello.GREETING_BYTES)
+        first = await channel.receive_exactly(hello.GREETING_BYTES)
         version = hello.parse_greeting(first)
     except ForeignError as error:
-        raise Refused(error.message, channel) from error
+        raise HandshakeRejected(error.message, channel) from error
     if version != hello.VERSION:
-        sentence = hello.other_version(version)
-        raise Refused(sentence, channel, hello.refusal(sentence))
+        sentence = hello.version_mismatch(version)
+        raise HandshakeRejected(sentence, channel, hello.refusal(sentence))
     said = hello.welcome(nonce)
-    channel.put([said], len(said))
+    channel.send_now([said], len(said))
 
 
-def _told(error: DieselError, channel: Channel, why: str = "") -> Refused:
+def _rejection(error: DieselError, channel: Channel, why: str = "") -> HandshakeRejected:
     """A refusal of which the other end hears the error, and the log `why`."""
-    said = frames.frame(described(error), hello.HELLO)
-    return Refused(f"{error.message}: {why}" if why else error.message, channel, said)
+    said = frames.frame(error_message(error), hello.HELLO_LIMITS)
+    return HandshakeRejected(f"{error.message}: {why}" if why else error.message, channel, said)
 
 
 # frames of both -----------------------------------------------------------------------------------
 
 
 async def _head(channel: Channel) -> bytearray:
-    lengths = frames.parse_lengths(await channel.exactly(frames.LENGTHS_BYTES), hello.HELLO)
-    return await channel.exactly(lengths.head)
+    lengths = frames.parse_lengths(
+        await channel.receive_exactly(frames.LENGTHS_BYTES), hello.HELLO_LIMITS
+    )
+    return await channel.receive_exactly(lengths.head)
 
 
 async def _message(channel: Channel) -> Message:
-    return frames.parse_head(await _head(channel), hello.HELLO)
+    return frames.parse_head(await _head(channel), hello.HELLO_LIMITS)

@@ -11,23 +11,24 @@ from uuid import UUID
 
 import msgpack
 
+from ..entries import Bytes
 from ..greeting import GREETING_BYTES as GREETING_BYTES
 from ..greeting import NONCE_BYTES as NONCE_BYTES
-from ..greeting import Greetings
+from ..greeting import GreetingCodec
 from ..messages import Fields, Message
 from ..wire import BINDING_BYTES, Limits, frame, parse_head
 from ..wire import NO_BINDING as NO_BINDING
 from .membership import INSTANCE_BYTES
-from .wire import RANK_MAX, Raw
+from .wire import RANK_MAX
 
 VERSION = 1
 
 PROOF_BYTES = 32
 
-HELLO = Limits(4 << 10, 64, 0)
+HELLO_LIMITS = Limits(4 << 10, 64, 0)
 """All that is read of whoever has not shown that it knows the secret."""
 
-_GREETINGS = Greetings(b"\x93DIESPER", VERSION, "master", "master")
+_GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "master", "master")
 
 
 # greeting -----------------------------------------------------------------------------------------
@@ -35,10 +36,10 @@ _GREETINGS = Greetings(b"\x93DIESPER", VERSION, "master", "master")
 
 greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
 welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
-refusal, refused = _GREETINGS.refusal, _GREETINGS.refused
+refusal, refused = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
-def other_version(version: int) -> str:
+def version_mismatch(version: int) -> str:
     """What to tell a connector of another version."""
     return f"I speak version {VERSION} of the peers' wire, you {version}: run the same diesel-fs"
 
@@ -57,7 +58,7 @@ class Hello:
     version: int
     nonce: bytes
 
-    def message(self) -> Message:
+    def to_message(self) -> Message:
         """As it travels, and as proofs cover it: always in this order."""
         return {
             "rank": self.rank,
@@ -78,7 +79,7 @@ class Proofs:
         """`binding` is SHA-256 of the acceptor's certificate, or `NO_BINDING`; `task` of its
         name."""
         assert (len(acceptor_nonce), len(binding)) == (NONCE_BYTES, BINDING_BYTES)
-        packed: bytes = msgpack.packb(hello.message())
+        packed: bytes = msgpack.packb(hello.to_message())
         covered = acceptor_nonce + hello.nonce + binding + task + packed
         self.connector = _proof(secret, b"connector", covered)
         self.acceptor = _proof(secret, b"acceptor", covered)
@@ -91,25 +92,25 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
     return hmac.digest(secret, b"diesel-fs peer 1 " + end + b"\0" + covered, "sha256")
 
 
-def is_same(proof: bytes, other: bytes) -> bool:
+def proofs_equal(proof: bytes, other: bytes) -> bool:
     """Whether two proofs are the same, in a time that does not tell where they differ."""
     return hmac.compare_digest(proof, other)
 
 
 def hello_frame(hello: Hello, proof: bytes) -> bytes:
     """A hello with its proof."""
-    return frame({**hello.message(), "proof": proof}, HELLO)
+    return frame({**hello.to_message(), "proof": proof}, HELLO_LIMITS)
 
 
-def parse_hello(head: Raw) -> tuple[Hello, bytes]:
+def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
     """A hello and its proof, not yet looked at. Raises CorruptError, UsageError."""
-    fields = Fields(parse_head(head, HELLO), "hello")
+    fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
-        rank=fields.whole("rank", high=RANK_MAX),
+        rank=fields.integer("rank", high=RANK_MAX),
         instance=_octets(fields, "instance", INSTANCE_BYTES),
-        to=fields.whole("to", high=RANK_MAX),
+        to=fields.integer("to", high=RANK_MAX),
         identity=UUID(bytes=_octets(fields, "identity", 16)),
-        version=fields.whole("version"),
+        version=fields.integer("version"),
         nonce=_octets(fields, "nonce", NONCE_BYTES),
     )
     proof = _octets(fields, "proof", PROOF_BYTES)
@@ -119,7 +120,7 @@ def parse_hello(head: Raw) -> tuple[Hello, bytes]:
 
 def proof_frame(proof: bytes) -> bytes:
     """The answer to a hello that is taken."""
-    return frame({"proof": proof}, HELLO)
+    return frame({"proof": proof}, HELLO_LIMITS)
 
 
 def parse_proof(message: Message) -> bytes:

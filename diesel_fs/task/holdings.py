@@ -1,8 +1,8 @@
 """The chunks that a node holds: in memory that its readers can map, and on its disk.
 
 Owned here: what is taken in and when, one fetch per chunk however many wait for it, and that the
-node's share comes by itself (`fill`). Not owned: where a chunk is fetched from, whose it is
-(`cache/ownership.py`), what goes for it (`chunk_memory.py`, `spill.py`).
+node's share comes by itself (`prefetch_owned`). Not owned: where a chunk is fetched from, whose it
+is (`cache/ownership.py`), what goes for it (`chunk_memory.py`, `spill.py`).
 
 Everything is called in one trio loop, beside `run`, to which fetches belong: who waits for one can
 be cancelled, and it goes on for the others. The version may change wherever somebody waits, and
@@ -27,16 +27,16 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.disk_shelf import DiskShelf
-from ..cache.policy import EvictionPolicy, FirstComeStays
-from ..cache.shelves import ChunkKey, check_whole
-from ..cache.tier import Costs
+from ..cache.disk_shelf import DiskTier
+from ..cache.policy import EvictionPolicy, NoEviction
+from ..cache.shelves import ChunkKey, verify_chunk
+from ..cache.tier import ReadCostModel
 from ..entries import ChunkId
 from ..errors import DieselError, FormatError
-from .chunk_memory import ChunkMemory
-from .memory import Draft, Sealed
-from .rent import Rent
-from .spill import Mask, Spans, Spill, disk_cost
+from .chunk_memory import NodeMemory
+from .memory import SealedMemory, WritableMemory
+from .rent import SkiRentalAdmission
+from .spill import Mask, Spans, WriteBackQueue, disk_cost
 
 log = logging.getLogger("diesel.task")
 
@@ -48,10 +48,10 @@ FILL_FETCHES = 2
 """At once, for nobody in particular: they begin only while no fetch is under way for who waits, and
 never stand in their way."""
 
-QUEUE_BYTES_MAX = 64 << 20
+WRITE_BACK_BYTES_MAX = 64 << 20
 """Of the memory, for what is to be written to the disk: at most an eighth, or one chunk."""
 
-FILL_AGAIN_S, FILL_AGAIN_MAX_S = 1.0, 60.0
+FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
 """Before what could not be fetched ahead is tried again; then twice as long, and so on."""
 
 _TRIES = 4  # of one call, where what it found is gone, or another version's, when it gets there
@@ -64,19 +64,19 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
-def for_chunks(memory_bytes: int, sizes: npt.NDArray[np.uint64], *, has_disk: bool) -> int:
+def chunk_budget_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64], *, has_disk: bool) -> int:
     """What is left of so much memory for chunks of these sizes that stay in it."""
-    return max(memory_bytes - (queue_bytes(memory_bytes, sizes) if has_disk else 0), 0)
+    return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
-def queue_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64]) -> int:
+def write_back_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64]) -> int:
     """What of it is for chunks that are to be written to the disk."""
     largest = int(sizes.max(initial=0))
-    return min(max(memory_bytes // 8, largest), max(QUEUE_BYTES_MAX, largest))
+    return min(max(memory_bytes // 8, largest), max(WRITE_BACK_BYTES_MAX, largest))
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """A chunk on its way here; `chunk` is -1 where this version of the dataset does not have it."""
 
     chunk: int
@@ -84,7 +84,7 @@ class _Flight:
     size: int
     to_memory: bool
     from_disk: bool
-    is_fill: bool
+    is_prefetch: bool
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
     error: DieselError | None = None
@@ -92,10 +92,10 @@ class _Flight:
     @property
     def is_awaited(self) -> bool:
         """Whether it is a fetch that was begun for somebody."""
-        return not self.from_disk and not self.is_fill
+        return not self.from_disk and not self.is_prefetch
 
 
-class Holdings:
+class NodeCache:
     """What this node holds of one version of a dataset."""
 
     def __init__(
@@ -107,42 +107,46 @@ class Holdings:
         memory_bytes: int,
         policy: EvictionPolicy,
         fetch: Fetch,
-        disk: DiskShelf | None = None,
+        disk: DiskTier | None = None,
         disk_policy: EvictionPolicy | None = None,
-        costs: Costs | None = None,
+        costs: ReadCostModel | None = None,
     ) -> None:
         """`costs` are those of the store, kept by who reads from it; without them, fetches tell.
 
         `disk_policy`: what goes from the disk; without it, what came first stays.
         """
-        budget = for_chunks(memory_bytes, sizes, has_disk=disk is not None)
-        queue = queue_bytes(memory_bytes, sizes) if disk is not None else 0
+        budget = chunk_budget_bytes(memory_bytes, sizes, has_disk=disk is not None)
+        queue = write_back_bytes(memory_bytes, sizes) if disk is not None else 0
         self._identity, self._has_disk = identity, disk is not None
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
         self._fetch = fetch
-        self._costs = costs or Costs()
+        self._costs = costs or ReadCostModel()
         self._measures = costs is None
-        self._rent = Rent(self._sizes, self._costs.of, budget)
-        self._disk_rent = Rent(self._sizes, disk_cost, budget)
-        self._spill = Spill(
+        self._admission = SkiRentalAdmission(self._sizes, self._costs.read_s, budget)
+        self._disk_admission = SkiRentalAdmission(self._sizes, disk_cost, budget)
+        self._write_back = WriteBackQueue(
             disk,
             identity,
-            disk_policy or FirstComeStays(),
-            spare=lambda: ~self._memory.mine | self._memory.here,
-            changed=self._tell,
+            disk_policy or NoEviction(),
+            evict_first=lambda: ~self._memory.owned | self._memory.present,
+            on_change=self._notify_changed,
             queue_bytes=queue,
         )
-        self._memory = ChunkMemory(
-            self._sizes, budget, policy, leaves=self._spill.offer, saved=self._saved
+        self._memory = NodeMemory(
+            self._sizes,
+            budget,
+            policy,
+            on_evict=self._write_back.enqueue,
+            on_hits=self._record_hits,
         )
-        self._spill.show(self._ids, self._sizes, [-1] * len(ids))
-        self._flights: dict[int, _Flight] = {}
+        self._write_back.switch_version(self._ids, self._sizes, [-1] * len(ids))
+        self._in_flight: dict[int, _InFlight] = {}
         self._nursery: trio.Nursery | None = None
         self._fetchers = trio.CapacityLimiter(FETCHES)
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self._awaited = 0
-        self._quiet = trio.Event()  # set when `_awaited` comes to 0
-        self._news = trio.Event()
+        self._no_awaited = trio.Event()  # set when `_awaited` comes to 0
+        self._changed = trio.Event()
         self._version = 0
         self._counts: Counter[str] = Counter()
 
@@ -151,7 +155,7 @@ class Holdings:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
-                nursery.start_soon(self._spill.run)
+                nursery.start_soon(self._write_back.run)
                 task_status.started()
                 await trio.sleep_forever()
             finally:
@@ -173,8 +177,8 @@ class Holdings:
         """In memory, or on the disk as far as is known."""
         return (
             chunk in self._memory.views
-            or self._spill.holds(chunk)
-            or self._spill.leaving(chunk) is not None
+            or self._write_back.holds(chunk)
+            or self._write_back.queued(chunk) is not None
         )
 
     async def get(self, chunk: int, wanted_bytes: int, *, load: bool) -> memoryview | None:
@@ -186,7 +190,7 @@ class Holdings:
         """
         view = self._memory.find(chunk)
         if view is None:
-            found = await self._bring(chunk, wanted_bytes, None, load=load)
+            found = await self._load(chunk, wanted_bytes, None, load=load)
             view = None if found is None else found[0]
         return view
 
@@ -195,17 +199,17 @@ class Holdings:
         stands on the disk and is not worth memory, no more of it is read than that."""
         view, wanted_bytes = self._memory.views.get(chunk), sum(size for _, size in spans)
         if view is None:
-            return await self._bring(chunk, wanted_bytes, spans, load=load)
-        self._memory.hit([chunk] * len(spans), wanted_bytes)
+            return await self._load(chunk, wanted_bytes, spans, load=load)
+        self._memory.record_hits([chunk] * len(spans), wanted_bytes)
         return [view[start : start + size] for start, size in spans]
 
-    async def doubt(self, chunk: int) -> None:
+    async def recheck(self, chunk: int) -> None:
         """A reader says that bytes of a chunk that it had from here were damaged: look."""
         memory = self._memory.memory_of(chunk)
         if memory is not None:
             key = self._key(chunk)
             try:
-                await self._in_thread(check_whole, key, memory.view)
+                await self._in_thread(verify_chunk, key, memory.view)
             except FormatError as error:
                 log.error("memory of this node has changed: %s", error)
                 if self._memory.memory_of(chunk) is memory:
@@ -214,37 +218,37 @@ class Holdings:
                 return
             if chunk >= len(self._ids) or self._key(chunk) != key:
                 return
-        await self._spill.doubt(chunk)
+        await self._write_back.recheck(chunk)
 
     # For who lends memory to readers
 
-    def lend(self, borrower: int, chunk: int) -> int | None:
+    def pin(self, borrower: int, chunk: int) -> int | None:
         """The memfd of a chunk in memory, sealed; it is not the caller's to close. Counted as lent
         until it is returned. None where it is not here, or is to be given up."""
-        return self._memory.lend(borrower, chunk)
+        return self._memory.pin(borrower, chunk)
 
-    def take_back(self, borrower: int, chunks: Iterable[int]) -> None:
+    def unpin(self, borrower: int, chunks: Iterable[int]) -> None:
         """A borrower has unmapped chunks."""
-        self._memory.take_back(borrower, chunks)
-        self._tell()
+        self._memory.unpin(borrower, chunks)
+        self._notify_changed()
 
-    def gone(self, borrower: int) -> None:
+    def unpin_all(self, borrower: int) -> None:
         """A borrower has ended, and has nothing any more."""
-        self._memory.gone(borrower)
-        self._tell()
+        self._memory.unpin_all(borrower)
+        self._notify_changed()
 
-    def wanted_back(self, borrower: int) -> list[int]:
+    def revoked(self, borrower: int) -> list[int]:
         """Chunks that a borrower has, and whose room is wanted."""
-        return self._memory.wanted_back(borrower)
+        return self._memory.revoked(borrower)
 
     # For who knows the task
 
-    def set_mine(self, mine: npt.NDArray[np.bool_]) -> None:
+    def set_owned(self, owned: npt.NDArray[np.bool_]) -> None:
         """What this node owns now. The rest goes first when room is needed."""
-        self._memory.own(mine.astype(np.bool_))
-        self._tell()
+        self._memory.set_owned(owned.astype(np.bool_))
+        self._notify_changed()
 
-    def show(self, ids: Sequence[ChunkId], sizes: npt.NDArray[np.uint64]) -> None:
+    def switch_version(self, ids: Sequence[ChunkId], sizes: npt.NDArray[np.uint64]) -> None:
         """Another version of the dataset: what is in both stays, and is this node's as it was.
 
         What is lent keeps, for its borrower, the number that it had.
@@ -254,46 +258,47 @@ class Holdings:
         before = [old.get(key, -1) for key in now]
         after = {was: number for number, was in enumerate(before) if was >= 0}
         self._ids, self._sizes = list(ids), [size for _, size in now]
-        self._memory.show(self._sizes, before)
-        self._spill.show(self._ids, self._sizes, before)
-        self._rent.show(self._sizes, before)
-        self._disk_rent.show(self._sizes, before)
-        for flight in self._flights.values():
+        self._memory.switch_version(self._sizes, before)
+        self._write_back.switch_version(self._ids, self._sizes, before)
+        self._admission.switch_version(self._sizes, before)
+        self._disk_admission.switch_version(self._sizes, before)
+        for flight in self._in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
-        self._flights = {each.chunk: each for each in self._flights.values() if each.chunk >= 0}
+        self._in_flight = {each.chunk: each for each in self._in_flight.values() if each.chunk >= 0}
         self._version += 1
-        self._tell()
+        self._notify_changed()
 
-    async def fill(self, order: npt.NDArray[np.int64]) -> None:
+    async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
         """Fetch what is mine and not here, in this order of chunks, as long as room is free; again
-        whenever more is mine or there is more room. Ends with `show`, or when cancelled."""
-        version, again_s = self._version, FILL_AGAIN_S
+        whenever more is mine or there is more room. Ends with `switch_version`, or when
+        cancelled."""
+        version, again_s = self._version, FILL_RETRY_S
         while version == self._version:
-            news, failures = self._news, self._counts["fill_failures"]
-            absent = self._memory.mine & ~self._memory.here & ~self._spill.standing
+            news, failures = self._changed, self._counts["fill_failures"]
+            absent = self._memory.owned & ~self._memory.present & ~self._write_back.on_disk
             left = iter(order[absent[order]].tolist())
             async with trio.open_nursery() as nursery:
                 for _ in range(FILL_FETCHES):
                     nursery.start_soon(self._fill_from, left, version)
             if failures == self._counts["fill_failures"]:
-                again_s = FILL_AGAIN_S
+                again_s = FILL_RETRY_S
                 await news.wait()
             else:
                 with trio.move_on_after(again_s):
                     await news.wait()
-                again_s = min(2 * again_s, FILL_AGAIN_MAX_S)
+                again_s = min(2 * again_s, FILL_RETRY_MAX_S)
 
-    async def keep(self, share: Mask) -> None:
+    async def flush_to_disk(self, share: Mask) -> None:
         """At the end, after `run`: what is in memory comes to the disk, as far as there is room;
         `share` before what else this node owns now. What others own goes for it. May be cancelled
         anywhere."""
-        ours = share | self._memory.mine
+        ours = share | self._memory.owned
         first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
-        for chunk in np.flatnonzero(self._memory.here & ~ours).tolist():
+        for chunk in np.flatnonzero(self._memory.present & ~ours).tolist():
             self._memory.drop(chunk)
-        await self._spill.keep(self._leaving([*first.tolist(), *then.tolist()]), ~ours)
+        await self._write_back.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
-    def _leaving(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+    def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
         """Of these chunks what is in memory, each only as long as somebody looks at it: others may
         be waiting for the memory."""
         for chunk in chunks:
@@ -305,11 +310,11 @@ class Holdings:
 
     def stats(self) -> dict[str, int]:
         """What is here, in bytes and chunks, and counts since the start."""
-        mine, held = self._memory.mine, self._memory.here | self._spill.standing
+        mine, held = self._memory.owned, self._memory.present | self._write_back.on_disk
         return {
             **{name: self._counts[name] for name in _COUNTS},
             **self._memory.stats(),
-            **self._spill.stats(),
+            **self._write_back.stats(),
             "share_chunks": int(np.count_nonzero(mine)),
             "share_held_chunks": int(np.count_nonzero(mine & held)),
         }
@@ -317,22 +322,22 @@ class Holdings:
     def close(self) -> None:
         """Let go of all memory. What others have stays valid."""
         self._memory.close()
-        self._spill.close()
+        self._write_back.close()
 
     # Misses
 
-    async def _bring(
+    async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
         """What is wanted of a chunk that is not in memory; all of it without `spans`."""
         key, size, is_new = self._key(chunk), self._sizes[chunk], True
-        self._memory.note_use(chunk)
-        self._spill.use(chunk)
+        self._memory.record_access(chunk)
+        self._write_back.record_access(chunk)
         for _ in range(_TRIES):
             if chunk >= len(self._ids) or self._key(chunk) != key:  # another version's numbers
                 break
-            view = self._memory.views.get(chunk) or self._spill.leaving(chunk)
-            flight = self._flights.get(chunk)
+            view = self._memory.views.get(chunk) or self._write_back.queued(chunk)
+            flight = self._in_flight.get(chunk)
             if view is None and flight is None:
                 flight = self._begin(chunk, wanted_bytes, load=load, is_new=is_new)
                 is_new = False
@@ -344,49 +349,51 @@ class Holdings:
                 if view is None and not flight.from_disk:
                     break
             elif view is None:
-                if not self._spill.holds(chunk):
+                if not self._write_back.holds(chunk):
                     break
-                found = await self._spill.read(chunk, spans or [(0, size)])
+                found = await self._write_back.read(chunk, spans or [(0, size)])
                 if found is not None:
-                    self._disk_rent.read_singly(wanted_bytes)
-                    self._rent.hit((chunk,), wanted_bytes)
+                    self._disk_admission.record_unserved(wanted_bytes)
+                    self._admission.record_hits((chunk,), wanted_bytes)
                     return found
             if view is not None:
                 self._counts["waited"] += 1
                 return [view[begin : begin + part] for begin, part in spans or [(0, size)]]
         self._counts["misses"] += 1
         if load:
-            self._rent.read_singly(wanted_bytes)
+            self._admission.record_unserved(wanted_bytes)
         return None
 
-    def _begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> _Flight | None:
+    def _begin(
+        self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool
+    ) -> _InFlight | None:
         """Have a chunk come, where that is worth it; `is_new`: this miss has not been counted."""
-        from_disk = self._spill.holds(chunk)
+        from_disk = self._write_back.holds(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
-        rent = self._disk_rent if from_disk else self._rent
+        rent = self._disk_admission if from_disk else self._admission
         if is_new:
-            rent.missed(chunk, wanted_bytes)
-        victims = self._memory.room_for(chunk, is_paid=False)
+            rent.record_miss(chunk, wanted_bytes)
+        victims = self._memory.find_victims(chunk, has_credit=False)
         if victims is not None:
             return self._start(chunk, victims, from_disk=from_disk)
         if not from_disk and self._is_free_on_disk(chunk):
             return self._start(chunk, None)
-        if not rent.is_paid(chunk, wanted_bytes):
+        if not rent.has_credit(chunk, wanted_bytes):
             return None
-        victims = self._memory.room_for(chunk, is_paid=True)
-        if victims is None or not rent.outweighs(chunk, victims):
+        victims = self._memory.find_victims(chunk, has_credit=True)
+        if victims is None or not rent.is_worth_more(chunk, victims):
             victims = None
-            if from_disk or not self._memory.mine[chunk]:
+            if from_disk or not self._memory.owned[chunk]:
                 return None
-            on_disk = self._spill.victims(chunk)
-            if on_disk is None or not rent.outweighs(chunk, on_disk):
+            on_disk = self._write_back.find_victims(chunk)
+            if on_disk is None or not rent.is_worth_more(chunk, on_disk):
                 return None
-        rent.paid(chunk, wanted_bytes)
+        rent.charge(chunk, wanted_bytes)
         return self._start(chunk, victims, from_disk=from_disk)
 
     def _is_free_on_disk(self, chunk: int) -> bool:
-        return bool(self._memory.mine[chunk]) and self._spill.has_room(self._sizes[chunk])
+        return bool(self._memory.owned[chunk]) and self._write_back.has_room(self._sizes[chunk])
 
     def _start(
         self,
@@ -395,74 +402,74 @@ class Holdings:
         *,
         from_disk: bool = False,
         is_fill: bool = False,
-    ) -> _Flight:
+    ) -> _InFlight:
         """A chunk comes to memory, where these go for it; to the disk for None."""
         assert self._nursery is not None
         size = self._sizes[chunk]
-        flight = _Flight(chunk, self._key(chunk), size, victims is not None, from_disk, is_fill)
-        self._flights[chunk] = flight
+        flight = _InFlight(chunk, self._key(chunk), size, victims is not None, from_disk, is_fill)
+        self._in_flight[chunk] = flight
         if victims is None:
-            self._spill.expect(size)
+            self._write_back.reserve(size)
         else:
-            self._memory.expect(chunk, victims)
+            self._memory.reserve(chunk, victims)
         self._awaited += flight.is_awaited
-        self._nursery.start_soon(self._fly, flight)
+        self._nursery.start_soon(self._run_flight, flight)
         return flight
 
-    async def _fly(self, flight: _Flight) -> None:
-        memory: Sealed | None = None
+    async def _run_flight(self, flight: _InFlight) -> None:
+        memory: SealedMemory | None = None
         try:
             if flight.from_disk:
-                memory = await self._spill.load(flight.chunk) if flight.chunk >= 0 else None
+                memory = await self._write_back.load(flight.chunk) if flight.chunk >= 0 else None
             else:
-                async with contextlib.nullcontext() if flight.is_fill else self._fetchers:
+                async with contextlib.nullcontext() if flight.is_prefetch else self._fetchers:
                     memory = await self._fetched(flight)
         except DieselError as error:
             flight.error = error
             self._counts["fetch_failures"] += 1
         except (OSError, MemoryError, RuntimeError) as error:  # the last: no thread
-            self._memory.refused(error)
+            self._memory.shrink_budget(error)
         except Exception:  # whatever it is, there is the store
             log.exception("a chunk could not be fetched")
         finally:
-            self._landed(flight, memory)
+            self._finish_flight(flight, memory)
 
-    def _landed(self, flight: _Flight, memory: Sealed | None) -> None:
+    def _finish_flight(self, flight: _InFlight, memory: SealedMemory | None) -> None:
         """A flight has ended, with or without the chunk."""
         chunk, is_known = flight.chunk, flight.chunk >= 0
         if flight.to_memory:
-            self._memory.forget(flight.size)
+            self._memory.release_reservation(flight.size)
         else:
-            self._spill.forget(flight.size)
+            self._write_back.release_reservation(flight.size)
             if flight.view is not None and is_known:
-                self._spill.offer(chunk, flight.view)
+                self._write_back.enqueue(chunk, flight.view)
         if memory is not None:
             flight.view = memory.view
             if is_known:
-                self._memory.take_in(chunk, memory)
+                self._memory.insert(chunk, memory)
             else:
                 memory.close()
         if is_known:
-            del self._flights[chunk]
+            del self._in_flight[chunk]
         if is_known and flight.view is not None:
-            self._rent.came(chunk)
-            self._disk_rent.came(chunk)
+            self._admission.reset_misses(chunk)
+            self._disk_admission.reset_misses(chunk)
         self._awaited -= flight.is_awaited
         if not self._awaited:
-            self._quiet.set()
+            self._no_awaited.set()
         flight.done.set()
 
-    async def _fetched(self, flight: _Flight) -> Sealed | None:
+    async def _fetched(self, flight: _InFlight) -> SealedMemory | None:
         """The chunk, checked: in memory that can be lent, or in the flight's view alone."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
             content = np.empty(flight.size, np.uint8).data
             await self._fill_room(flight, content)
-            await self._in_thread(check_whole, flight.key, content)
+            await self._in_thread(verify_chunk, flight.key, content)
             flight.view = content.toreadonly()
             return None
-        draft = await self._in_thread(Draft, flight.size)
+        draft = await self._in_thread(WritableMemory, flight.size)
         try:
             await self._fill_room(flight, draft.room)
             return await self._in_thread(_checked, draft, flight.key)
@@ -472,11 +479,11 @@ class Holdings:
         finally:
             draft.discard()
 
-    async def _fill_room(self, flight: _Flight, room: memoryview) -> None:
+    async def _fill_room(self, flight: _InFlight, room: memoryview) -> None:
         begun_s = trio.current_time()
         await self._fetch(flight.chunk, room)
         if self._measures:
-            self._costs.seen(flight.size, trio.current_time() - begun_s)
+            self._costs.observe(flight.size, trio.current_time() - begun_s)
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += flight.size
 
@@ -484,13 +491,13 @@ class Holdings:
         """Fetch the next and the next of these, until one does not fit."""
         for chunk in left:
             while self._awaited:
-                self._quiet = trio.Event() if self._quiet.is_set() else self._quiet
-                await self._quiet.wait()
+                self._no_awaited = trio.Event() if self._no_awaited.is_set() else self._no_awaited
+                await self._no_awaited.wait()
             if version != self._version or self._nursery is None:
                 return
-            if not self._memory.mine[chunk] or self.holds(chunk) or chunk in self._flights:
+            if not self._memory.owned[chunk] or self.holds(chunk) or chunk in self._in_flight:
                 continue
-            victims = self._memory.room_for(chunk, is_paid=False)
+            victims = self._memory.find_victims(chunk, has_credit=False)
             if victims is None and not self._is_free_on_disk(chunk):
                 return
             flight = self._start(chunk, victims, is_fill=True)
@@ -501,14 +508,14 @@ class Holdings:
 
     # Small things
 
-    def _saved(self, chunks: Sequence[int], size: int) -> None:
-        self._rent.hit(chunks, size)
+    def _record_hits(self, chunks: Sequence[int], size: int) -> None:
+        self._admission.record_hits(chunks, size)
         if self._has_disk:
-            self._disk_rent.hit(chunks, size)
+            self._disk_admission.record_hits(chunks, size)
 
-    def _tell(self) -> None:
+    def _notify_changed(self) -> None:
         """There may be more to be fetched ahead."""
-        news, self._news = self._news, trio.Event()
+        news, self._changed = self._changed, trio.Event()
         news.set()
 
     async def _in_thread(
@@ -520,11 +527,11 @@ class Holdings:
         return ChunkKey(self._identity, self._ids[chunk])
 
 
-def _checked(draft: Draft, key: ChunkKey) -> Sealed:
+def _checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
     """What came, sealed before it is checked, so that it is what has been checked."""
     sealed = draft.seal()
     try:
-        check_whole(key, sealed.view)
+        verify_chunk(key, sealed.view)
     except BaseException:
         sealed.close()
         raise

@@ -25,7 +25,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from .. import daemons
-from ..available_memory import fair_bytes
+from ..available_memory import default_memory_bytes
 from ..errors import (
     BusyError,
     ConflictError,
@@ -36,9 +36,9 @@ from ..errors import (
 )
 from ..settings import private_folder, runtime_folder, state_folder
 from ..urls import SERVER_SCHEMES, parse_url
-from .addresses import listening
-from .client_connection import connect_to
-from .membership import node_of
+from .addresses import listen_address
+from .client_connection import connect_unix
+from .membership import resolve_node
 from .request import TaskRequest
 
 log = logging.getLogger("diesel.task")
@@ -48,23 +48,23 @@ MASTER = (sys.executable, "-m", "diesel_fs.task")
 START_DEADLINE_S = 60.0
 """How long a master may take to come up: it may fetch a snapshot first."""
 
-OTHERS_FIRST_S = 2.0
+FIRST_PROCESS_WAIT_S = 2.0
 """How long all but the first process of a node wait for that to start the master: its errors are
 seen there."""
 
-MARK_S, MISSED_S = 10.0, 60.0
+ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
 """How often a master says on its node that it lives, and for how long it is missed by who comes to
 its task without a rank. Who was there all the time goes on missing it."""
 
 DESCRIPTORS_MIN = 512
 """Open files of a master besides its connections to other nodes: for clients, and for chunks."""
 
-_FOR_GOOD = (ConflictError, NotFoundError, PermissionDenied, UsageError)
+_PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 """What trying again does not mend."""
 
-_NOBODY, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
+_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
 _OPTIONS, _LOCK = "options", "lock"
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _CONNECT_S = 5.0
 _FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
 _NODE = ("SLURM_NODEID", "GROUP_RANK")
@@ -78,7 +78,7 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
     without meaning.
     """
     place = _joined(request, program)
-    if others := _unlike(request, place):
+    if others := _differing_options(request, place):
         log.warning(
             "%s: without effect, as this node's master of task %r runs with other options; it ends"
             " when nobody has used it for some seconds", ", ".join(others), request.task,
@@ -88,7 +88,7 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
 
 def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
     environment = os.environ
-    rank, world = node_of(environment, request.rank, request.world)
+    rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
     if world == 1 and request.rank is None and not any(map(environment.get, _NODE)):
         alive = [each for each in _sockets(folder) if is_alive(each)]
@@ -96,88 +96,94 @@ def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
             return alive[0]
         killed = [each.with_name("socket") for each in sorted(folder.glob(f"*/{_OPTIONS}"))]
         if not alive:
-            killed = [each for each in killed if not _is_of_old(each)]
+            killed = [each for each in killed if not _remove_if_stale(each)]
         if not alive and len(killed) == 1:
-            revived(request, killed[0], program=program)
+            restart_killed(request, killed[0], program=program)
             if is_alive(killed[0]):
                 return killed[0]
     request = replace(request, rank=rank, world=world)
-    place = socket_of(request)
-    if is_alive(place) or (not _is_first(environment) and _comes(place, OTHERS_FIRST_S)):
+    place = socket_path(request)
+    if is_alive(place) or (
+        not _is_first(environment) and _wait_until_alive(place, FIRST_PROCESS_WAIT_S)
+    ):
         return place
-    _start_alone(request, place, program)
+    _start_locked(request, place, program)
     return place
 
 
-def _unlike(request: TaskRequest, place: Path) -> list[str]:
+def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
     """The options that say something else than what a running master was started with."""
-    options = place.with_name(_OPTIONS)
+    options = socket_path.with_name(_OPTIONS)
     try:
-        if options.stat().st_mtime_ns < place.stat().st_mtime_ns:  # of one that was killed before
+        if (
+            options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns
+        ):  # of one that was killed before
             return []
-        return request.unlike(TaskRequest.from_json(options.read_bytes()))
+        return request.differing_options(TaskRequest.from_json(options.read_bytes()))
     except (OSError, UsageError):  # it has just come up, or ends; or it is of another version
         return []
 
 
-def revived(request: TaskRequest, place: Path, *, program: Sequence[str] = MASTER) -> bool:
+def restart_killed(
+    request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
+) -> bool:
     """Start the master at a socket again where it was killed; whether that was so. Raises as
     `join`: after an error that passes it may be called again, after another it does nothing."""
-    if is_alive(place):
+    if is_alive(socket_path):
         return False
     try:
-        return _start_again(request, place, program)
-    except _FOR_GOOD:
-        forget(place)
-        tidy(place)
+        return _start_again(request, socket_path, program)
+    except _PERMANENT_ERRORS:
+        mark_ended(socket_path)
+        remove_folders(socket_path)
         raise
 
 
-def forget(place: Path) -> None:
+def mark_ended(socket_path: Path) -> None:
     """The master at a socket ends by itself: nobody is to start it again."""
     with suppress(OSError):
-        place.with_name(_OPTIONS).unlink()
+        socket_path.with_name(_OPTIONS).unlink()
 
 
-def tidy(place: Path) -> None:
+def remove_folders(socket_path: Path) -> None:
     """Take a node's folder away, and its task's after the last one; where a master is there, is
     coming up, or was killed, they stay."""
-    with suppress(OSError, DieselError), _locked(place, patience_s=0.0), _folders_stay():
-        if not place.exists() and not place.with_name(_OPTIONS).exists():
-            place.with_name(_LOCK).unlink()
-            place.parent.rmdir()
-            place.parent.parent.rmdir()
+    with suppress(OSError, DieselError), _locked(socket_path, patience_s=0.0), _folders_locked():
+        if not socket_path.exists() and not socket_path.with_name(_OPTIONS).exists():
+            socket_path.with_name(_LOCK).unlink()
+            socket_path.parent.rmdir()
+            socket_path.parent.parent.rmdir()
 
 
-def mark(place: Path) -> None:
-    """The master at a socket lives: said every `MARK_S`."""
+def mark_alive(socket_path: Path) -> None:
+    """The master at a socket lives: said every `ALIVE_MARK_S`."""
     with suppress(OSError):
-        os.utime(place.with_name(_OPTIONS))
+        os.utime(socket_path.with_name(_OPTIONS))
 
 
-def _is_of_old(place: Path) -> bool:
+def _remove_if_stale(socket_path: Path) -> bool:
     """Whether the master that was killed here was of a job that has been over for long: then what
     is left of it goes, as a new job is not to become what that was."""
     try:
-        if place.with_name(_OPTIONS).stat().st_mtime > time.time() - MISSED_S:
+        if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
-        with _locked(place, patience_s=0.0):
-            if is_alive(place):
+        with _locked(socket_path, patience_s=0.0):
+            if is_alive(socket_path):
                 return False
-            place.unlink(missing_ok=True)
-            forget(place)
+            socket_path.unlink(missing_ok=True)
+            mark_ended(socket_path)
     except (OSError, DieselError):
         return False
-    tidy(place)
+    remove_folders(socket_path)
     return True
 
 
-def is_followed(place: Path) -> bool:
+def has_successor(socket_path: Path) -> bool:
     """Whether another master is there, or coming up, at a socket that was closed."""
-    if place.exists():
+    if socket_path.exists():
         return True
     try:
-        lock = os.open(place.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(socket_path.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # nobody starts one
         return False
     try:
@@ -189,12 +195,12 @@ def is_followed(place: Path) -> bool:
     return False
 
 
-def is_alive(place: Path) -> bool:
+def is_alive(socket_path: Path) -> bool:
     """Whether somebody takes connections at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_S)
         try:
-            connect_to(probe, os.fspath(place))
+            connect_unix(probe, os.fspath(socket_path))
         except TimeoutError:  # it is there, and hangs: another would not be better off
             return True
         except OSError:
@@ -207,13 +213,13 @@ def default_log(request: TaskRequest) -> Path:
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
 
 
-def ends(place: Path, patience_s: float) -> bool:
+def wait_until_gone(socket_path: Path, patience_s: float) -> bool:
     """Whether the master at a socket is gone within some time."""
     until_s = time.monotonic() + patience_s
-    while is_alive(place):
+    while is_alive(socket_path):
         if time.monotonic() > until_s:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True
 
 
@@ -226,54 +232,54 @@ def _is_first(environment: Mapping[str, str]) -> bool:
     return next((environment[each] for each in _FIRST if environment.get(each)), "0").strip() == "0"
 
 
-def _comes(place: Path, patience_s: float) -> bool:
+def _wait_until_alive(socket_path: Path, patience_s: float) -> bool:
     """Whether somebody else starts a master in time."""
     until_s = time.monotonic() + patience_s
     while time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
-        if is_alive(place):
+        time.sleep(_POLL_S)
+        if is_alive(socket_path):
             return True
     return False
 
 
 @contextmanager
-def _locked(place: Path, patience_s: float) -> Iterator[None]:
+def _locked(socket_path: Path, patience_s: float) -> Iterator[None]:
     """Alone among those who would start a master at a socket, or take its folder away. Raises
     BusyError."""
     until_s = time.monotonic() + patience_s
-    while (lock := _lock(place)) is None:
+    while (lock := _try_lock(socket_path)) is None:
         if time.monotonic() > until_s:
             raise BusyError("another process is starting this task's master")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     try:
         yield
     finally:
         _unlock(lock)
 
 
-def _lock(place: Path) -> int | None:
+def _try_lock(socket_path: Path) -> int | None:
     """The lock, held; None where another process has it. The folder is made where it is missing."""
-    with _folders_stay():
-        private_folder(place.parent.parent)
-        private_folder(place.parent)
-        lock = _open_lock(place.with_name(_LOCK))
-        if _is_taken(lock):
+    with _folders_locked():
+        private_folder(socket_path.parent.parent)
+        private_folder(socket_path.parent)
+        lock = _open_lock(socket_path.with_name(_LOCK))
+        if _is_locked_elsewhere(lock):
             os.close(lock)
             return None
         return lock
 
 
 @contextmanager
-def _folders_stay() -> Iterator[None]:
+def _folders_locked() -> Iterator[None]:
     """Nobody else makes a folder of a task, or takes one away: it is a matter of microseconds.
     Raises BusyError where somebody was stopped in them."""
     lock = _open_lock(_tasks() / _LOCK)
     until_s = time.monotonic() + _CONNECT_S
-    while _is_taken(lock):
+    while _is_locked_elsewhere(lock):
         if time.monotonic() > until_s:
             os.close(lock)
             raise BusyError(f"another process is at the folders in {_tasks()}")
-        time.sleep(_LOOK_S / 10)
+        time.sleep(_POLL_S / 10)
     try:
         yield
     finally:
@@ -284,7 +290,7 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _is_taken(lock: int) -> bool:
+def _is_locked_elsewhere(lock: int) -> bool:
     """Whether somebody else has a lock; else it is held now."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -299,59 +305,61 @@ def _unlock(lock: int) -> None:
     os.close(lock)
 
 
-def _start_alone(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
+def _start_locked(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> None:
     """Starts a master where there is none by now. Raises DieselError."""
     try:
-        with _locked(place, START_DEADLINE_S + _CONNECT_S):
-            if not is_alive(place):
-                _start(request, place, program)
-                _remember(request, place)
+        with _locked(socket_path, START_DEADLINE_S + _CONNECT_S):
+            if not is_alive(socket_path):
+                _start(request, socket_path, program)
+                _remember(request, socket_path)
     except DieselError:
-        tidy(place)
+        remove_folders(socket_path)
         raise
 
 
-def _start_again(request: TaskRequest, place: Path, program: Sequence[str]) -> bool:
+def _start_again(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
     """Starts a master that was killed as the node that it was; False where it ended by itself.
     Whatever the request does not say stays what it was. Raises DieselError."""
     try:
-        before = TaskRequest.from_json(place.with_name(_OPTIONS).read_bytes())
+        before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
         return False
     default = TaskRequest()
-    said = {each.name: getattr(request, each.name) for each in fields(TaskRequest)}
-    said = {name: value for name, value in said.items() if value != getattr(default, name)}
-    if request.memory_guessed:
-        del said["memory_bytes"], said["memory_guessed"]
+    given = {each.name: getattr(request, each.name) for each in fields(TaskRequest)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name)}
+    if request.memory_is_default:
+        del given["memory_bytes"], given["memory_guessed"]
     elif request.memory_bytes:
-        said["memory_guessed"] = False
-    _start_alone(replace(before, **said), place, program)
+        given["memory_guessed"] = False
+    _start_locked(replace(before, **given), socket_path, program)
     return True
 
 
-def _remember(request: TaskRequest, place: Path) -> None:
+def _remember(request: TaskRequest, socket_path: Path) -> None:
     """Keeps what a master was started with, but for what is secret, or may hold a password."""
     said = replace(request, url="", user="", key="", task_key="").to_json()
-    new = place.with_name(f"{_OPTIONS}.new")
+    new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
         new.write_bytes(said)
-        new.replace(place.with_name(_OPTIONS))
+        new.replace(socket_path.with_name(_OPTIONS))
     except OSError:  # no space: it will not be started again
         with suppress(OSError):
             new.unlink()
-        forget(place)  # of another one
+        mark_ended(socket_path)  # of another one
 
 
-def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
+def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> None:
     """Starts a master whose rank and world are known. Raises DieselError."""
     rank, world = request.rank, request.world
     assert rank is not None
     assert world is not None
     if world == 1 and not request.peers and not _is_registered(request):
         # A node that is alone has nobody to be found by: it is its own list of nodes.
-        request = replace(request, peers=(_NOBODY,), task_key=secrets.token_hex(32), listen=_ALONE)
+        request = replace(
+            request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
+        )
     _check_descriptors(world)
-    host, port = listening(
+    host, port = listen_address(
         request.listen,
         request.advertise,
         rank=rank,
@@ -362,22 +370,22 @@ def _start(request: TaskRequest, place: Path, program: Sequence[str]) -> None:
     asked = replace(
         request,
         listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        memory_bytes=request.memory_bytes or fair_bytes(),
+        memory_bytes=request.memory_bytes or default_memory_bytes(),
     )
     with suppress(FileNotFoundError):
-        place.unlink()
+        socket_path.unlink()
     path = Path(request.log_file) if request.log_file else default_log(request)
     with daemons.log_file(path) as file:
         start = file.tell()
         try:
             daemons.start(
                 [*program, request.task, f"--rank={rank}"], asked.to_json(), file, log,
-                what=f"the master of task {request.task!r}", deadline_s=START_DEADLINE_S,
+                daemon_name=f"the master of task {request.task!r}", deadline_s=START_DEADLINE_S,
             )  # fmt: skip
-            if not is_alive(place):
+            if not is_alive(socket_path):
                 raise DieselError(f"the master of task {request.task!r} ended at once")
         except DieselError as error:
-            daemons.add_last_lines(error, file, start)
+            daemons.add_log_tail(error, file, start)
             raise
 
 
@@ -399,7 +407,7 @@ def _is_registered(request: TaskRequest) -> bool:
     return url.scheme in SERVER_SCHEMES or bool(url.meta)
 
 
-def socket_of(request: TaskRequest) -> Path:
+def socket_path(request: TaskRequest) -> Path:
     """Where the master that a request asks for listens to its clients; its rank is known. The
     folder is there while one runs, or comes up."""
     assert request.rank is not None

@@ -10,71 +10,71 @@ asks twice, and gets the same twice, returns it once.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from .memory import Sealed
+from .memory import SealedMemory
 
 
-class Lending:
+class PinTable:
     """What is lent, by borrower and chunk. Chunks have the numbers that they had when lent."""
 
     def __init__(self) -> None:
-        self._of: defaultdict[int, dict[int, list[Sealed]]] = defaultdict(dict)
-        self._borrowers: dict[Sealed, int] = {}
-        self._wanted: set[Sealed] = set()
+        self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
+        self._pin_counts: dict[SealedMemory, int] = {}
+        self._revoked: set[SealedMemory] = set()
         self.bytes = 0
 
-    def lend(self, borrower: int, chunk: int, memory: Sealed) -> None:
+    def pin(self, borrower: int, chunk: int, memory: SealedMemory) -> None:
         """Note it."""
-        has = self._of[borrower].setdefault(chunk, [])
+        has = self._by_pinner[borrower].setdefault(chunk, [])
         if memory not in has:
             has.append(memory)
-            if memory not in self._borrowers:
+            if memory not in self._pin_counts:
                 self.bytes += memory.bytes
-            self._borrowers[memory] = self._borrowers.get(memory, 0) + 1
+            self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
 
-    def take_back(self, borrower: int, chunks: Iterable[int]) -> Iterator[Sealed]:
+    def unpin(self, borrower: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
         """A borrower returns chunks; what nobody has any more. What it never had is passed by."""
-        has = self._of.get(borrower, {})
+        has = self._by_pinner.get(borrower, {})
         for chunk in chunks:
             if memories := has.get(chunk):
                 memory = memories.pop(0)
                 if not memories:
                     del has[chunk]
-                if self._returned(memory):
+                if self._drop_pin(memory):
                     yield memory
 
-    def gone(self, borrower: int) -> Iterator[Sealed]:
+    def unpin_all(self, borrower: int) -> Iterator[SealedMemory]:
         """A borrower has ended; what nobody has any more."""
-        for memories in self._of.pop(borrower, {}).values():
+        for memories in self._by_pinner.pop(borrower, {}).values():
             for memory in memories:
-                if self._returned(memory):
+                if self._drop_pin(memory):
                     yield memory
 
-    def is_lent(self, memory: Sealed) -> bool:
+    def is_pinned(self, memory: SealedMemory) -> bool:
         """Whether anybody has it."""
-        return memory in self._borrowers
+        return memory in self._pin_counts
 
-    def want_back(self, memory: Sealed) -> None:
+    def revoke(self, memory: SealedMemory) -> None:
         """It is to be given up."""
-        if memory in self._borrowers:
-            self._wanted.add(memory)
+        if memory in self._pin_counts:
+            self._revoked.add(memory)
 
-    def is_wanted(self, memory: Sealed) -> bool:
+    def is_revoked(self, memory: SealedMemory) -> bool:
         """Whether it is to be given up when it is returned."""
-        return memory in self._wanted
+        return memory in self._revoked
 
-    def wanted_back(self, borrower: int) -> list[int]:
+    def revoked(self, borrower: int) -> list[int]:
         """The chunks that a borrower should return."""
         return [
             chunk
-            for chunk, memories in self._of.get(borrower, {}).items()
-            if not self._wanted.isdisjoint(memories)
+            for chunk, memories in self._by_pinner.get(borrower, {}).items()
+            if not self._revoked.isdisjoint(memories)
         ]
 
-    def _returned(self, memory: Sealed) -> bool:
-        self._borrowers[memory] -= 1
-        if self._borrowers[memory]:
+    def _drop_pin(self, memory: SealedMemory) -> bool:
+        self._pin_counts[memory] -= 1
+        if self._pin_counts[memory]:
             return False
-        del self._borrowers[memory]
-        self._wanted.discard(memory)
+        del self._pin_counts[memory]
+        self._revoked.discard(memory)
         self.bytes -= memory.bytes
         return True

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ..errors import DieselError
 from . import wire
-from .client_connection import WINDOW_BYTES, Connection, Failed, Refused
+from .client_connection import WINDOW_BYTES, Connection, ExchangeFailed, RequestRejected
 from .mapped import MappedChunks
 
 log = logging.getLogger("diesel.task")
@@ -38,7 +38,7 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 IDLE_CONNECTIONS_MAX = 8
 
 
-class Given(NamedTuple):
+class ReadResult(NamedTuple):
     """What a READ has brought: of each part where in the window it lies, and its source."""
 
     window: memoryview
@@ -46,7 +46,7 @@ class Given(NamedTuple):
     sources: npt.NDArray[np.uint16]
 
 
-class Loan(NamedTuple):
+class PinResult(NamedTuple):
     """What a LEND has brought; a descriptor to close, or -1."""
 
     source: int
@@ -65,11 +65,11 @@ class MasterLink:
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
-        revive: Callable[[bool], bool] | None = None,
+        restart: Callable[[bool], bool] | None = None,
     ) -> None:
         """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
 
-        `revive` starts a master in the place of one that was killed, and says whether it has; it
+        `restart` starts a master in the place of one that was killed, and says whether it has; it
         may take its time, and is called in a thread, whenever there is none to connect to. It is
         told whether there has ever been one for us.
         """
@@ -79,22 +79,22 @@ class MasterLink:
         self._mapped = mapped
         self._deadline_s = deadline_s
         self._first_pause_s = self._pause_s = pause_s
-        self._failed_s = self._not_before_s = 0.0
-        self._said = self._said_of_none = ""
+        self._failed_s = self._paused_until_s = 0.0
+        self._last_warning = self._last_restart_error = ""
         self._closed = False
-        self._revive = revive
+        self._revive = restart
         self.rank = -1
         self.exchanged_s = 0.0
         self.counts = {"requests": 0, "failures": 0, "not_asked": 0}
-        self._begin_again()
+        self._reset_after_fork()
         _LINKS.add(self)
 
-    def _begin_again(self) -> None:
+    def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._probing = threading.Lock()
         self._reviving = threading.Lock()
         self._idle: list[Connection] = []
-        self._dropped: deque[Connection] = deque()  # by whoever collects garbage: no lock
+        self._abandoned: deque[Connection] = deque()  # by whoever collects garbage: no lock
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def connect(self) -> bool:
@@ -113,15 +113,15 @@ class MasterLink:
 
     def retry(self) -> None:
         """Ask the master again, whatever has been."""
-        self._not_before_s, self._pause_s, self._said = 0.0, self._first_pause_s, ""
+        self._paused_until_s, self._pause_s, self._last_warning = 0.0, self._first_pause_s, ""
 
-    def read(self, parts: wire.Parts) -> "Reading | None":
+    def read(self, parts: wire.Parts) -> "WindowLease | None":
         """Ask for parts, of no more than the window in all; to be used with `with`, as the window
         is the caller's until then. None where the master does not answer."""
         begun = self.begin(parts)
-        return None if begun is None else begun.reading()
+        return None if begun is None else begun.wait()
 
-    def begin(self, parts: wire.Parts) -> "Begun | None":
+    def begin(self, parts: wire.Parts) -> "PendingRead | None":
         """As `read`, of which the answer is waited for later."""
         connection = self._taken()
         if connection is None:
@@ -131,18 +131,18 @@ class MasterLink:
         request = wire.local_request(wire.LOCAL_READ, len(parts), body)
         if not self._put(connection, start_s, request):
             return None
-        return Begun(self, connection, start_s, parts)
+        return PendingRead(self, connection, start_s, parts)
 
-    def lend(self, chunk: int, *, fetch: bool) -> Loan | None:
+    def pin(self, chunk: int, *, fetch: bool) -> PinResult | None:
         """Ask for a whole chunk. None where the master does not answer."""
         connection = self._taken()
         if connection is None:
             return None
         start_s = time.monotonic()
-        answer = self._asked(
+        answer = self._exchange(
             connection,
             start_s,
-            wire.LOCAL_LEND,
+            wire.LOCAL_PIN,
             1,
             wire.chunks_body([chunk]),
             flags=wire.LOAD if fetch else 0,
@@ -152,26 +152,28 @@ class MasterLink:
             return None
         source = wire.parse_source(answer[0])
         self._give_back(connection)
-        return Loan(source, answer[1])
+        return PinResult(source, answer[1])
 
-    def tell(self, kind: int, count: int, body: bytes, *, send: int = -1) -> bool:
+    def notify(self, kind: int, count: int, body: bytes, *, send: int = -1) -> bool:
         """A request whose answer says nothing; whether it came."""
         connection = self._taken(asks=False)
         if connection is None:
             return False
-        if self._asked(connection, time.monotonic(), kind, count, body, send=send) is None:
+        if self._exchange(connection, time.monotonic(), kind, count, body, send=send) is None:
             return False
         self._give_back(connection)
         return True
 
-    def show(self, body: bytes, snapshot: int) -> bool:
+    def switch_version(self, body: bytes, snapshot: int) -> bool:
         """Another version, whose snapshot is in a file; whether the master knows it now. Then the
         connection speaks of that one, and ends."""
         connection = self._taken(asks=False)
         if connection is None:
             return False
         start_s = time.monotonic()
-        answer = self._asked(connection, start_s, wire.LOCAL_SHOW, 0, body, send=snapshot)
+        answer = self._exchange(
+            connection, start_s, wire.LOCAL_SWITCH_VERSION, 0, body, send=snapshot
+        )
         if answer is None:
             return False
         with self._lock:
@@ -184,19 +186,19 @@ class MasterLink:
         connection = self._taken(asks=False)
         if connection is None:
             return b""
-        answer = self._asked(connection, time.monotonic(), wire.LOCAL_STATS, 0, b"")
+        answer = self._exchange(connection, time.monotonic(), wire.LOCAL_STATS, 0, b"")
         if answer is None:
             return b""
         text = bytes(answer[0])
         self._give_back(connection)
         return text
 
-    def settle(self) -> None:
+    def return_unmapped(self) -> None:
         """Return what is mapped no more; hear what is wanted back."""
         while True:
-            chunks = self._mapped.unmapped()
-            some = chunks[: wire.RETURNED_MAX]
-            if not self.tell(wire.LOCAL_RETURN, len(some), wire.chunks_body(some)):
+            chunks = self._mapped.take_unmapped()
+            some = chunks[: wire.UNPINNED_MAX]
+            if not self.notify(wire.LOCAL_UNPIN, len(some), wire.chunks_body(some)):
                 return  # with its connections what they were lent is returned
             if not self._mapped.has_unmapped:
                 return
@@ -210,10 +212,10 @@ class MasterLink:
             connection.close()
 
     def __del__(self) -> None:
-        for connection in (*getattr(self, "_idle", ()), *getattr(self, "_dropped", ())):
+        for connection in (*getattr(self, "_idle", ()), *getattr(self, "_abandoned", ())):
             connection.close()
 
-    def _asked(
+    def _exchange(
         self,
         connection: Connection,
         start_s: float,
@@ -236,8 +238,8 @@ class MasterLink:
     ) -> bool:
         self.counts["requests"] += 1
         try:
-            connection.put(request, send=send)
-        except Failed as error:
+            connection.send(request, send=send)
+        except ExchangeFailed as error:
             self._fail(connection, start_s, str(error))
             return False
         except BaseException:  # a signal's: who knows how far it got
@@ -249,20 +251,20 @@ class MasterLink:
         self, connection: Connection, start_s: float, kind: int, count: int, *, takes: bool = False
     ) -> tuple[memoryview, int] | None:
         try:
-            answer = connection.take(kind, count, takes=takes)
-        except Refused as error:  # the connection is as good as before
+            answer = connection.receive(kind, count, expects_descriptor=takes)
+        except RequestRejected as error:  # the connection is as good as before
             self._give_back(connection)
             self._note_failure(start_s, str(error))
             return None
-        except Failed as error:
+        except ExchangeFailed as error:
             self._fail(connection, start_s, str(error))
             return None
         except BaseException:  # a signal's: who knows how far it got
             connection.close()
             raise
-        if connection.wanted:
-            self._mapped.give_up(connection.wanted)
-        if self._not_before_s and kind in (wire.LOCAL_READ, wire.LOCAL_LEND):
+        if connection.revoked:
+            self._mapped.release(connection.revoked)
+        if self._paused_until_s and kind in (wire.LOCAL_READ, wire.LOCAL_PIN):
             log.info("the task's master answers again")
             self.retry()
         return answer
@@ -273,19 +275,19 @@ class MasterLink:
         with self._lock:
             if self._closed and not self._idle:
                 return None
-            waits = asks and time.monotonic() < self._not_before_s
+            waits = asks and time.monotonic() < self._paused_until_s
             if self._idle and not waits:
                 return self._idle.pop()
-        if not waits and (connection := self._heard_out()) is not None:
+        if not waits and (connection := self._reuse_abandoned()) is not None:
             return connection
         start_s = time.monotonic()
-        probes = self._not_before_s > 0
-        if probes and (start_s < self._not_before_s or not self._probing.acquire(blocking=False)):
+        probes = self._paused_until_s > 0
+        if probes and (start_s < self._paused_until_s or not self._probing.acquire(blocking=False)):
             self.counts["not_asked"] += 1
             return None
         try:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
-        except Failed as error:
+        except ExchangeFailed as error:
             self._note_failure(start_s, str(error))
             if self._revive is not None:
                 threading.Thread(target=self._bring_back, name="diesel-revive", daemon=True).start()
@@ -296,7 +298,7 @@ class MasterLink:
         self.rank = connection.rank
         with self._lock:
             if not self._open:  # the first, or another master's
-                self._mapped.forget()
+                self._mapped.forget_all()
             self._open.add(connection)
         return connection
 
@@ -306,11 +308,11 @@ class MasterLink:
             try:
                 if self._revive(self.rank >= 0):
                     self.retry()
-                self._said_of_none = ""
+                self._last_restart_error = ""
             except DieselError as error:
-                if str(error) != self._said_of_none:
+                if str(error) != self._last_restart_error:
                     log.warning("the task has no master on this node: %s", error)
-                self._said_of_none = str(error)
+                self._last_restart_error = str(error)
             finally:
                 self._reviving.release()
 
@@ -326,22 +328,22 @@ class MasterLink:
     def _drop(self, connection: Connection, count: int) -> None:
         """Nobody waits for the answer about so many parts. The connection stays: with its last one
         a master ends."""
-        connection.unheard = count
+        connection.unread_parts = count
         if self._closed:
             connection.close()
         else:
-            self._dropped.append(connection)
+            self._abandoned.append(connection)
 
-    def _heard_out(self) -> Connection | None:
+    def _reuse_abandoned(self) -> Connection | None:
         """One whose answer nobody has waited for, once that has come."""
         connection = self._dropped_one()
         start_s = time.monotonic()
         try:
             if connection is not None:
-                connection.take(wire.LOCAL_READ, connection.unheard)
-        except Refused:
+                connection.receive(wire.LOCAL_READ, connection.unread_parts)
+        except RequestRejected:
             return connection
-        except Failed as error:
+        except ExchangeFailed as error:
             assert connection is not None
             self._fail(connection, start_s, str(error))
             return None
@@ -349,7 +351,7 @@ class MasterLink:
 
     def _dropped_one(self) -> Connection | None:
         try:
-            return self._dropped.popleft()
+            return self._abandoned.popleft()
         except IndexError:
             return None
 
@@ -372,14 +374,14 @@ class MasterLink:
             if start_s < self._failed_s:
                 return
             now_s = self._failed_s = time.monotonic()
-            self._not_before_s = now_s + self._pause_s
+            self._paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        if why and why != self._said:
+        if why and why != self._last_warning:
             log.warning("the task's master cannot be asked (%s): reading from the store", why)
-            self._said = why
+            self._last_warning = why
 
 
-class Begun:
+class PendingRead:
     """A READ that has been sent; its answer may be waited for, or not."""
 
     def __init__(
@@ -390,7 +392,7 @@ class Begun:
         self._start_s = start_s
         self._parts = parts
 
-    def reading(self) -> "Reading | None":
+    def wait(self) -> "WindowLease | None":
         """The answer, once; None where the master does not answer."""
         connection, self._connection = self._connection, None
         assert connection is not None
@@ -401,11 +403,11 @@ class Begun:
         if answer is None:
             return None
         try:
-            offsets, sources = wire.parse_placed(answer[0], parts[:, 2], WINDOW_BYTES)
+            offsets, sources = wire.parse_read_answer(answer[0], parts[:, 2], WINDOW_BYTES)
         except DieselError as error:
             self._link._fail(connection, start_s, str(error))
             return None
-        return Reading(self._link, connection, Given(connection.window, offsets, sources))
+        return WindowLease(self._link, connection, ReadResult(connection.window, offsets, sources))
 
     def __del__(self) -> None:
         connection: Connection | None = getattr(self, "_connection", None)
@@ -413,15 +415,15 @@ class Begun:
             self._link._drop(connection, len(self._parts))
 
 
-class Reading:
+class WindowLease:
     """The answer to a READ, as long as its window is ours."""
 
-    def __init__(self, link: MasterLink, connection: Connection, given: Given) -> None:
+    def __init__(self, link: MasterLink, connection: Connection, given: ReadResult) -> None:
         self._link = link
         self._connection = connection
         self.given = given
 
-    def __enter__(self) -> Given:
+    def __enter__(self) -> ReadResult:
         return self.given
 
     def __exit__(self, *_: object) -> None:
@@ -435,7 +437,7 @@ def _after_fork_in_child() -> None:
     for link in list(_LINKS):
         for connection in list(link._open):
             connection.close()  # the child's copy of a descriptor; the parent's goes on
-        link._begin_again()
+        link._reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -33,7 +33,7 @@ CONNECTIONS_MAX = 4096
 
 WINDOW_BYTES_MAX = 1 << 30
 BACKLOG = 1024
-PAUSE_S = 0.1  # where there are no descriptors; a client waits
+ACCEPT_PAUSE_S = 0.1  # where there are no descriptors; a client waits
 
 _RECEIVED_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # what was never lent cannot be returned: that is passed by
@@ -50,8 +50,10 @@ class LocalServer:
         self._master = master
         self._borrowers: Counter[int] = Counter()  # connections, by process
         self._welcomed = 0  # of them those that read what this master has
-        self._is_passed_by = False  # somebody came for another version when nobody read this one
-        self._came_or_went = trio.Event()
+        self._other_version_wanted = (
+            False  # somebody came for another version when nobody read this one
+        )
+        self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve who connects to a listening socket, until cancelled."""
@@ -64,7 +66,7 @@ class LocalServer:
                     continue
                 except OSError as error:  # no descriptors, say; who is here is still served
                     log.warning("no client can come just now: %s", error.strerror)
-                    await trio.sleep(PAUSE_S)
+                    await trio.sleep(ACCEPT_PAUSE_S)
                     continue
                 ours.setblocking(False)
                 pid, user, _ = _CREDENTIALS.unpack(
@@ -76,19 +78,21 @@ class LocalServer:
                     continue
                 nursery.start_soon(self._serve, ours, pid)
 
-    async def until_deserted(self, linger_s: float) -> None:
+    async def wait_until_idle(self, idle_timeout_s: float) -> None:
         """Returns when there has been no client for so long; or when there is none, and one comes
         for another version of the dataset, who may then have a master of his own."""
         while True:
-            self._came_or_went = trio.Event()
-            with trio.move_on_after(linger_s if not self._welcomed else float("inf")) as patience:
-                await self._came_or_went.wait()
-            if self._is_passed_by and not self._welcomed:
+            self._clients_changed = trio.Event()
+            with trio.move_on_after(
+                idle_timeout_s if not self._welcomed else float("inf")
+            ) as patience:
+                await self._clients_changed.wait()
+            if self._other_version_wanted and not self._welcomed:
                 log.info("another version is wanted, and nobody reads this one: it ends")
                 return
-            self._is_passed_by = False  # somebody else was as fast
+            self._other_version_wanted = False  # somebody else was as fast
             if patience.cancelled_caught:
-                log.info("nobody has used this master for %g s: it ends", linger_s)
+                log.info("nobody has used this master for %g s: it ends", idle_timeout_s)
                 return
 
     async def _serve(self, ours: socket.socket, pid: int) -> None:
@@ -105,21 +109,21 @@ class LocalServer:
             self._borrowers[pid] -= 1
             if not self._borrowers[pid]:
                 del self._borrowers[pid]
-                self._master.holdings.gone(pid)
-            if client.is_welcome:
+                self._master.cache.unpin_all(pid)
+            if client.is_accepted:
                 self._welcomed -= 1
-                self._came_or_went.set()
+                self._clients_changed.set()
 
-    def welcome(self) -> None:
+    def reader_joined(self) -> None:
         """A connection has come for what this master has."""
         self._welcomed += 1
-        self._came_or_went.set()
+        self._clients_changed.set()
 
-    def pass_by(self) -> None:
+    def other_version_requested(self) -> None:
         """A connection has come for another version."""
         if not self._welcomed:
-            self._is_passed_by = True
-            self._came_or_went.set()
+            self._other_version_wanted = True
+            self._clients_changed.set()
 
 
 class _Client:
@@ -137,7 +141,7 @@ class _Client:
         self._window = memoryview(b"")
 
     @property
-    def is_welcome(self) -> bool:
+    def is_accepted(self) -> bool:
         """Whether its hello was good."""
         return self._version >= 0
 
@@ -163,21 +167,21 @@ class _Client:
                 self._drop_files()
             await trio.lowlevel.checkpoint()
 
-    async def _answer(self, head: wire.LocalRequest, body: bytes) -> None:
+    async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
         if head.kind == wire.LOCAL_HELLO:
             await self._hello(body)
             return
-        if head.kind == wire.LOCAL_SHOW and self._version >= 0:
-            await self._show(body)
+        if head.kind == wire.LOCAL_SWITCH_VERSION and self._version >= 0:
+            await self._switch_version(body)
             return
         if head.kind == wire.LOCAL_STATS:
             text = json.dumps(self._master.stats()).encode()
             await self._send(wire.local_answer(head.kind, body=text))
             return
-        if head.kind == wire.LOCAL_RETURN and self._version >= 0:  # of whatever version
-            self._master.holdings.take_back(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
-            wanted = self._master.holdings.wanted_back(self._pid)
-            await self._send(wire.local_answer(head.kind, wanted=wanted))
+        if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of whatever version
+            self._master.cache.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
+            wanted = self._master.cache.revoked(self._pid)
+            await self._send(wire.local_answer(head.kind, revoked=wanted))
             return
         if self._version != self._master.snapshot.version:
             await self._refuse(head.kind, "the task reads another version of the dataset")
@@ -188,17 +192,17 @@ class _Client:
             parts, total = wire.parse_parts(body, head.counted, sizes, bytes_max=len(self._window))
             if total > len(self._window):
                 raise CorruptError("more is wanted at once than the window holds")
-            answer = wire.placed_body(*await self._master.read(parts, self._window))
-        elif head.kind == wire.LOCAL_LEND:
+            answer = wire.read_answer_body(*await self._master.read(parts, self._window))
+        elif head.kind == wire.LOCAL_PIN:
             (chunk,) = wire.parse_chunks(body, len(sizes))
             load = bool(head.flags & wire.LOAD)
-            file = await self._master.lend(self._pid, chunk, load=load)
-            source = wire.SOURCE_NOBODY if file is None else wire.SOURCE_HERE
+            file = await self._master.pin(self._pid, chunk, load=load)
+            source = wire.SOURCE_NONE if file is None else wire.SOURCE_HERE
             answer = wire.source_body(source)
         elif head.kind == wire.LOCAL_DAMAGED:
-            await self._master.damaged(wire.parse_damaged(body, sizes))
+            await self._master.report_damage(wire.parse_damaged(body, sizes))
         count = head.counted if answer else 0
-        wanted = self._master.holdings.wanted_back(self._pid)
+        wanted = self._master.cache.revoked(self._pid)
         await self._send(wire.local_answer(head.kind, count, answer, wanted), file)
 
     async def _hello(self, body: bytes) -> None:
@@ -214,18 +218,18 @@ class _Client:
                 f"the task reads version {shown.version} of {shown.identity}, not {version} of"
                 f" {identity}",
             )
-            self._server.pass_by()
+            self._server.other_version_requested()
             return
         self._map = _mapped_window(self._files)
         self._window = memoryview(self._map)
-        if not self.is_welcome:
-            self._server.welcome()
+        if not self.is_accepted:
+            self._server.reader_joined()
         self._version = version
         welcome = wire.local_welcome(self._master.rank, shown.chunk_count)
         await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))
 
-    async def _show(self, body: bytes) -> None:
-        version = wire.parse_show(body)
+    async def _switch_version(self, body: bytes) -> None:
+        version = wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("a version without its snapshot")
         try:
@@ -237,9 +241,9 @@ class _Client:
         if (snapshot.identity, snapshot.version) != (shown.identity, version):
             raise CorruptError("a snapshot of something else")
         if version > shown.version:
-            await self._master.show(snapshot)
+            await self._master.switch_version(snapshot)
         self._version = version
-        await self._send(wire.local_answer(wire.LOCAL_SHOW))
+        await self._send(wire.local_answer(wire.LOCAL_SWITCH_VERSION))
 
     async def _refuse(self, kind: int, sentence: str) -> None:
         await self._send(wire.local_refusal(kind, sentence))

@@ -41,7 +41,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Mapping:
+class MemoryMap:
     """A file's beginning in memory, until the last view of it is gone.
 
     Python's own `mmap` keeps a descriptor for each, and a thousand chunks would use up all that a
@@ -92,134 +92,136 @@ class MappedChunks:
     ) -> None:
         self._bytes_max = bytes_max
         self._chunks_max = chunks_max
-        self._kept: dict[int, memoryview] = {}
-        self._used: dict[int, int] = {}
-        self._letting_go: dict[int, Callable[[], None]] = {}
-        self._now = 0
+        self._views: dict[int, memoryview] = {}
+        self._last_used: dict[int, int] = {}
+        self._on_revoke: dict[int, Callable[[], None]] = {}
+        self._clock = 0
         self.kept_bytes = 0
-        self._begin_again()
+        self._reset_after_fork()
         _TABLES.add(self)
 
-    def _begin_again(self) -> None:
+    def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._begin_count()
 
     def _begin_count(self) -> None:
         """What is mapped now is nobody's to return."""
-        self._ended: deque[_Memory] = deque()  # by whatever thread has had the last view: no lock
-        self._mapped: Counter[_Memory] = Counter()
-        self._alive: weakref.WeakValueDictionary[_Memory, Mapping] = weakref.WeakValueDictionary()
+        self._unmapped: deque[_Memory] = (
+            deque()
+        )  # by whatever thread has had the last view: no lock
+        self._map_counts: Counter[_Memory] = Counter()
+        self._maps: weakref.WeakValueDictionary[_Memory, MemoryMap] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         """How many chunks are kept."""
-        return len(self._kept)
+        return len(self._views)
 
     @property
     def has_mapped(self) -> bool:
         """Whether the master may count anything as lent to this process."""
-        return bool(self._mapped)
+        return bool(self._map_counts)
 
     @property
     def has_unmapped(self) -> bool:
         """Whether there is anything to return."""
-        return bool(self._ended)
+        return bool(self._unmapped)
 
     def find(self, chunk: int) -> memoryview | None:
         """A chunk that is mapped: all of it, its own copy where it is written to. Never waits."""
-        view = self._kept.get(chunk)
+        view = self._views.get(chunk)
         if view is not None:
-            self._now += 1
-            self._used[chunk] = self._now
+            self._clock += 1
+            self._last_used[chunk] = self._clock
         return view
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
         """Maps a chunk that was lent. The descriptor stays the caller's. Raises OSError."""
         with self._lock:
             which = chunk, os.fstat(descriptor).st_ino
-            mapping = self._alive.get(which)
+            mapping = self._maps.get(which)
             if mapping is None:
-                ended = partial(self._ended.append, which)
-                mapping = Mapping(descriptor, size, mmap.MAP_PRIVATE, ended)
-                self._alive[which] = mapping
-                self._mapped[which] += 1
-            before = self._kept.pop(chunk, None)
+                ended = partial(self._unmapped.append, which)
+                mapping = MemoryMap(descriptor, size, mmap.MAP_PRIVATE, ended)
+                self._maps[which] = mapping
+                self._map_counts[which] += 1
+            before = self._views.pop(chunk, None)
             self.kept_bytes += size - (0 if before is None else len(before))
-            view = self._kept[chunk] = mapping.view()
-            self._now += 1
-            self._used[chunk] = self._now
+            view = self._views[chunk] = mapping.view()
+            self._clock += 1
+            self._last_used[chunk] = self._clock
             over = self._over()
-        self.give_up(over)
+        self.release(over)
         return view
 
-    def tell(self, chunk: int, let_go: Callable[[], None]) -> None:
-        """`let_go` is called, in any thread, when a chunk is given up, and each time that it is
+    def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
+        """`callback` is called, in any thread, when a chunk is given up, and each time that it is
         wanted back after that: who has views of it is to let go of them. The last to say so is
         told.
         """
         with self._lock:
-            self._letting_go[chunk] = let_go
+            self._on_revoke[chunk] = callback
 
-    def give_up(self, chunks: Iterable[int]) -> None:
+    def release(self, chunks: Iterable[int]) -> None:
         """Keep these no longer: they are unmapped with the last view of them."""
-        told: list[Callable[[], None]] = []
+        callbacks: list[Callable[[], None]] = []
         views = []
         with self._lock:
             for chunk in chunks:
-                view = self._kept.pop(chunk, None)
+                view = self._views.pop(chunk, None)
                 if view is not None:
                     self.kept_bytes -= len(view)
                     views.append(view)
-                self._used.pop(chunk, None)
-                if (let_go := self._letting_go.get(chunk)) is not None:
-                    told.append(let_go)
-        for let_go in told:
+                self._last_used.pop(chunk, None)
+                if (let_go := self._on_revoke.get(chunk)) is not None:
+                    callbacks.append(let_go)
+        for let_go in callbacks:
             let_go()
 
-    def give_up_all(self) -> None:
+    def release_all(self) -> None:
         """Keep nothing any longer."""
-        self.give_up(list(self._kept))
+        self.release(list(self._views))
 
-    def doubt(self, chunk: int) -> bool:
+    def drop_damaged(self, chunk: int) -> bool:
         """A chunk is damaged: when it is lent again, it is mapped anew. Whether it was kept."""
         with self._lock:
-            for which in [each for each in self._alive if each[0] == chunk]:
-                del self._alive[which]
-        kept = chunk in self._kept
-        self.give_up([chunk])
+            for which in [each for each in self._maps if each[0] == chunk]:
+                del self._maps[which]
+        kept = chunk in self._views
+        self.release([chunk])
         return kept
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         """The master that had lent all this is gone: another will not be told of it."""
         with self._lock:
             self._begin_count()
-        self.give_up_all()
+        self.release_all()
 
-    def unmapped(self) -> list[int]:
+    def take_unmapped(self) -> list[int]:
         """The chunks that have been unmapped since this was last asked: as often as the master has
         lent other memory for one."""
         found = []
         with self._lock:
-            while self._ended:
-                which = self._ended.popleft()
-                if self._mapped[which] > 1:
-                    self._mapped[which] -= 1
-                elif self._mapped.pop(which, 0):
+            while self._unmapped:
+                which = self._unmapped.popleft()
+                if self._map_counts[which] > 1:
+                    self._map_counts[which] -= 1
+                elif self._map_counts.pop(which, 0):
                     found.append(which[0])
-                    if which[0] not in self._kept:
-                        self._letting_go.pop(which[0], None)
+                    if which[0] not in self._views:
+                        self._on_revoke.pop(which[0], None)
         return found
 
     def _over(self) -> list[int]:
         """What has to go, the least recently used first: an eighth more than must be, as it costs
         a look at all of them."""
-        if self.kept_bytes <= self._bytes_max and len(self._kept) <= self._chunks_max:
+        if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8
-        held_bytes, count, found = self.kept_bytes, len(self._kept), []
-        for chunk in sorted(self._kept, key=lambda each: self._used.get(each, 0))[:-1]:
+        held_bytes, count, found = self.kept_bytes, len(self._views), []
+        for chunk in sorted(self._views, key=lambda each: self._last_used.get(each, 0))[:-1]:
             if held_bytes <= bytes_max and count <= chunks_max:
                 break
-            held_bytes -= len(self._kept[chunk])
+            held_bytes -= len(self._views[chunk])
             count -= 1
             found.append(chunk)
         return found
@@ -230,7 +232,7 @@ _TABLES: "weakref.WeakSet[MappedChunks]" = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for each in list(_TABLES):
-        each._begin_again()
+        each._reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

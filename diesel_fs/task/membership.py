@@ -18,8 +18,8 @@ from ..names import DATASET_NAME
 TTL_S = 6.0
 """How long a registration lasts without being renewed: two renewals may be lost."""
 
-RANKS_MAX = 0xFFFE
-"""Ranks are smaller; the two numbers above it are `SOURCE_HERE` and `SOURCE_NOBODY` (`wire.py`)."""
+RANK_LIMIT = 0xFFFE
+"""Ranks are smaller; the two numbers above it are `SOURCE_HERE` and `SOURCE_NONE` (`wire.py`)."""
 
 MEMBERS_MAX = 4096
 """Of one task: each of them keeps connections to all others."""
@@ -43,7 +43,7 @@ _ADDRESS = re.compile(
     r":(?P<port>[0-9]{1,5})",
     re.ASCII,
 )
-_NOWHERE = re.compile(r"0+(\.0+){0,3}|\[[0:.]+\]")
+_ANY_INTERFACE = re.compile(r"0+(\.0+){0,3}|\[[0:.]+\]")
 """Addresses that mean any of the machine that says them, and nothing to others."""
 
 
@@ -81,12 +81,12 @@ class Member:
     address: str  # host:port, where others reach it
     version: int  # of the dataset
     certificate: bytes = b""  # its SHA-256; nothing where it does not speak TLS, or nobody knows
-    keyed: bool = False  # its secret comes from a file
+    has_key_file: bool = False  # its secret comes from a file
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if not 0 <= self.rank < RANKS_MAX:
-            raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANKS_MAX - 1}")
+        if not 0 <= self.rank < RANK_LIMIT:
+            raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANK_LIMIT - 1}")
         if len(self.instance) != INSTANCE_BYTES or len(self.certificate) not in (
             0,
             CERTIFICATE_BYTES,
@@ -103,16 +103,18 @@ class Membership:
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
-    replaced: str = ""  # the address of the other master whose place who asked has just taken
-    forgotten: bool = False  # who asked was a member, and that was forgotten; so others may be
+    replaced_address: str = (
+        ""  # the address of the other master whose place who asked has just taken
+    )
+    was_forgotten: bool = False  # who asked was a member, and that was forgotten; so others may be
 
     @classmethod
-    def of(cls, members: Iterable[Member], secret: bytes) -> Self:
+    def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
         """A membership of these. Of a rank that is there twice, the last one stays."""
         found = {member.rank: member for member in members}
         return cls(tuple(found[rank] for rank in sorted(found)), secret)
 
-    def counting(self, version: int) -> tuple[Member, ...]:
+    def of_version(self, version: int) -> tuple[Member, ...]:
         """Those that hold this version of the dataset; the others are no nodes of it, for now."""
         return tuple(member for member in self.members if member.version == version)
 
@@ -125,14 +127,14 @@ def split_address(address: str) -> tuple[str, int]:
             f"bad address {address[:ADDRESS_CHARS_MAX]!r} of a master",
             advice="write host:port, or [address]:port",
         )
-    if _NOWHERE.fullmatch(match["host"]):
+    if _ANY_INTERFACE.fullmatch(match["host"]):
         raise UsageError(
             f"{address} is no address that others reach", advice="name one by --advertise"
         )
     return match["host"].strip("[]"), int(match["port"])
 
 
-def secret_of(key: bytes) -> bytes:
+def secret_from_key(key: bytes) -> bytes:
     """The secret that comes from what a key file holds; space around that does not matter.
 
     Raises UsageError, whose words say nothing of the key.
@@ -154,7 +156,7 @@ _SOURCES = (
 )
 
 
-def node_of(
+def resolve_node(
     environment: Mapping[str, str], rank: int | None = None, world: int | None = None
 ) -> tuple[int, int]:
     """Which node this is, and of how many: what is given, else what SLURM says, else torchrun;
@@ -164,7 +166,7 @@ def node_of(
     if rank is None or world is None:
         for names in _SOURCES:
             if all(environment.get(name) for name in names):
-                found = [_whole(environment[name], name) for name in names]
+                found = [_parse_number(environment[name], name) for name in names]
                 origin = ", ".join((origin, *names) if (rank, world) != (None, None) else names)
                 rank = found[0] if rank is None else rank
                 world = found[1] if world is None else world
@@ -175,15 +177,15 @@ def node_of(
     if world is None and rank:
         raise UsageError(f"node {rank} of how many?", advice="say --world, too")
     world = 1 if world is None else world
-    if not 0 < world <= RANKS_MAX or not 0 <= rank < world:
+    if not 0 < world <= RANK_LIMIT or not 0 <= rank < world:
         raise UsageError(
             f"node {rank} of {world} makes no sense ({origin})",
-            advice=f"ranks of nodes count from 0, and there are at most {RANKS_MAX}",
+            advice=f"ranks of nodes count from 0, and there are at most {RANK_LIMIT}",
         )
     return rank, world
 
 
-def _whole(text: str, name: str) -> int:
+def _parse_number(text: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text.strip()):
         raise UsageError(f"{name} is no number", advice="say --rank and --world")
     return int(text)

@@ -29,7 +29,7 @@ _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class Draft:
+class WritableMemory:
     """Memory that is being filled, through `room`. Then it is sealed, or discarded."""
 
     def __init__(self, size: int) -> None:
@@ -38,7 +38,7 @@ class Draft:
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
-            self._map = _mapped(self._file, size, mmap.MAP_SHARED, mmap.PROT_WRITE)
+            self._map = _map(self._file, size, mmap.MAP_SHARED, mmap.PROT_WRITE)
         except BaseException:
             os.close(self._file)
             self._file = -1
@@ -46,13 +46,13 @@ class Draft:
         self.bytes = size
         self.room = memoryview(self._map)
 
-    def seal(self) -> "Sealed":
+    def seal(self) -> "SealedMemory":
         """What it holds stays as it is. Raises BufferError where somebody still has a part of the
         room, OSError; then discard it."""
         self.room.release()
         self._map.close()  # the seal is refused while anything could write
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
-        sealed = Sealed(self._file, self.bytes)
+        sealed = SealedMemory(self._file, self.bytes)
         self._file = -1
         return sealed
 
@@ -70,29 +70,29 @@ class Draft:
             os.close(self._file)
 
 
-class Sealed:
-    """Memory that never changes: `view` here, `file` for others."""
+class SealedMemory:
+    """Memory that never changes: `view` here, `descriptor` for others."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
-        self.view = memoryview(_mapped(file, size, mmap.MAP_PRIVATE, access)).toreadonly()
-        self.file = file
+        self.view = memoryview(_map(file, size, mmap.MAP_PRIVATE, access)).toreadonly()
+        self.descriptor = file
         self.bytes = size
 
     def close(self) -> None:
         """Close the descriptor. Views, and what other processes have, stay valid; the memory is
         free with the last of them."""
-        if self.file >= 0:
-            os.close(self.file)
-        self.file = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
         self.view = memoryview(b"")
 
     def __del__(self) -> None:
         if getattr(self, "file", -1) >= 0:
-            os.close(self.file)
+            os.close(self.descriptor)
 
 
-def _mapped(file: int, size: int, flags: int, access: int) -> mmap.mmap:
+def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
     flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk cost more than all the rest
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, flags=flags, prot=access, trackfd=False)
@@ -107,7 +107,7 @@ def raise_descriptor_limit() -> int:
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
-def sealed_max() -> int:
+def sealed_memories_max() -> int:
     """How many chunks a process can have in memory: its descriptors and its mappings end."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize

@@ -19,13 +19,13 @@ import trio
 
 from ..errors import CorruptError, DieselError
 from . import wire
-from .breaker import Breaker
-from .channel import Channel, Gone, Inbox
-from .handshake import Me, connected
+from .breaker import CircuitBreaker
+from .channel import Channel, ConnectionClosed, FrameReader
+from .handshake import LocalIdentity, connect
 from .membership import Member
 from .wire import ALL_GIVEN, BUSY, FAILED, GIVEN, HEAD_BYTES, LOAD, Parts
 
-__all__ = ["Me", "Peer"]
+__all__ = ["LocalIdentity", "Peer"]
 
 log = logging.getLogger("diesel.task")
 
@@ -42,22 +42,22 @@ _BULK_UNDER_WAY = 8 << 20  # beyond this: small ones wait behind them on the wir
 _NUMBERS = 1 << 32
 
 
-class _Asked:
+class _PendingRequest:
     """A request that is under way."""
 
     __slots__ = (
-        "asker",
         "count",
         "due_s",
         "is_late",
         "is_sent",
-        "is_worked_on",
+        "is_working",
         "kind",
         "parts",
         "room",
         "sent_s",
         "size",
         "statuses",
+        "waiter",
     )
 
     def __init__(self, kind: int, parts: Parts | None, room: memoryview, size: int) -> None:
@@ -66,32 +66,32 @@ class _Asked:
         self.count = 0 if parts is None else len(parts)
         self.room: memoryview | None = room  # None: nobody wants the bytes any more
         self.size = size
-        self.is_sent = self.is_late = self.is_worked_on = False
+        self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
-        self.asker: trio.lowlevel.Task | None = None
+        self.waiter: trio.lowlevel.Task | None = None
         self.statuses: Statuses | None = None
 
-    def give_up(self, _: object = None) -> trio.lowlevel.Abort:
+    def abandon(self, _: object = None) -> trio.lowlevel.Abort:
         """Whoever asked waits no longer, and wants no bytes any more."""
-        self.asker = self.room = None
+        self.waiter = self.room = None
         return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Peer:
     """One other master of the task."""
 
-    def __init__(self, me: Me, member: Member) -> None:
+    def __init__(self, me: LocalIdentity, member: Member) -> None:
         self._me = me
         self.member = member
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
-        self._wanted = trio.Event()
-        self._wanted_by = 0  # a ticket
-        self._looked = trio.Event()  # set when an attempt to connect is over
+        self._connect_wanted = trio.Event()
+        self._connect_ticket = 0  # a ticket
+        self._connect_attempted = trio.Event()  # set when an attempt to connect is over
         self._unsent = trio.Event()
         self._timer = trio.CancelScope()  # is cancelled when the next request is due
-        self._asked: dict[int, _Asked] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._number = 0
         self._bytes = self._bulk_bytes = 0
         self._freed = trio.lowlevel.ParkingLot()
@@ -118,14 +118,14 @@ class Peer:
                 break
         return found
 
-    async def is_there(self) -> bool:
+    async def ping(self) -> bool:
         """Whether the peer answers at all."""
         return not len(await self._ask(wire.PING, 0, None, memoryview(b""), 0))
 
-    def damaged(self) -> None:
+    def record_damage(self) -> None:
         """A part that it gave did not match its checksum."""
         self._counts["damaged"] += 1
-        if self._breaker.damaged(trio.current_time()):
+        if self._breaker.record_damage(trio.current_time()):
             log.error("%s gives wrong bytes: it is not asked for a minute", self)
 
     def stats(self) -> dict[str, object]:
@@ -135,10 +135,10 @@ class Peer:
             **self._counts,
             "rank": self.member.rank,
             "address": self.member.address,
-            "state": self._breaker.mood(now_s).value,
+            "state": self._breaker.state(now_s).value,
             "connected": self._channel is not None,
-            "under_way": len(self._asked),
-            "patience_ms": round(1000 * self._breaker.patience_s(0)),
+            "under_way": len(self._pending),
+            "patience_ms": round(1000 * self._breaker.timeout_s(0)),
         }
 
     def __str__(self) -> str:
@@ -150,26 +150,26 @@ class Peer:
         """Connect when somebody wants to, and receive; until cancelled."""
         try:
             while True:
-                await self._wanted.wait()
+                await self._connect_wanted.wait()
                 self._channel = await self._attempt()
-                self._wanted = trio.Event()
-                self._looked.set()
-                self._looked = trio.Event()
+                self._connect_wanted = trio.Event()
+                self._connect_attempted.set()
+                self._connect_attempted = trio.Event()
                 if self._channel is not None:
                     await self._serve(self._channel)
         finally:
             self._is_over = True
-            self._looked.set()
+            self._connect_attempted.set()
             if self._channel is not None:
-                self._let_go(self._channel)
+                self._drop_channel(self._channel)
 
     async def _attempt(self) -> Channel | None:
         try:
-            channel = await connected(self._me, self.member)
+            channel = await connect(self._me, self.member)
         except Exception as error:  # whatever a peer brings about ends neither this nor the master
             if not isinstance(error, DieselError):
                 log.exception("%s met a bug", self)
-            if self._breaker.refused(self._wanted_by, trio.current_time()):
+            if self._breaker.record_refusal(self._connect_ticket, trio.current_time()):
                 self._say_paused(str(error))
             return None
         self._counts["connections"] += 1
@@ -182,28 +182,28 @@ class Peer:
             async def until_it_ends(work: Callable[[Channel], Awaitable[None]]) -> None:
                 try:
                     await work(channel)
-                except Gone as gone:
+                except ConnectionClosed as gone:
                     log.debug("%s: %s", self, gone)
                 except CorruptError as error:
-                    self._breaker.distrusted(trio.current_time())
+                    self._breaker.record_protocol_error(trio.current_time())
                     log.error("%s sends what no master sends: %s", self, error)
                 except Exception:
-                    self._breaker.distrusted(trio.current_time())
+                    self._breaker.record_protocol_error(trio.current_time())
                     log.exception("%s met a bug", self)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(until_it_ends, self._send_rest)
-            nursery.start_soon(until_it_ends, self._look_at_the_clock)
+            nursery.start_soon(until_it_ends, self._expire_late)
             nursery.start_soon(until_it_ends, self._receive)
-        self._let_go(channel)
+        self._drop_channel(channel)
 
-    def _let_go(self, channel: Channel) -> None:
+    def _drop_channel(self, channel: Channel) -> None:
         """Of a connection: whoever waits for an answer on it hears of it."""
         if self._channel is not channel:
             return
         self._channel = None
         channel.close()
-        asked, self._asked = self._asked, {}
+        asked, self._pending = self._pending, {}
         self._bytes = self._bulk_bytes = 0
         self._freed.unpark_all()
         for each in asked.values():
@@ -221,16 +221,16 @@ class Peer:
             self._unsent = trio.Event()
             await channel.drain()
 
-    async def _look_at_the_clock(self, channel: Channel) -> None:
+    async def _expire_late(self, channel: Channel) -> None:
         """Wakes who has waited long enough. A scope for each request would cost more than all the
         rest of it."""
         while True:
-            due_s = (asked.due_s for asked in self._asked.values() if asked.asker is not None)
+            due_s = (asked.due_s for asked in self._pending.values() if asked.waiter is not None)
             with trio.CancelScope(deadline=min(due_s, default=math.inf)) as self._timer:
                 await trio.sleep_forever()
             now_s = trio.current_time()
-            for asked in self._asked.values():
-                if asked.asker is not None and asked.due_s <= now_s:
+            for asked in self._pending.values():
+                if asked.waiter is not None and asked.due_s <= now_s:
                     asked.is_late = True
                     _wake(asked)
 
@@ -245,35 +245,35 @@ class Peer:
         if not ticket:
             self._counts["unasked"] += 1
             return _all(BUSY, parts)
-        asked = _Asked(kind, parts, room[:size], size)
+        asked = _PendingRequest(kind, parts, room[:size], size)
         asked.sent_s = now_s
         try:
-            await self._asking(asked, flags, ticket)
+            await self._send_and_wait(asked, flags, ticket)
         except BaseException:
-            self._breaker.withdrawn(ticket)
+            self._breaker.cancel(ticket)
             raise
         if asked.statuses is not None:
             self._heard(ticket)
             return asked.statuses
         if not asked.is_sent:
             self._counts["unasked"] += 1
-            self._breaker.withdrawn(ticket)
+            self._breaker.cancel(ticket)
             return _all(BUSY, parts)
         self._counts["late" if asked.is_late else "failed"] += 1
-        if asked.is_late and asked.is_worked_on:  # its store is slow; or it has stopped meanwhile,
-            self._breaker.withdrawn(ticket)  # and does not even say so to the next request
-        elif self._breaker.failed(ticket, trio.current_time()):
+        if asked.is_late and asked.is_working:  # its store is slow; or it has stopped meanwhile,
+            self._breaker.cancel(ticket)  # and does not even say so to the next request
+        elif self._breaker.record_failure(ticket, trio.current_time()):
             self._say_paused("it does not answer")
         return _all(FAILED, parts)
 
     def _heard(self, ticket: int) -> None:
-        if self._breaker.succeeded(ticket):
+        if self._breaker.record_success(ticket):
             self._is_paused = False
             log.info("%s is asked again", self)
 
-    async def _asking(self, asked: _Asked, flags: int, ticket: int) -> None:
+    async def _send_and_wait(self, asked: _PendingRequest, flags: int, ticket: int) -> None:
         """Until it is answered, late, or cannot be answered any more."""
-        asked.due_s = asked.sent_s + self._breaker.patience_s(asked.size + self._bytes)
+        asked.due_s = asked.sent_s + self._breaker.timeout_s(asked.size + self._bytes)
         channel = self._channel
         if channel is None or not self._fits(asked.size):
             with trio.CancelScope(deadline=asked.due_s):
@@ -284,84 +284,84 @@ class Peer:
                 return
             asked.sent_s = trio.current_time()
         number = self._number = (self._number + 1) % _NUMBERS
-        if number in self._asked:  # for as long as it takes to send 4 billion others
+        if number in self._pending:  # for as long as it takes to send 4 billion others
             return
         self._take(number, asked)
         request = wire.request(number, asked.kind, flags, asked.parts)
         try:
-            if not channel.put((request,), len(request)):
+            if not channel.send_now((request,), len(request)):
                 self._unsent.set()
-        except Gone:
-            self._let_go(channel)
+        except ConnectionClosed:
+            self._drop_channel(channel)
             return
-        asked.asker = trio.lowlevel.current_task()
+        asked.waiter = trio.lowlevel.current_task()
         if asked.due_s < self._timer.deadline:
             self._timer.deadline = asked.due_s
         try:
-            await trio.lowlevel.wait_task_rescheduled(asked.give_up)
+            await trio.lowlevel.wait_task_rescheduled(asked.abandon)
         finally:
-            asked.give_up()
+            asked.abandon()
 
     async def _connection(self, ticket: int) -> Channel | None:
         if not self._is_over:
-            self._wanted_by = ticket
-            self._wanted.set()
-            await self._looked.wait()
+            self._connect_ticket = ticket
+            self._connect_wanted.set()
+            await self._connect_attempted.wait()
         return self._channel
 
     def _fits(self, size: int) -> bool:
         """Whether a request may be sent now."""
-        if len(self._asked) >= wire.REQUESTS_MAX:
+        if len(self._pending) >= wire.REQUESTS_MAX:
             return False
         if size <= _BULK_BYTES:
-            return self._bytes + size <= wire.UNDER_WAY_BYTES_MAX
+            return self._bytes + size <= wire.IN_FLIGHT_BYTES_MAX
         return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_UNDER_WAY
 
-    def _take(self, number: int, asked: _Asked) -> None:
+    def _take(self, number: int, asked: _PendingRequest) -> None:
         asked.is_sent = True
-        self._asked[number] = asked
+        self._pending[number] = asked
         self._bytes += asked.size
         if asked.size > _BULK_BYTES:
             self._bulk_bytes += asked.size
 
-    def _finish(self, number: int, asked: _Asked) -> None:
+    def _finish(self, number: int, asked: _PendingRequest) -> None:
         """Answered, whether anybody still wants to know or not."""
-        del self._asked[number]
+        del self._pending[number]
         self._bytes -= asked.size
         if asked.size > _BULK_BYTES:
             self._bulk_bytes -= asked.size
         if self._freed:
             self._freed.unpark_all()
-        if not asked.is_worked_on:  # else it says how long the store takes
-            self._breaker.took(trio.current_time() - asked.sent_s, asked.size)
+        if not asked.is_working:  # else it says how long the store takes
+            self._breaker.record_latency(trio.current_time() - asked.sent_s, asked.size)
         _wake(asked)
 
     # Answers
 
     async def _receive(self, channel: Channel) -> None:
         """Answers, one after the other. Raises Gone, CorruptError."""
-        inbox = Inbox(channel, _BUFFER_BYTES)
+        inbox = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         while True:
-            inbox.begin()
-            await inbox.hold(HEAD_BYTES)
+            inbox.begin_frame()
+            await inbox.fill_buffer(HEAD_BYTES)
             head = wire.parse_answer(inbox.buffer, inbox.start)
-            asked = self._asked.get(head.id)
+            asked = self._pending.get(head.id)
             if asked is None:
                 raise CorruptError("an answer to what was not asked")
             wire.check_answer(head, asked.kind, asked.count, asked.size)
             if head.kind == wire.WORKING:
                 inbox.start += HEAD_BYTES
-                if not asked.is_worked_on:
-                    asked.is_worked_on = True
+                if not asked.is_working:
+                    asked.is_working = True
                     asked.due_s += WORKING_S
                 continue
-            await inbox.hold(HEAD_BYTES + head.counted)
+            await inbox.fill_buffer(HEAD_BYTES + head.counted)
             start = inbox.start + HEAD_BYTES
             inbox.start = start + head.counted
-            told = bytearray(inbox.buffer[start : inbox.start])
-            statuses = np.frombuffer(told, np.uint8)
-            if asked.parts is not None and told != ALL_GIVEN[: head.counted]:
+            status_bytes = bytearray(inbox.buffer[start : inbox.start])
+            statuses = np.frombuffer(status_bytes, np.uint8)
+            if asked.parts is not None and status_bytes != ALL_GIVEN[: head.counted]:
                 await self._fill_some(inbox, asked, statuses, head.payload_bytes)
             elif head.payload_bytes != asked.size:
                 raise CorruptError("an answer of another length")
@@ -374,15 +374,17 @@ class Peer:
             self._finish(head.id, asked)
 
     async def _fill_some(
-        self, inbox: Inbox, asked: _Asked, statuses: Statuses, payload_bytes: int
+        self, inbox: FrameReader, asked: _PendingRequest, statuses: Statuses, payload_bytes: int
     ) -> None:
         assert asked.parts is not None
         if wire.given_bytes(asked.parts, statuses) != payload_bytes:
             raise CorruptError("an answer of another length")
-        await _fill(inbox, asked, _places(asked.parts, statuses))
+        await _fill(inbox, asked, _given_ranges(asked.parts, statuses))
 
 
-async def _fill(inbox: Inbox, asked: _Asked, places: Sequence[tuple[int, int]]) -> None:
+async def _fill(
+    inbox: FrameReader, asked: _PendingRequest, places: Sequence[tuple[int, int]]
+) -> None:
     """Receive into places of the room, each from here to there; drop what nobody wants any
     more."""
     for at, end in places:
@@ -391,16 +393,16 @@ async def _fill(inbox: Inbox, asked: _Asked, places: Sequence[tuple[int, int]]) 
             if room is None:
                 await inbox.skip(end - at)
                 break
-            at += await inbox.into(room[at:end])
+            at += await inbox.receive_into(room[at:end])
 
 
-def _wake(asked: _Asked) -> None:
-    asker, asked.asker = asked.asker, None
+def _wake(asked: _PendingRequest) -> None:
+    asker, asked.waiter = asked.waiter, None
     if asker is not None:
         trio.lowlevel.reschedule(asker)
 
 
-def _places(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
+def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
     """Where what is given belongs: a place for each run of parts."""
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))

@@ -30,7 +30,7 @@ _HAS_CERTIFICATE, _KEYED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberRecord:
     """What a master knows of its registration, and says again when it renews it."""
 
     since: int = 0  # when it first registered, by Redis's clock (us); 0: it has not
@@ -39,21 +39,21 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class JoinReply:
     """What a master is told. `members` is None where the state is the one that it knew."""
 
     since: int
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
-    replaced: str = ""  # the address of the other master whose place it has just taken
-    forgotten: bool = False  # it was registered, and that was gone
+    replaced_address: str = ""  # the address of the other master whose place it has just taken
+    was_forgotten: bool = False  # it was registered, and that was gone
 
 
-class Registrations(Protocol):
+class MemberStore(Protocol):
     """Where masters register. Blocks; safe from threads."""
 
-    def join(self, task: TaskName, me: Member, standing: Standing) -> Told:
+    def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
         """Register, or renew that. Who is not `keyed` is told a secret. Idempotent.
 
         Raises ConflictError where a newer instance has this rank.
@@ -72,13 +72,13 @@ class Registrations(Protocol):
 # As it is kept
 
 
-def packed_member(member: Member) -> bytes:
+def pack_member(member: Member) -> bytes:
     """All but rank and instance."""
-    flags = (_HAS_CERTIFICATE if member.certificate else 0) | (_KEYED if member.keyed else 0)
+    flags = (_HAS_CERTIFICATE if member.certificate else 0) | (_KEYED if member.has_key_file else 0)
     return _KEPT.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
-def unpacked_member(rank: int, instance: bytes, packed: bytes) -> Member:
+def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
     """The member that was packed."""
     if len(packed) < _KEPT.size:
         raise UsageError("a registration that is too short")
@@ -97,25 +97,25 @@ def unpacked_member(rank: int, instance: bytes, packed: bytes) -> Member:
 # As it travels
 
 
-def join_message(task: TaskName, me: Member, standing: Standing) -> Message:
+def join_message(task: TaskName, me: Member, record: MemberRecord) -> Message:
     """A request to register, but for `do` and the dataset."""
     return {
         "task": task.name,
         **_described(me),
-        "since": standing.since,
-        "state": standing.state,
-        "secret": standing.secret,
+        "since": record.since,
+        "state": record.state,
+        "secret": record.secret,
     }
 
 
-def join_in(fields: Fields) -> tuple[str, Member, Standing]:
+def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
     """The name of the task, who registers, and as what."""
     name = fields.text("task")
     me = _member(fields)
-    since = fields.whole("since", 0, high=TIME_MAX)
-    state = fields.whole("state", 0, high=TIME_MAX)
+    since = fields.integer("since", 0, high=TIME_MAX)
+    state = fields.integer("state", 0, high=TIME_MAX)
     secret = _octets(fields, "secret", SECRET_BYTES)
-    return name, me, Standing(since, state, secret)
+    return name, me, MemberRecord(since, state, secret)
 
 
 def leave_message(task: TaskName, me: Member) -> Message:
@@ -123,27 +123,27 @@ def leave_message(task: TaskName, me: Member) -> Message:
     return {"task": task.name, **_described(me)}
 
 
-def leave_in(fields: Fields) -> tuple[str, Member]:
+def parse_leave(fields: Fields) -> tuple[str, Member]:
     """The name of the task, and who leaves it."""
     return fields.text("task"), _member(fields)
 
 
-def told_message(told: Told) -> Message:
+def join_reply_message(reply: JoinReply) -> Message:
     """What a master is told, as an answer."""
-    message: Message = {"since": told.since, "state": told.state, "secret": told.secret}
-    if told.members is not None:
-        message["members"] = [_described(each) for each in told.members]
-    if told.replaced:
-        message["replaced"] = told.replaced
-    if told.forgotten:
+    message: Message = {"since": reply.since, "state": reply.state, "secret": reply.secret}
+    if reply.members is not None:
+        message["members"] = [_described(each) for each in reply.members]
+    if reply.replaced_address:
+        message["replaced"] = reply.replaced_address
+    if reply.was_forgotten:
         message["forgotten"] = True
     return message
 
 
-def told_in(message: Message) -> Told:
+def parse_join_reply(message: Message) -> JoinReply:
     """What an answer says."""
     fields = Fields(message, "an answer")
-    since, state = (fields.whole(each, low=1, high=TIME_MAX) for each in ("since", "state"))
+    since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
     secret = _octets(fields, "secret", SECRET_BYTES)
     members = None
     if "members" in fields:
@@ -151,7 +151,9 @@ def told_in(message: Message) -> Told:
     replaced = fields.text("replaced", "")
     if replaced:
         split_address(replaced)
-    return Told(since, state, secret, members, replaced, fields.flag("forgotten", default=False))
+    return JoinReply(
+        since, state, secret, members, replaced, fields.flag("forgotten", default=False)
+    )
 
 
 def _described(member: Member) -> Message:
@@ -161,16 +163,16 @@ def _described(member: Member) -> Message:
         "address": member.address,
         "holds": member.version,
         "certificate": member.certificate,
-        "keyed": member.keyed,
+        "keyed": member.has_key_file,
     }
 
 
 def _member(fields: Fields) -> Member:
     return Member(
-        fields.whole("rank"),
+        fields.integer("rank"),
         _octets(fields, "instance", INSTANCE_BYTES),
         fields.text("address"),
-        fields.whole("holds", high=VERSION_MAX),
+        fields.integer("holds", high=VERSION_MAX),
         _octets(fields, "certificate", CERTIFICATE_BYTES),
         fields.flag("keyed", default=False),
     )

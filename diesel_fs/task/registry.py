@@ -23,8 +23,8 @@ from ..errors import (
     UsageError,
 )
 from ..remote import RemoteRepository
-from ..repository import Repository
-from ..stores import open_registrations
+from ..repository import LocalRepository
+from ..storage.objects import ObjectStore
 from ..urls import RepositoryUrl
 from .membership import (
     ANY_INSTANCE,
@@ -32,16 +32,16 @@ from .membership import (
     Member,
     Membership,
     TaskName,
-    secret_of,
+    secret_from_key,
     split_address,
 )
 from .registration import (
-    Registrations,
-    Standing,
-    Told,
+    JoinReply,
+    MemberRecord,
+    MemberStore,
     join_message,
     leave_message,
-    told_in,
+    parse_join_reply,
 )
 
 SERVER_S = 1.5
@@ -76,26 +76,48 @@ class Registry(ABC):
         """Let go of connections. Repeatable."""
 
 
+def open_registrations(
+    url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
+) -> MemberStore:
+    """Where the masters of tasks register, in a repository whose objects are open. `deadline_s` is
+    for each call. Raises UsageError where there is no such place; ConfigError, MetadataError.
+    """
+    if not url.meta:
+        raise UsageError(
+            f"the nodes of a task find each other through Redis, and {url} has none",
+            advice="name all nodes by --peers host:port,..., with a --task-key-file",
+        )
+    from ..storage.redis_tasks import DEADLINE_S, RedisMemberStore  # noqa: PLC0415  # a tenth of a second
+
+    return RedisMemberStore.open(
+        url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S
+    )
+
+
 def open_registry(
-    repository: Repository, task: TaskName, *, key: bytes | None = None, peers: Sequence[str] = ()
+    repository: LocalRepository,
+    task: TaskName,
+    *,
+    key: bytes | None = None,
+    peers: Sequence[str] = (),
 ) -> Registry:
     """Where the masters of a task register: `peers` are their addresses, by rank, where nothing
     else says them; `key` is what their key file holds. Nothing is connected before a renewal.
 
     Raises UsageError where there is neither Redis nor `peers`, or no key where one is needed.
     """
-    secret = None if key is None else secret_of(key)
+    secret = None if key is None else secret_from_key(key)
     if peers:
-        return PeerList(peers, secret)
+        return StaticRegistry(peers, secret)
     if isinstance(repository, RemoteRepository):
-        return Registered(task, secret, lambda: _BehindServer(repository))
+        return RedisRegistry(task, secret, lambda: ServerMemberStore(repository))
     if not repository.url.meta:  # says what to do
         open_registrations(repository.url, repository.objects)
     url, objects = repository.url, repository.objects
-    return Registered(task, secret, lambda: open_registrations(url, objects))
+    return RedisRegistry(task, secret, lambda: open_registrations(url, objects))
 
 
-class PeerList(Registry):
+class StaticRegistry(Registry):
     """Addresses that somebody has written down: all of them count, whoever is there or not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
@@ -122,82 +144,86 @@ class PeerList(Registry):
                 advice="ranks count from 0",
             )
         members = [
-            Member(rank, ANY_INSTANCE, address, me.version, keyed=True)
+            Member(rank, ANY_INSTANCE, address, me.version, has_key_file=True)
             for rank, address in enumerate(self._peers)
         ]
-        members[me.rank] = replace(me, address=self._peers[me.rank], keyed=True)
-        return Membership.of(members, self._secret)
+        members[me.rank] = replace(me, address=self._peers[me.rank], has_key_file=True)
+        return Membership.from_members(members, self._secret)
 
     def leave(self, me: Member) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Registered(Registry):
+class RedisRegistry(Registry):
     """Registrations in Redis, by whatever way."""
 
     def __init__(
-        self, task: TaskName, secret: bytes | None, opener: Callable[[], Registrations]
+        self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
         """`secret` is that of a key file; without one, the task's own is told at registration."""
         self._task = task
         self._secret = secret
         self._opener = opener
-        self._place: Registrations | None = None
+        self._store: MemberStore | None = None
         self._lock = threading.Lock()
         self._forget_all()
 
     def _forget_all(self) -> None:
         self._instance = b""
-        self._standing = Standing()
+        self._record = MemberRecord()
         self._members: tuple[Member, ...] = ()
 
     def renew(self, me: Member) -> Membership:
-        with self._lock, _Away():
+        with self._lock, _UnavailableAsMetadataError():
             if me.instance != self._instance:
                 self._forget_all()
-            mine = replace(me, keyed=self._secret is not None)
-            told = self._opened().join(self._task, mine, self._standing)
-            secret = told.secret if self._secret is None else self._secret
-            members = self._members if told.members is None else told.members
+            mine = replace(me, has_key_file=self._secret is not None)
+            reply = self._opened().join(self._task, mine, self._record)
+            secret = reply.secret if self._secret is None else self._secret
+            members = self._members if reply.members is None else reply.members
             if mine not in members or not secret:
                 raise MetadataError("what keeps the registrations has another one than was made")
-            if not self._standing.since:
+            if not self._record.since:
                 self._check_alike(mine, members)
             self._instance, self._members = me.instance, members
-            self._standing = Standing(told.since, told.state, told.secret)
-            found = Membership.of(members, secret)
-            return replace(found, replaced=told.replaced, forgotten=told.forgotten)
+            self._record = MemberRecord(reply.since, reply.state, reply.secret)
+            found = Membership.from_members(members, secret)
+            return replace(
+                found, replaced_address=reply.replaced_address, was_forgotten=reply.was_forgotten
+            )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
         """Who has another secret than the others would be talked to by none of them."""
-        others = [each for each in members if each.keyed != mine.keyed]
+        others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:
             self._opened().leave(self._task, mine)
-            which = "have a --task-key-file" if others[0].keyed else "have no --task-key-file"
+            which = (
+                "have a --task-key-file" if others[0].has_key_file else "have no --task-key-file"
+            )
             raise UsageError(
                 f"other nodes of task {self._task.name!r} {which}",
                 advice="give all of them the same, or none",
             )
 
     def leave(self, me: Member) -> None:
-        with self._lock, _Away():
+        with self._lock, _UnavailableAsMetadataError():
             self._forget_all()
             self._opened().leave(self._task, me)
 
     def close(self) -> None:
         with self._lock:
-            place, self._place = self._place, None
+            place, self._store = self._store, None
             if place is not None:
                 place.close()
 
-    def _opened(self) -> Registrations:
-        if self._place is None:
-            self._place = self._opener()
-        return self._place
+    def _opened(self) -> MemberStore:
+        if self._store is None:
+            self._store = self._opener()
+        return self._store
 
 
-class _Away:
+class _UnavailableAsMetadataError:
     """Errors that say that nothing can be told now become MetadataError."""
 
     def __enter__(self) -> None: ...
@@ -207,21 +233,23 @@ class _Away:
             raise MetadataError(error.message, advice=error.advice) from error
 
 
-class _BehindServer(Registrations):
+class ServerMemberStore(MemberStore):
     """Registrations that a server keeps."""
 
     def __init__(self, repository: RemoteRepository) -> None:
         self._repository = repository
-        self._may_say = _is_overheard_by_nobody(repository.url)
+        self._may_say = _is_private_link(repository.url)
 
-    def join(self, task: TaskName, me: Member, standing: Standing) -> Told:
+    def join(self, task: TaskName, me: Member, standing: MemberRecord) -> JoinReply:
         if not self._may_say:
             standing = replace(standing, secret=b"")
         message = join_message(task, me, standing)
         limit_s = SERVER_S if standing.since else FIRST_S
         for left in reversed(range(_TRIES)):
             try:
-                return told_in(self._repository.of_task("join", task.identity, message, limit_s))
+                return parse_join_reply(
+                    self._repository.ask_task("join", task.identity, message, limit_s)
+                )
             except (MetadataError, DeadlineError, BusyError) as error:
                 if not left or not error.retry:
                     raise
@@ -229,13 +257,13 @@ class _BehindServer(Registrations):
 
     def leave(self, task: TaskName, me: Member) -> None:
         message = leave_message(task, me)
-        self._repository.of_task("leave", task.identity, message, SERVER_S)
+        self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
         """The repository's connections are its own."""
 
 
-def _is_overheard_by_nobody(url: RepositoryUrl) -> bool:
+def _is_private_link(url: RepositoryUrl) -> bool:
     """Whether nobody between us and any of the servers can listen."""
     hosts = (urlsplit(f"//{place}").hostname for place in url.host.split(","))
     return url.scheme == "diesel+tls" or all(host in _LOOPBACK for host in hosts)

@@ -18,19 +18,19 @@ from typing import ClassVar, Literal, Self, SupportsIndex, TypedDict, TypeVar, g
 from uuid import UUID
 
 from ..credentials import Credentials, parse_key
-from ..daemons import Request
+from ..daemons import DaemonRequest
 from ..errors import ConfigError, UsageError
 from ..settings import KEY_FILE_BYTES_MAX, private_text
 from .membership import TaskName
 
-LINGER_S = 10.0
+IDLE_TIMEOUT_S = 10.0
 """How long a master stays that nobody uses: workers end and begin between two epochs."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
 Eviction = Literal["lru", "lfu", "none"]
 
 
-class TaskWords(TypedDict, total=False):
+class TaskKwargs(TypedDict, total=False):
     """The words of a Python call that are about a task: each as `TaskOptions` has it, and None
     for what is not said."""
 
@@ -52,7 +52,7 @@ _Kind = TypeVar("_Kind")
 
 _POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
 _EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
-_KNOWN_WORDS = sorted(TaskWords.__optional_keys__)
+_KNOWN_KWARGS = sorted(TaskKwargs.__optional_keys__)
 _WRITTEN = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
 _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
@@ -63,7 +63,7 @@ def _option(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOptions(Request):
+class TaskOptions(DaemonRequest):
     """A task and this node's part in it, as users say it. "", 0, None and () mean: the default."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
@@ -86,13 +86,13 @@ class TaskOptions(Request):
         """Whether a task is wanted at all."""
         return bool(self.task)
 
-    def or_alone(self, what: str, spelled: Callable[[str], str] = _option) -> Self:
+    def or_single_node(self, shared_name: str, spelled: Callable[[str], str] = _option) -> Self:
         """These; where no task is named but a folder for a cache is, a task of this machine alone,
-        for all on it who mean the same `what`. Raises as `check`."""
+        for all on it who mean the same `shared_name`. Raises as `check`."""
         if self.task or not self.cache_dir or self.rank is not None or self.world is not None:
             self.check(spelled)
             return self
-        return replace(self, task=own_task(what), rank=0, world=1)
+        return replace(self, task=single_node_task(shared_name), rank=0, world=1)
 
     def check(self, spelled: Callable[[str], str] = _option) -> None:
         """Raises UsageError for what means nothing without a task, or cannot be had together, and
@@ -116,52 +116,52 @@ class TaskOptions(Request):
             if each.name in ("task_key", "policy"):  # of the environment; of a mount as well
                 continue
             if getattr(self, each.name) != getattr(default, each.name):
-                raise _about_a_task(each.name, spelled)
+                raise _needs_task_error(each.name, spelled)
 
     @classmethod
-    def of(
-        cls, words: TaskWords, what: str, *, needing: Mapping[str, object] | None = None
+    def from_kwargs(
+        cls, kwargs: TaskKwargs, shared_name: str, *, task_only: Mapping[str, object] | None = None
     ) -> Self:
-        """The options that these words of a call mean; `what`: see `or_alone`. `needing`: more of
-        its words, which mean nothing without a task. Raises UsageError, which names the word, for
-        one that is unknown or has no meaning, and as `check`."""
-        said = _Said(words)
+        """The options that these words of a call mean; `shared_name`: see `or_single_node`.
+        `task_only`: more of its words, which mean nothing without a task. Raises UsageError, which
+        names the word, for one that is unknown or has no meaning, and as `check`."""
+        reader = _KwargReader(kwargs)
         found = cls(
-            task=said.text("task"),
-            task_key=said.text("task_key", os.environ.get("DIESEL_TASK_KEY", "")),
-            rank=said.number("rank"),
-            world=said.number("world"),
-            peers=said.names("peers"),
-            listen=said.text("listen"),
-            advertise=said.text("advertise"),
-            cache_dir=said.folder("cache_dir"),
-            cache_bytes=said.number("cache_bytes", written=False) or 0,
-            policy=said.one_of("policy", _POLICIES),
-            evict=said.one_of("evict", _EVICTIONS),
-            peer_tls=said.flag("peer_tls"),
-        ).or_alone(what, str)
+            task=reader.text("task"),
+            task_key=reader.text("task_key", os.environ.get("DIESEL_TASK_KEY", "")),
+            rank=reader.number("rank"),
+            world=reader.number("world"),
+            peers=reader.names("peers"),
+            listen=reader.text("listen"),
+            advertise=reader.text("advertise"),
+            cache_dir=reader.folder("cache_dir"),
+            cache_bytes=reader.number("cache_bytes", written=False) or 0,
+            policy=reader.one_of("policy", _POLICIES),
+            evict=reader.one_of("evict", _EVICTIONS),
+            peer_tls=reader.flag("peer_tls"),
+        ).or_single_node(shared_name, str)
         if not found:
-            for word, value in {"task_key": said.get("task_key"), **(needing or {})}.items():
+            for word, value in {"task_key": reader.get("task_key"), **(task_only or {})}.items():
                 if value:
-                    raise _about_a_task(word, str)
+                    raise _needs_task_error(word, str)
         return found
 
 
-class _Said:
+class _KwargReader:
     """The words of a call, whose values may be anything. Its methods raise UsageError, which names
     the word, and not what should be text: that may be a secret."""
 
-    def __init__(self, words: TaskWords) -> None:
-        self._words: dict[str, object] = {**words}
-        for word in self._words:
-            if word not in _KNOWN_WORDS:
-                near = difflib.get_close_matches(word, _KNOWN_WORDS, 1)
-                meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_WORDS)}"
+    def __init__(self, words: TaskKwargs) -> None:
+        self._kwargs: dict[str, object] = {**words}
+        for word in self._kwargs:
+            if word not in _KNOWN_KWARGS:
+                near = difflib.get_close_matches(word, _KNOWN_KWARGS, 1)
+                meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_KWARGS)}"
                 raise UsageError(f"unknown word {word!r}", advice=meant)
 
     def get(self, word: str) -> object:
         """What is said, None for nothing."""
-        return self._words.get(word)
+        return self._kwargs.get(word)
 
     def text(self, word: str, default: str = "") -> str:
         value = self.get(word)
@@ -176,7 +176,7 @@ class _Said:
             if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
                 raise UsageError(f"{word} is a number, not {value!r}")
             return int(value)
-        return None if value is None else whole(word, value)
+        return None if value is None else non_negative_int(word, value)
 
     def names(self, word: str) -> tuple[str, ...]:
         """Several, or one text with commas between."""
@@ -217,7 +217,7 @@ class _Said:
         return bool(value)
 
 
-def whole(word: str, value: object) -> int:
+def non_negative_int(word: str, value: object) -> int:
     """The number from 0 on that a word of a call has. Raises UsageError, which names the word."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise _bad(word, "a whole number", value)
@@ -234,14 +234,14 @@ def _bad(word: str, meant: str, value: object) -> UsageError:
     return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
 
 
-def _about_a_task(name: str, spelled: Callable[[str], str]) -> UsageError:
+def _needs_task_error(name: str, spelled: Callable[[str], str]) -> UsageError:
     return UsageError(f"{spelled(name)} is about a task", advice=f"say which, by {spelled('task')}")
 
 
 NO_TASK = TaskOptions()
 
-_OF_MASTER = {each.name for each in fields(TaskOptions)} - {"task", "task_key", "rank"}
-_OF_MASTER |= {"memory_bytes"}
+_MASTER_OPTIONS = {each.name for each in fields(TaskOptions)} - {"task", "task_key", "rank"}
+_MASTER_OPTIONS |= {"memory_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +255,9 @@ class TaskRequest(TaskOptions):
     identity: str = ""  # hexadecimal
     version: int = 0
     memory_bytes: int = 0
-    memory_guessed: bool = False  # nobody has asked for just so much
+    memory_is_default: bool = False  # nobody has asked for just so much
     log_file: str = ""
-    linger_s: float = LINGER_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
 
     @property
     def name(self) -> TaskName:
@@ -265,13 +265,13 @@ class TaskRequest(TaskOptions):
         who should have the same number on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
-    def unlike(self, running: "TaskRequest") -> list[str]:
+    def differing_options(self, running: "TaskRequest") -> list[str]:
         """The options that say something else here than what a master was started with, as users
         write them; keys are not compared, as none is kept."""
-        default, found = TaskRequest(memory_bytes=self.memory_bytes * self.memory_guessed), []
+        default, found = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default), []
         for each in fields(TaskRequest):
-            said = getattr(self, each.name)
-            if each.name in _OF_MASTER and said not in (
+            value = getattr(self, each.name)
+            if each.name in _MASTER_OPTIONS and value not in (
                 getattr(default, each.name),
                 getattr(running, each.name),
             ):
@@ -284,13 +284,15 @@ class TaskRequest(TaskOptions):
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
-def own_task(what: str) -> str:
+def single_node_task(shared_name: str) -> str:
     """The name of a task that only what is named so on this machine is in."""
-    place = f"{socket.gethostname()}\0{os.geteuid()}\0{what}".encode(errors="surrogateescape")
+    place = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}".encode(
+        errors="surrogateescape"
+    )
     return f"alone-{hashlib.sha256(place).hexdigest()[:24]}"
 
 
-def key_in(path: Path) -> str:
+def read_key_file(path: Path) -> str:
     """What a task's key file holds. Raises ConfigError, and PermissionDenied where others may read
     it."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)

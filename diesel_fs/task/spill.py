@@ -8,7 +8,7 @@ touches the disk is done in threads, which are left alone where they do not come
 What is to be written waits in a queue of so many bytes, and is found there meanwhile; where the
 queue is full, it is not written. Where the shelf is full, what this node does not own goes first,
 then what stands in memory too, then what the policy says. At the end of a node what it has in
-memory comes here, too (`keep`). Other tasks of the user may use the same shelf and dataset, so a
+memory comes here, too (`flush`). Other tasks of the user may use the same shelf and dataset, so a
 chunk may come or go without this process: it is looked for anew then.
 """
 
@@ -25,28 +25,28 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.disk_shelf import DiskShelf
-from ..cache.policy import Came, EvictionPolicy, Used, Went
-from ..cache.shelves import ChunkKey, check_whole
+from ..cache.disk_shelf import DiskTier
+from ..cache.policy import Accessed, Evicted, EvictionPolicy, Inserted
+from ..cache.shelves import ChunkKey, verify_chunk
 from ..entries import ChunkId
 from ..errors import FormatError, NoSpaceError
-from .memory import Draft, Sealed
+from .memory import SealedMemory, WritableMemory
 
 log = logging.getLogger("diesel.task")
 
-READ_S = 1.0
+READ_TIMEOUT_S = 1.0
 """A disk that takes longer is slower than any store; who asked reads from there."""
 
-REST_S = 30.0
+DISK_PAUSE_S = 30.0
 """How long a disk that did not answer in time is left alone, or one that takes nothing."""
 
-LOOK_AGAIN_S = 60.0
+RESCAN_S = 60.0
 """After a chunk was not where it had been: then others may be gone, or be back."""
 
 REQUEST_S, BYTES_PER_S = 0.0002, 1e9
 """What a read costs, roughly, of any SSD; it only weighs reading parts against reading chunks."""
 
-OTHERS_S = 0.2
+OTHER_WRITER_WAIT_S = 0.2
 """For what was just being written at the end, by another process, or by a thread of this one that
 was left alone."""
 
@@ -62,59 +62,59 @@ def disk_cost(size: int) -> float:
     return REQUEST_S + size / BYTES_PER_S
 
 
-class Spill:
+class WriteBackQueue:
     """The chunks of one version of a dataset on a shelf; of none, where there is no shelf."""
 
     def __init__(
         self,
-        shelf: DiskShelf | None,
+        shelf: DiskTier | None,
         identity: UUID,
         policy: EvictionPolicy,
         *,
-        spare: Callable[[], Mask],
-        changed: Callable[[], None],
+        evict_first: Callable[[], Mask],
+        on_change: Callable[[], None],
         queue_bytes: int,
     ) -> None:
-        """`spare`: the chunks that go before the policy is asked; `changed` hears that there may be
-        more room. Then `show` which chunks there are."""
+        """`evict_first`: the chunks that go before the policy is asked; `on_change` hears that
+        there may be more room. Then `switch_version` which chunks there are."""
         self._shelf = shelf
         self._identity = identity
         self._policy = policy
-        self._spare = spare
-        self._changed = changed
-        self._queue_bytes = queue_bytes
+        self._spare = evict_first
+        self._changed = on_change
+        self._queue_bytes_max = queue_bytes
         self._ids: Sequence[ChunkId] = ()
         self._sizes: Sequence[int] = ()
-        self._standing: Mask = np.zeros(0, np.bool_)
-        self._leaving: OrderedDict[int, memoryview] = OrderedDict()
-        self._leaving_bytes = 0
-        self._expected_bytes = 0
+        self._on_disk: Mask = np.zeros(0, np.bool_)
+        self._queue: OrderedDict[int, memoryview] = OrderedDict()
+        self._queued_bytes = 0
+        self._reserved_bytes = 0
         self._room_bytes = 0
-        self._rests_until_s = self._takes_from_s = -math.inf
-        self._look_at_s = -math.inf
+        self._paused_until_s = self._writes_paused_until_s = -math.inf
+        self._next_scan_s = -math.inf
         self._work = trio.Event()
         self._threads = trio.CapacityLimiter(_THREADS)
         self._counts: Counter[str] = Counter()
 
     @property
-    def standing(self) -> Mask:
+    def on_disk(self) -> Mask:
         """A flag for each chunk: whether it can be read from the disk."""
-        return np.zeros_like(self._standing) if self._rests else self._standing
+        return np.zeros_like(self._on_disk) if self._is_paused else self._on_disk
 
     def holds(self, chunk: int) -> bool:
         """Whether a chunk can be read from the disk, as far as is known."""
-        return bool(self._standing[chunk]) and not self._rests
+        return bool(self._on_disk[chunk]) and not self._is_paused
 
-    def leaving(self, chunk: int) -> memoryview | None:
+    def queued(self, chunk: int) -> memoryview | None:
         """A chunk that is to be written."""
-        return self._leaving.get(chunk)
+        return self._queue.get(chunk)
 
     def has_room(self, size: int) -> bool:
         """Whether a chunk would be written without that another goes."""
-        coming = self._leaving_bytes + self._expected_bytes + size
+        coming = self._queued_bytes + self._reserved_bytes + size
         return self._takes(size) and self._room_bytes >= coming
 
-    def victims(self, chunk: int) -> list[int] | None:
+    def find_victims(self, chunk: int) -> list[int] | None:
         """Who would go for a chunk, beside what goes before the policy is asked; None where it
         would not be written."""
         size = self._sizes[chunk]
@@ -123,50 +123,52 @@ class Spill:
         victims, spare = self._victims(size), self._spare()
         return None if victims is None else [each for each in victims if not spare[each]]
 
-    def expect(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """A chunk is on its way here: the queue keeps room for it."""
-        self._expected_bytes += size
+        self._reserved_bytes += size
 
-    def forget(self, size: int) -> None:
+    def release_reservation(self, size: int) -> None:
         """It has come, or does not."""
-        self._expected_bytes -= size
+        self._reserved_bytes -= size
 
-    def offer(self, chunk: int, content: memoryview) -> None:
+    def enqueue(self, chunk: int, content: memoryview) -> None:
         """Write a chunk, which has been checked and will not change, where that is possible."""
         size = len(content)
-        if chunk in self._leaving or self._standing[chunk] or not self._takes(size):
+        if chunk in self._queue or self._on_disk[chunk] or not self._takes(size):
             return
-        self._leaving[chunk] = content
-        self._leaving_bytes += size
+        self._queue[chunk] = content
+        self._queued_bytes += size
         self._work.set()
 
-    def use(self, chunk: int) -> None:
+    def record_access(self, chunk: int) -> None:
         """Somebody wants a chunk that is not in memory."""
         if self._shelf is not None:
-            self._policy.hear(Used(chunk))
+            self._policy.on_event(Accessed(chunk))
 
-    def show(self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]) -> None:
+    def switch_version(
+        self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]
+    ) -> None:
         """These are the chunks; `before` has the number that each had, or -1."""
-        old = self._standing
+        old = self._on_disk
         for chunk in np.flatnonzero(old).tolist():
-            self._policy.hear(Went(chunk))
+            self._policy.on_event(Evicted(chunk))
         self._ids, self._sizes = ids, sizes
-        self._standing = np.array([each >= 0 and old[each] for each in before], np.bool_)
-        for chunk in np.flatnonzero(self._standing).tolist():
-            self._policy.hear(Came(chunk, sizes[chunk]))
+        self._on_disk = np.array([each >= 0 and old[each] for each in before], np.bool_)
+        for chunk in np.flatnonzero(self._on_disk).tolist():
+            self._policy.on_event(Inserted(chunk, sizes[chunk]))
         after = {was: now for now, was in enumerate(before) if was >= 0}
-        self._leaving = OrderedDict(
-            (after[chunk], content) for chunk, content in self._leaving.items() if chunk in after
+        self._queue = OrderedDict(
+            (after[chunk], content) for chunk, content in self._queue.items() if chunk in after
         )
-        self._leaving_bytes = sum(map(len, self._leaving.values()))
-        self._look_at_s = -math.inf
+        self._queued_bytes = sum(map(len, self._queue.values()))
+        self._next_scan_s = -math.inf
         self._work.set()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
         """Bytes of a chunk, by start and size; None where it is not here after all."""
         key = self._key(chunk)
 
-        def work(shelf: DiskShelf) -> tuple[list[memoryview] | None, bool]:
+        def work(shelf: DiskTier) -> tuple[list[memoryview] | None, bool]:
             found = shelf.find(key)
             if found is not None:
                 with found, contextlib.suppress(OSError, EOFError, MemoryError):
@@ -176,7 +178,7 @@ class Spill:
                     return [room.toreadonly() for room in rooms], True
             return None, shelf.holds(key)
 
-        answer = await self._in_thread(work, READ_S)
+        answer = await self._in_thread(work, READ_TIMEOUT_S)
         contents, is_there = answer or (None, True)
         if contents is None:
             self._failed(chunk, is_there=is_there)
@@ -185,16 +187,16 @@ class Spill:
             self._counts["disk_bytes"] += sum(size for _, size in spans)
         return contents
 
-    async def load(self, chunk: int) -> Sealed | None:
+    async def load(self, chunk: int) -> SealedMemory | None:
         """A whole chunk, checked, in memory; None where it is not here after all.
 
         Raises OSError where there is no memory.
         """
         key, size = self._key(chunk), self._sizes[chunk]
 
-        def work(shelf: DiskShelf) -> tuple[Sealed | OSError | None, bool]:
+        def work(shelf: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
             try:
-                draft = Draft(size)
+                draft = WritableMemory(size)
             except OSError as error:
                 return error, True
             found = shelf.find(key)
@@ -203,7 +205,7 @@ class Spill:
                     try:
                         found.read_into(0, draft.room)
                         sealed = draft.seal()
-                        check_whole(key, sealed.view)
+                        verify_chunk(key, sealed.view)
                         return sealed, True
                     except (OSError, EOFError, MemoryError):
                         pass
@@ -212,7 +214,7 @@ class Spill:
             draft.discard()
             return None, shelf.holds(key)
 
-        answer = await self._in_thread(work, READ_S)
+        answer = await self._in_thread(work, READ_TIMEOUT_S)
         loaded, is_there = answer or (None, True)
         if isinstance(loaded, OSError):
             raise loaded
@@ -222,49 +224,49 @@ class Spill:
             self._counts["disk_loads"] += 1
         return loaded
 
-    async def doubt(self, chunk: int) -> None:
+    async def recheck(self, chunk: int) -> None:
         """Bytes of a chunk were damaged, somebody says: look."""
-        if self._standing[chunk]:
+        if self._on_disk[chunk]:
             key = self._key(chunk)
 
-            def work(shelf: DiskShelf) -> bool:
-                shelf.doubt(key)
+            def work(shelf: DiskTier) -> bool:
+                shelf.report_damage(key)
                 return shelf.holds(key)
 
-            if await self._in_thread(work, READ_S) is False:
+            if await self._in_thread(work, READ_TIMEOUT_S) is False:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
         """What is here, as far as is known, and counts since the start."""
-        standing = self._standing
+        standing = self._on_disk
         return {
             **{name: self._counts[name] for name in _COUNTS},
             "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[standing].sum()),
             "disk_chunks": int(np.count_nonzero(standing)),
-            "disk_queued_bytes": self._leaving_bytes,
-            "disk_rests": int(self._shelf is not None and self._rests),
+            "disk_queued_bytes": self._queued_bytes,
+            "disk_rests": int(self._shelf is not None and self._is_paused),
         }
 
     async def run(self) -> None:
         """Look for what stands here, then write what comes. Ends when cancelled."""
         while self._shelf is not None:
-            if trio.current_time() >= self._look_at_s:
-                await self._look(self._queue_bytes)
-            if self._leaving:
-                chunk, content = next(iter(self._leaving.items()))
+            if trio.current_time() >= self._next_scan_s:
+                await self._scan(self._queue_bytes_max)
+            if self._queue:
+                chunk, content = next(iter(self._queue.items()))
                 await self._write(chunk, content)
-                if self._leaving.get(chunk) is content:
-                    del self._leaving[chunk]
-                    self._leaving_bytes -= len(content)
+                if self._queue.get(chunk) is content:
+                    del self._queue[chunk]
+                    self._queued_bytes -= len(content)
                 self._changed()
                 continue
             self._work = trio.Event()
-            with trio.move_on_at(self._look_at_s):
+            with trio.move_on_at(self._next_scan_s):
                 await self._work.wait()
 
-    async def keep(self, contents: Iterator[tuple[int, memoryview]], copies: Mask) -> None:
+    async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
         """At the end, after `run`: write these chunks, the first before the others, as far as there
-        is room without that any but `copies` goes. May be cancelled anywhere; the log says what
+        is room without that any but `evictable` goes. May be cancelled anywhere; the log says what
         came of it."""
         if self._shelf is None:
             return
@@ -272,14 +274,14 @@ class Spill:
         late: list[tuple[int, memoryview]] = []
         outcome = "there is no more time"
         try:
-            await self._look(0)
-            for chunk, content in itertools.chain(list(self._leaving.items()), contents):
-                if self._standing[chunk] or copies[chunk]:
+            await self._scan(0)
+            for chunk, content in itertools.chain(list(self._queue.items()), contents):
+                if self._on_disk[chunk] or evictable[chunk]:
                     continue
-                victims = self._copies(len(content), copies)
+                victims = self._choose_victims(len(content), evictable)
                 is_there, is_others = await self._put(chunk, content, victims)
                 if is_there:
-                    self._standing[chunk] = True
+                    self._on_disk[chunk] = True
                     kept_bytes.append(len(content))
                 elif not is_others:
                     outcome = "the disk takes no more"
@@ -287,7 +289,7 @@ class Spill:
                 else:
                     late.append((chunk, content))
             for chunk, content in late:
-                await trio.sleep(OTHERS_S)
+                await trio.sleep(OTHER_WRITER_WAIT_S)
                 if (await self._put(chunk, content, []))[0]:
                     kept_bytes.append(len(content))
             outcome = "that is all"
@@ -299,31 +301,35 @@ class Spill:
 
     def close(self) -> None:
         """Let go of what was to be written."""
-        self._leaving.clear()
-        self._leaving_bytes = 0
+        self._queue.clear()
+        self._queued_bytes = 0
 
     # The queue
 
     def _takes(self, size: int) -> bool:
-        if self._shelf is None or self._rests or trio.current_time() < self._takes_from_s:
+        if (
+            self._shelf is None
+            or self._is_paused
+            or trio.current_time() < self._writes_paused_until_s
+        ):
             return False
-        return self._leaving_bytes + self._expected_bytes + size <= self._queue_bytes
+        return self._queued_bytes + self._reserved_bytes + size <= self._queue_bytes_max
 
     async def _write(self, chunk: int, content: memoryview) -> None:
         victims = self._victims(len(content))
         if victims is None:
             self._counts["disk_refused"] += 1
-            self._look_at_s = min(self._look_at_s, trio.current_time() + LOOK_AGAIN_S)
+            self._next_scan_s = min(self._next_scan_s, trio.current_time() + RESCAN_S)
             return
         is_there, is_others = await self._put(chunk, content, victims)
         if is_there:
             self._counts["disk_writes"] += 1
-            if self._leaving.get(chunk) is content:  # there may be another version by now
-                self._came(chunk)
+            if self._queue.get(chunk) is content:  # there may be another version by now
+                self._record_inserted(chunk)
         elif not is_others:
             self._counts["disk_failures"] += 1
-            self._takes_from_s = trio.current_time() + REST_S
-            self._look_at_s = min(self._look_at_s, self._takes_from_s)
+            self._writes_paused_until_s = trio.current_time() + DISK_PAUSE_S
+            self._next_scan_s = min(self._next_scan_s, self._writes_paused_until_s)
 
     async def _put(
         self, chunk: int, content: memoryview, victims: Sequence[int]
@@ -332,9 +338,9 @@ class Spill:
         was writing it."""
         key, gone = self._key(chunk), [self._key(each) for each in victims]
         for each in victims:
-            self._went(each)
+            self._record_evicted(each)
 
-        def work(shelf: DiskShelf) -> tuple[bool, bool, int]:
+        def work(shelf: DiskTier) -> tuple[bool, bool, int]:
             if gone:
                 shelf.evict(gone)
             is_others = False
@@ -342,19 +348,19 @@ class Spill:
                 place = shelf.reserve(key, len(content))
                 is_others = place is None
                 if place is not None:
-                    place.fill(content)
-            return shelf.holds(key), is_others, shelf.room_bytes()
+                    place.commit(content)
+            return shelf.holds(key), is_others, shelf.free_bytes()
 
         answer = await self._in_thread(work, math.inf)
         is_there, is_others, self._room_bytes = answer or (False, False, 0)
         return is_there, is_others
 
-    def _copies(self, size: int, copies: Mask) -> list[int]:
+    def _choose_victims(self, size: int, evictable: Mask) -> list[int]:
         """Which of these go for so many bytes, where that helps or not."""
         victims: list[int] = []
         missing = size - self._room_bytes
         if missing > 0:
-            for chunk in np.flatnonzero(self._standing & copies).tolist():
+            for chunk in np.flatnonzero(self._on_disk & evictable).tolist():
                 if missing <= 0:
                     break
                 victims.append(chunk)
@@ -363,10 +369,10 @@ class Spill:
 
     def _victims(self, size: int) -> list[int] | None:
         """Who goes for so many bytes; None where that is not enough."""
-        victims = self._copies(size, self._spare())
+        victims = self._choose_victims(size, self._spare())
         beyond = size - self._room_bytes
         missing = beyond - sum(self._sizes[each] for each in victims)
-        for chunk in self._policy.give_up(beyond) if missing > 0 else ():
+        for chunk in self._policy.victims(beyond) if missing > 0 else ():
             if chunk not in victims:
                 victims.append(chunk)
                 missing -= self._sizes[chunk]
@@ -376,56 +382,56 @@ class Spill:
 
     # What is known of the shelf
 
-    async def _look(self, needed_bytes: int) -> None:
+    async def _scan(self, needed_bytes: int) -> None:
         """Find out what stands here, once what nobody uses any more has made room."""
-        self._look_at_s = math.inf
+        self._next_scan_s = math.inf
         identity = self._identity
 
-        def work(shelf: DiskShelf) -> tuple[list[ChunkId], int]:
+        def work(shelf: DiskTier) -> tuple[list[ChunkId], int]:
             shelf.note_use(identity)  # also where all reads have been from memory
             room_bytes = shelf.make_room(needed_bytes)
-            return shelf.standing(identity), room_bytes
+            return shelf.list_chunks(identity), room_bytes
 
         answer = await self._in_thread(work, math.inf)
         if answer is None:
-            self._look_at_s = trio.current_time() + LOOK_AGAIN_S
+            self._next_scan_s = trio.current_time() + RESCAN_S
             return
         self._counts["disk_looks"] += 1
         found, self._room_bytes = set(answer[0]), answer[1]
         for chunk, name in enumerate(self._ids):
-            if name in found and not self._standing[chunk]:
-                self._came(chunk)
-            elif name not in found and self._standing[chunk]:
-                self._went(chunk)
+            if name in found and not self._on_disk[chunk]:
+                self._record_inserted(chunk)
+            elif name not in found and self._on_disk[chunk]:
+                self._record_evicted(chunk)
         self._changed()
 
-    def _came(self, chunk: int) -> None:
-        self._standing[chunk] = True
-        self._policy.hear(Came(chunk, self._sizes[chunk]))
+    def _record_inserted(self, chunk: int) -> None:
+        self._on_disk[chunk] = True
+        self._policy.on_event(Inserted(chunk, self._sizes[chunk]))
 
-    def _went(self, chunk: int) -> None:
-        self._standing[chunk] = False
-        self._policy.hear(Went(chunk))
+    def _record_evicted(self, chunk: int) -> None:
+        self._on_disk[chunk] = False
+        self._policy.on_event(Evicted(chunk))
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
         """A chunk could not be read. Where it is still there, the disk has failed."""
         now_s = trio.current_time()
         if is_there:
-            self._rests_until_s = now_s + REST_S
-        elif self._standing[chunk]:
-            self._went(chunk)
-        self._look_at_s = min(self._look_at_s, now_s + LOOK_AGAIN_S)
+            self._paused_until_s = now_s + DISK_PAUSE_S
+        elif self._on_disk[chunk]:
+            self._record_evicted(chunk)
+        self._next_scan_s = min(self._next_scan_s, now_s + RESCAN_S)
         self._work.set()
         self._counts["disk_failures"] += 1
 
     # Threads
 
     @property
-    def _rests(self) -> bool:
-        return self._shelf is None or trio.current_time() < self._rests_until_s
+    def _is_paused(self) -> bool:
+        return self._shelf is None or trio.current_time() < self._paused_until_s
 
-    async def _in_thread(self, work: Callable[[DiskShelf], Made], within_s: float) -> Made | None:
+    async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
         """What `work` gives; None where it fails or does not come back in time."""
         shelf = self._shelf
         assert shelf is not None

@@ -56,10 +56,12 @@ def make_certificate() -> Certificate:
         context.load_cert_chain(f"/proc/self/fd/{file}")
     finally:
         os.close(file)
-    return Certificate(context, digest_of(certificate.public_bytes(serialization.Encoding.DER)))
+    return Certificate(
+        context, certificate_digest(certificate.public_bytes(serialization.Encoding.DER))
+    )
 
 
-def digest_of(certificate: bytes) -> bytes:
+def certificate_digest(certificate: bytes) -> bytes:
     """What others know a certificate by, which is given as DER."""
     return hashlib.sha256(certificate).digest()
 

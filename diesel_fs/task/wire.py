@@ -14,6 +14,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
+from ..entries import Bytes
 from ..errors import CorruptError, UsageError
 from ..names import shown
 
@@ -22,12 +23,12 @@ SENTENCE_BYTES_MAX = 512
 RANK_MAX = 0xFFFD
 """Ranks stand in two bytes, of which two values are taken."""
 
-SOURCE_HERE, SOURCE_NOBODY = 0xFFFE, 0xFFFF
+SOURCE_HERE, SOURCE_NONE = 0xFFFE, 0xFFFF
 
 PARTS_MAX = 4096
 PARTS_BYTES_MAX = 32 << 20
 REQUESTS_MAX = 64
-UNDER_WAY_BYTES_MAX = 64 << 20
+IN_FLIGHT_BYTES_MAX = 64 << 20
 
 HEAD_BYTES = 16
 PART_BYTES = 12
@@ -46,7 +47,6 @@ Parts = npt.NDArray[np.uint32]
 Sizes = npt.NDArray[np.uint64]
 """Bytes of each chunk of a version."""
 
-Raw = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<IBBHII")
 _PART = struct.Struct("<III")
@@ -57,7 +57,7 @@ _FEW = 8  # records that are looked at one by one: what numpy's calls cost takes
 
 
 def parse_parts(
-    content: Raw, count: int, sizes: Sizes, *, start: int = 0, bytes_max: int = PARTS_BYTES_MAX
+    content: Bytes, count: int, sizes: Sizes, *, start: int = 0, bytes_max: int = PARTS_BYTES_MAX
 ) -> tuple[Parts, int]:
     """The records that begin at `start`, as a view of `content`, and how many bytes they are of.
 
@@ -106,7 +106,7 @@ def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) 
     return _HEAD.pack(number, kind, flags, 0, len(parts), 0) + parts.tobytes()
 
 
-def parse_request(content: Raw, start: int = 0) -> RequestHead:
+def parse_request(content: Bytes, start: int = 0) -> RequestHead:
     """What begins at `start`. Raises CorruptError."""
     number, kind, flags, zero, count, none = _HEAD.unpack_from(content, start)
     if zero or none or flags & ~LOAD:
@@ -133,7 +133,7 @@ def answer_head(number: int, kind: int, statuses: bytes, payload_bytes: int) -> 
     return _HEAD.pack(number, kind, 0, 0, len(statuses), payload_bytes) + statuses
 
 
-def parse_answer(content: Raw, start: int = 0) -> AnswerHead:
+def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
     """What begins at `start`. Raises CorruptError. Whether it fits what was asked, the asker knows:
     `check_answer` and `given_bytes`."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
@@ -163,17 +163,23 @@ def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
 
 LOCAL_VERSION = 1
 
-LOCAL_HELLO, LOCAL_READ, LOCAL_LEND, LOCAL_RETURN, LOCAL_DAMAGED, LOCAL_STATS, LOCAL_SHOW = range(
-    1, 8
-)
+(
+    LOCAL_HELLO,
+    LOCAL_READ,
+    LOCAL_PIN,
+    LOCAL_UNPIN,
+    LOCAL_DAMAGED,
+    LOCAL_STATS,
+    LOCAL_SWITCH_VERSION,
+) = range(1, 8)
 LOCAL_OK, LOCAL_REFUSED = range(2)
 """Statuses: done; this client cannot be served, now or later."""
 
-RETURNED_MAX = 1 << 16
+UNPINNED_MAX = 1 << 16
 """Chunks that are returned, or wanted back, at once."""
 
 STATS_BYTES_MAX = 4 << 20
-LOCAL_BODY_BYTES_MAX = max(PARTS_MAX * PART_BYTES, 4 * RETURNED_MAX)
+LOCAL_BODY_BYTES_MAX = max(PARTS_MAX * PART_BYTES, 4 * UNPINNED_MAX)
 """Of a request: what a master has to make room for."""
 
 _LOCAL = struct.Struct("<BBHIII")
@@ -186,26 +192,26 @@ _DAMAGED = struct.Struct("<IIIH")
 _SHOW = struct.Struct("<Q")
 
 # How long the bodies are: so many bytes, and so many for each that is counted; and how many may be.
-_OF_REQUEST = {
+_REQUEST_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_HELLO.size, 0, 0, 0),
     LOCAL_READ: (0, PART_BYTES, 1, PARTS_MAX),
-    LOCAL_LEND: (0, _CHUNK.size, 1, 1),
-    LOCAL_RETURN: (0, _CHUNK.size, 0, RETURNED_MAX),
+    LOCAL_PIN: (0, _CHUNK.size, 1, 1),
+    LOCAL_UNPIN: (0, _CHUNK.size, 0, UNPINNED_MAX),
     LOCAL_DAMAGED: (0, _DAMAGED.size, 1, 1),
     LOCAL_STATS: (0, 0, 0, 0),
-    LOCAL_SHOW: (_SHOW.size, 0, 0, 0),
+    LOCAL_SWITCH_VERSION: (_SHOW.size, 0, 0, 0),
 }
-_OF_ANSWER = {
+_ANSWER_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_WELCOME.size, 0),
     LOCAL_READ: (0, _OFFSET.size + _SOURCE.size),
-    LOCAL_LEND: (0, _SOURCE.size),
-    LOCAL_RETURN: (0, 0),
+    LOCAL_PIN: (0, _SOURCE.size),
+    LOCAL_UNPIN: (0, 0),
     LOCAL_DAMAGED: (0, 0),
-    LOCAL_SHOW: (0, 0),
+    LOCAL_SWITCH_VERSION: (0, 0),
 }
 
 
-class LocalRequest(NamedTuple):
+class LocalRequestHead(NamedTuple):
     """The first 16 bytes of a client's request; its body follows."""
 
     kind: int
@@ -214,59 +220,61 @@ class LocalRequest(NamedTuple):
     body_bytes: int
 
 
-def local_request(kind: int, count: int = 0, body: Raw = b"", flags: int = 0) -> bytes:
+def local_request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> bytes:
     """A whole request."""
     return _LOCAL.pack(kind, flags, 0, count, len(body), 0) + body
 
 
-def parse_local_request(content: Raw) -> LocalRequest:
+def parse_local_request(content: Bytes) -> LocalRequestHead:
     """The head of a request, whose body is as long as its kind says. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("no request")
     kind, flags, status, count, body_bytes, zero = _LOCAL.unpack(content)
-    fixed, each, low, high = _OF_REQUEST.get(kind, (0, 0, 1, 0))
+    fixed, each, low, high = _REQUEST_BODY_SIZES.get(kind, (0, 0, 1, 0))
     if not low <= count <= high or body_bytes != fixed + each * count or status or zero:
         raise CorruptError("no request")
-    if flags & ~LOAD or (flags and kind not in (LOCAL_READ, LOCAL_LEND)):
+    if flags & ~LOAD or (flags and kind not in (LOCAL_READ, LOCAL_PIN)):
         raise CorruptError("no request")
-    return LocalRequest(kind, flags, count, body_bytes)
+    return LocalRequestHead(kind, flags, count, body_bytes)
 
 
-class LocalAnswer(NamedTuple):
-    """The first 16 bytes of a master's answer; its body follows, with `wanted` chunks at its
+class LocalAnswerHead(NamedTuple):
+    """The first 16 bytes of a master's answer; its body follows, with `revoked` chunks at its
     end."""
 
     status: int
     counted: int
     body_bytes: int
-    wanted: int
+    revoked: int
 
 
-def local_answer(kind: int, count: int = 0, body: Raw = b"", wanted: Sequence[int] = ()) -> bytes:
-    """A whole answer. `wanted` are chunks that the master would like back."""
-    return _local_answer(kind, LOCAL_OK, count, body, wanted)
+def local_answer(
+    kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()
+) -> bytes:
+    """A whole answer. `revoked` are chunks that the master would like back."""
+    return _local_answer(kind, LOCAL_OK, count, body, revoked)
 
 
-def local_refusal(kind: int, sentence: str, *, wanted: Sequence[int] = ()) -> bytes:
+def local_refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
     """An answer that says in one sentence why there is none."""
-    return _local_answer(kind, LOCAL_REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], wanted)
+    return _local_answer(kind, LOCAL_REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
-def _local_answer(kind: int, status: int, count: int, body: Raw, wanted: Sequence[int]) -> bytes:
-    if not wanted:
+def _local_answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[int]) -> bytes:
+    if not revoked:
         return _LOCAL.pack(kind, 0, status, count, len(body), 0) + body
-    back = wanted[:RETURNED_MAX]
+    back = revoked[:UNPINNED_MAX]
     length = len(body) + _CHUNK.size * len(back)
     head = _LOCAL.pack(kind, 0, status, count, length, len(back))
     return head + body + np.array(back, "<u4").tobytes()
 
 
-def parse_local_answer(content: Raw, kind: int, count: int) -> LocalAnswer:
+def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
     """The head of an answer to a request of this kind and count. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("no answer")
     same, flags, status, counted, body_bytes, wanted = _LOCAL.unpack(content)
-    if same != kind or flags or wanted > RETURNED_MAX:
+    if same != kind or flags or wanted > UNPINNED_MAX:
         raise CorruptError("no answer")
     proper = body_bytes - _CHUNK.size * wanted
     if status != LOCAL_OK:
@@ -274,22 +282,22 @@ def parse_local_answer(content: Raw, kind: int, count: int) -> LocalAnswer:
     elif kind == LOCAL_STATS:
         good = counted == 0 and 0 <= proper <= STATS_BYTES_MAX
     else:
-        fixed, each = _OF_ANSWER[kind]
+        fixed, each = _ANSWER_BODY_SIZES[kind]
         good = counted == (count if each else 0) and proper == fixed + each * counted
     if not good:
         raise CorruptError("no answer")
-    return LocalAnswer(status, counted, body_bytes, wanted)
+    return LocalAnswerHead(status, counted, body_bytes, wanted)
 
 
-def split_wanted(head: LocalAnswer, body: Raw) -> tuple[memoryview, list[int]]:
+def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
     """The body proper, and the chunks that are wanted back."""
     view = memoryview(body)
-    proper = head.body_bytes - _CHUNK.size * head.wanted
-    chunks = np.frombuffer(view, "<u4", head.wanted, proper) if head.wanted else None
+    proper = head.body_bytes - _CHUNK.size * head.revoked
+    chunks = np.frombuffer(view, "<u4", head.revoked, proper) if head.revoked else None
     return view[:proper], [] if chunks is None else chunks.tolist()
 
 
-def sentence_in(body: Raw) -> str:
+def parse_refusal(body: Bytes) -> str:
     """Why there is no answer, for people."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "it gave no reason"
 
@@ -299,7 +307,7 @@ def local_hello(identity: UUID, version: int) -> bytes:
     return _LOCAL_HELLO.pack(LOCAL_VERSION, 0, identity.bytes, version)
 
 
-def parse_local_hello(body: Raw) -> tuple[UUID, int]:
+def parse_local_hello(body: Bytes) -> tuple[UUID, int]:
     """The dataset's identity and version. Raises CorruptError; UsageError for a client of another
     version of diesel-fs."""
     if len(body) != _LOCAL_HELLO.size:
@@ -320,7 +328,7 @@ def local_welcome(rank: int, chunks: int) -> bytes:
     return _LOCAL_WELCOME.pack(rank, chunks)
 
 
-def parse_local_welcome(body: Raw) -> tuple[int, int]:
+def parse_local_welcome(body: Bytes) -> tuple[int, int]:
     """The master's rank, and how many chunks the dataset has. Raises CorruptError."""
     if len(body) != _LOCAL_WELCOME.size:
         raise CorruptError("no answer to hello")
@@ -335,20 +343,20 @@ def source_body(source: int) -> bytes:
     return _SOURCE.pack(source)
 
 
-def parse_source(body: Raw) -> int:
+def parse_source(body: Bytes) -> int:
     """Where a chunk is. Raises CorruptError."""
     if len(body) != _SOURCE.size:
         raise CorruptError("no source")
     return int(_SOURCE.unpack(body)[0])
 
 
-def placed_body(offsets: npt.NDArray[np.uint32], sources: npt.NDArray[np.uint16]) -> bytes:
+def read_answer_body(offsets: npt.NDArray[np.uint32], sources: npt.NDArray[np.uint16]) -> bytes:
     """The body of an answer to READ: where in the window each part lies, and where it is from."""
     return offsets.astype("<u4", copy=False).tobytes() + sources.astype("<u2", copy=False).tobytes()
 
 
-def parse_placed(
-    body: Raw, sizes: npt.NDArray[np.uint32], window_bytes: int
+def parse_read_answer(
+    body: Bytes, sizes: npt.NDArray[np.uint32], window_bytes: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
     """Offset and source of each part, whose sizes the asker knows. Raises CorruptError for a part
     outside the window."""
@@ -365,7 +373,7 @@ def chunks_body(chunks: Sequence[int]) -> bytes:
     return np.array(chunks, "<u4").tobytes()
 
 
-def parse_chunks(body: Raw, chunk_count: int) -> list[int]:
+def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
     """The chunks of a LEND or RETURN. Raises CorruptError for those that do not exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
@@ -375,7 +383,7 @@ def parse_chunks(body: Raw, chunk_count: int) -> list[int]:
     return chunks
 
 
-class Damaged(NamedTuple):
+class DamagedPart(NamedTuple):
     """A part that did not match its checksum, and who gave it."""
 
     chunk: int
@@ -384,27 +392,27 @@ class Damaged(NamedTuple):
     source: int
 
 
-def damaged_body(damaged: Damaged) -> bytes:
+def damaged_body(damaged: DamagedPart) -> bytes:
     """The body of a DAMAGED."""
     return _DAMAGED.pack(*damaged)
 
 
-def parse_damaged(body: Raw, sizes: Sizes) -> Damaged:
+def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
     """The part and its source. Raises CorruptError."""
     if len(body) != _DAMAGED.size:
         raise CorruptError("no part")
-    found = Damaged(*_DAMAGED.unpack(body))
+    found = DamagedPart(*_DAMAGED.unpack(body))
     if found.chunk >= len(sizes) or found.start + found.size > sizes[found.chunk]:
         raise CorruptError("a part lies outside its chunk")
     return found
 
 
-def show_body(version: int) -> bytes:
+def switch_version_body(version: int) -> bytes:
     """The body of a SHOW."""
     return _SHOW.pack(version)
 
 
-def parse_show(body: Raw) -> int:
+def parse_switch_version(body: Bytes) -> int:
     """The dataset's version. Raises CorruptError."""
     if len(body) != _SHOW.size:
         raise CorruptError("no version")

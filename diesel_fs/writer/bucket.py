@@ -18,14 +18,14 @@ from typing import NamedTuple, Protocol
 
 from ..entries import Kind, Stat, join, path_fault, split
 from ..errors import ConflictError, NotFoundError, UsageError
-from ..repository import Repository, WriteSession
+from ..repository import LocalRepository, LocalWriteSession
 from ..snapshot import Snapshot, same_content
-from .clashes import acknowledge
-from .options import Filter, Progress, PutOptions, PutReport, quiet
-from .pack import Unsettled
-from .plan import RESERVED
+from .clashes import finish_put
+from .options import Filter, PutOptions, PutProgress, PutReport, no_progress
+from .pack import FileSkipped
+from .plan import RESERVED_NAME
 from .single import check_target, new_packer
-from .standing import Readable, Standing, begun, leave_out_shadowed
+from .standing import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
 
 FETCHES = 32
 """Requests at once: an object store answers each after tens of milliseconds."""
@@ -70,12 +70,12 @@ class Bucket(Protocol):
 
 
 def put_bucket(
-    repository: Repository,
+    repository: LocalRepository,
     dataset: str,
     bucket: Bucket,
     prefix: bytes = b"",
     options: PutOptions | None = None,
-    progress: Progress = quiet,
+    progress: PutProgress = no_progress,
 ) -> PutReport:
     """Put the objects of a bucket below `prefix` of a dataset; as `put_tree` otherwise.
 
@@ -83,20 +83,22 @@ def put_bucket(
     that is allowed. Raises NotFoundError.
     """
     options = options or PutOptions()
-    if prefix.split(b"/", 1)[0] == RESERVED:
+    if prefix.split(b"/", 1)[0] == RESERVED_NAME:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
     objects = _begun(bucket, prefix, options)
-    session, view, readable = begun(repository, dataset, options)
-    put = _BucketPut(view, readable, bucket, objects, prefix, options, progress)
+    session, view, readable = begin_put(repository, dataset, options)
+    put = BucketSource(view, readable, bucket, objects, prefix, options, progress)
     if session is None:
-        put.report.seen = sum(1 for _ in put.wanted())
-        put.report.would_delete(put.standing.gone())
+        put.report.entries_found = sum(1 for _ in put.wanted())
+        put.report.set_to_delete(put.comparer.removed_paths())
         return put.report
     put.run(session)
-    if gone := put.standing.gone():
+    if gone := put.comparer.removed_paths():
         put.report.deleted = session.delete(gone)
-    acknowledge(repository, session, put.report, prefix)
-    leave_out_shadowed(repository, session, view, put.report, "it is a folder of the bucket, too")
+    finish_put(repository, session, put.report, prefix)
+    delete_shadowed_files(
+        repository, session, view, put.report, "it is a folder of the bucket, too"
+    )
     progress(put.report)
     return put.report
 
@@ -120,18 +122,18 @@ def _begun(bucket: Bucket, prefix: bytes, options: PutOptions) -> Iterator[Bucke
     return chain([first], listed)
 
 
-class _BucketPut:
+class BucketSource:
     """One put of a bucket."""
 
     def __init__(
         self,
         view: Snapshot,
-        readable: Readable,
+        readable: ReadabilityCheck,
         bucket: Bucket,
         objects: Iterator[BucketObject],
         prefix: bytes,
         options: PutOptions,
-        progress: Progress,
+        progress: PutProgress,
     ) -> None:
         self.report = PutReport()
         self._bucket = bucket
@@ -139,13 +141,13 @@ class _BucketPut:
         self._prefix = prefix
         self._options = options
         self._chosen = Filter(options)
-        self.standing = Standing(view, prefix, options, readable)
+        self.comparer = EntryComparer(view, prefix, options, readable)
         self._progress = progress
 
-    def run(self, session: WriteSession) -> None:
+    def run(self, session: LocalWriteSession) -> None:
         """Pack all that is wanted. Raises DieselError; what was committed by then stays."""
         packer = new_packer(session, self._options, self.report)
-        fetched = _Fetched(self._bucket, self.wanted())
+        fetched = _ObjectFetcher(self._bucket, self.wanted())
         try:
             for each in fetched:
                 try:
@@ -154,7 +156,7 @@ class _BucketPut:
                         io.BufferedReader(fetched.content()), each.size, split(target),
                         _MODE, each.modified_ns,
                     )  # fmt: skip
-                except (Unsettled, NotFoundError, ConflictError) as error:
+                except (FileSkipped, NotFoundError, ConflictError) as error:
                     self.report.fail(each.key, str(error))
             packer.finish()
         finally:
@@ -172,18 +174,18 @@ class _BucketPut:
             if reason := _refusal(target):
                 self.report.fail(each.key, reason)
                 continue
-            if self._chosen.leaves_out(each.key, is_folder=False):
+            if self._chosen.excludes(each.key, is_folder=False):
                 continue
-            index = self.standing.find(target)
-            if reason := self.standing.obstacle(target, index, Kind.FILE):
+            index = self.comparer.find(target)
+            if reason := self.comparer.conflict_reason(target, index, Kind.FILE):
                 self.report.fail(each.key, reason)
                 continue
             entry = Stat(Kind.FILE, _MODE, each.size, each.modified_ns)
-            if self.standing.unchanged(index, entry) and self._holds(index, each):
+            if self.comparer.unchanged(index, entry) and self._holds(index, each):
                 self.report.unchanged += 1
                 continue
-            self.report.seen += 1
-            self.standing.put_over(index)
+            self.report.entries_found += 1
+            self.comparer.mark_replaced(index)
             yield each
         self.report.walked = True
 
@@ -193,7 +195,7 @@ class _BucketPut:
             return True
         try:
             return same_content(
-                self.standing.view.extents(index),
+                self.comparer.view.extents(index),
                 lambda size, start: self._bucket.read(each, start, size),
             )
         except (NotFoundError, ConflictError):
@@ -206,7 +208,7 @@ class _Piece(NamedTuple):
     content: "Future[bytes]"
 
 
-class _Fetched:
+class _ObjectFetcher:
     """The wanted objects one by one, and each one's content, fetched ahead."""
 
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
@@ -275,7 +277,7 @@ class _Fetched:
 class _Content(io.RawIOBase):
     """One object as a file that is read from its beginning to its end."""
 
-    def __init__(self, fetched: _Fetched) -> None:
+    def __init__(self, fetched: _ObjectFetcher) -> None:
         self._fetched = fetched
         self._left = memoryview(b"")
 
@@ -299,6 +301,6 @@ def _refusal(target: bytes) -> str:
     """Why no file can be put at a path, or the empty string."""
     if fault := path_fault(target):
         return f"refused: its name has {fault}"
-    if target.split(b"/", 1)[0] == RESERVED:
+    if target.split(b"/", 1)[0] == RESERVED_NAME:
         return "refused: it is the name of a mount's own folder"
     return ""

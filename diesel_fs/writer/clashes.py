@@ -19,15 +19,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.content_file import ContentFile
-from ..cache.store import ContentReader
+from ..cache.content_file import EntryFile
+from ..cache.store import EntryReader
 from ..chunk import CHUNK_BYTES_DEFAULT, Header
 from ..chunk_id import chunk_id_text
-from ..entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, shown, split
+from ..entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..errors import FormatError, ObjectMissing
-from ..repository import Repository, WriteSession
+from ..names import shown
+from ..repository import LocalRepository, LocalWriteSession
 from ..snapshot import Snapshot
-from ..snapshot_merge import merge
+from ..snapshot_merge import build_snapshot
 from .options import PutReport
 from .pack import Packer
 
@@ -50,8 +51,8 @@ class _Entry(NamedTuple):
         return Kind(int(self.header.records["kind"][self.place]))
 
 
-def acknowledge(
-    repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
+def finish_put(
+    repository: LocalRepository, session: LocalWriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
     """`session.finish`; names the paths at which a file had to be put again in the report.
 
@@ -60,9 +61,9 @@ def acknowledge(
     before.
     """
     report.version = session.finish()
-    if not session.others_wrote():
+    if not session.others_committed():
         return False
-    lost = _lost(repository, session)
+    lost = _files_replaced_by_folders(repository, session)
     if lost:
         _put_again(repository, session, lost)
         report.version = session.finish()
@@ -73,11 +74,11 @@ def acknowledge(
 
 
 def _put_again(
-    repository: Repository, session: WriteSession, lost: dict[bytes, list[_Entry]]
+    repository: LocalRepository, session: LocalWriteSession, lost: dict[bytes, list[_Entry]]
 ) -> None:
     log.warning("files that folders replaced are put again: %s", ", ".join(map(shown, lost)))
     view = _view(session, lost)
-    reader = ContentReader(view, repository.objects, _MEMORY_BYTES)
+    reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
     packer = Packer(
         session.identity, CHUNK_BYTES_DEFAULT, "auto", session.objects, session.new_id,
         lambda preamble, header, _: _commit(session, preamble, header),
@@ -89,7 +90,7 @@ def _put_again(
             if found.kind == Kind.LINK:
                 packer.add_link_to(split(path), found.mtime_ns, view.link(index))
                 continue
-            content = io.BufferedReader(ContentFile(reader, index), _READ_BYTES)
+            content = io.BufferedReader(EntryFile(reader, index), _READ_BYTES)
             packer.add_stream(content, found.size, split(path), found.mode, found.mtime_ns)
         packer.finish()
     finally:
@@ -97,21 +98,23 @@ def _put_again(
         reader.close()
 
 
-def _commit(session: WriteSession, preamble: bytes, header: bytes) -> None:
+def _commit(session: LocalWriteSession, preamble: bytes, header: bytes) -> None:
     session.commit(preamble, header)
 
 
-def _lost(repository: Repository, session: WriteSession) -> dict[bytes, list[_Entry]]:
+def _files_replaced_by_folders(
+    repository: LocalRepository, session: LocalWriteSession
+) -> dict[bytes, list[_Entry]]:
     """The extents of each file that a folder has replaced, one of the two by this session."""
     before, after = session.view, repository.view(session.name)
-    own = session.chunks
+    own = session.committed_chunks
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new.difference(own)))
-    shadowed = set(after.shadowed().tolist())
+    shadowed = set(after.shadowing_folders().tolist())
     suspects = {
         path
         for header in theirs
-        for path in _suspects(header, session)
+        for path in _possible_conflicts(header, session)
         if (index := after.lookup(path)) >= 0
         and after.stat(index).kind == Kind.FOLDER
         and index not in shadowed
@@ -129,7 +132,7 @@ def _lost(repository: Repository, session: WriteSession) -> dict[bytes, list[_En
     return {path: extents for path, extents in sorted(lost.items()) if extents}
 
 
-def _suspects(header: Header, session: WriteSession) -> Iterator[bytes]:
+def _possible_conflicts(header: Header, session: LocalWriteSession) -> Iterator[bytes]:
     """Of a chunk of another writer: its files and links, and the folders that are next to
     something of ours."""
     kinds = header.records["kind"]
@@ -149,7 +152,9 @@ def _replaced(entries: list[_Entry]) -> list[_Entry]:
         return []
     last = max(entry.stamp for entry in files)
     extents = {
-        entry.header.parts[entry.place].number if entry.place in entry.header.parts else 0: entry
+        entry.header.extents[entry.place].number
+        if entry.place in entry.header.extents
+        else 0: entry
         for entry in files
         if entry.stamp == last
     }
@@ -162,7 +167,7 @@ def _replaced(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _headers(
-    repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
+    repository: LocalRepository, session: LocalWriteSession, chunks: Iterable[ChunkId]
 ) -> Iterator[Header]:
     for chunk in sorted(chunks):
         try:
@@ -171,7 +176,7 @@ def _headers(
             log.warning("chunk %s cannot be looked at: %s", chunk_id_text(chunk), error.message)
 
 
-def _view(session: WriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
+def _view(session: LocalWriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
     """A snapshot of nothing but these files."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
@@ -191,7 +196,7 @@ def _view(session: WriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
         [info.id for info in chunks],
         tails,
     )
-    parts = merge(
+    parts = build_snapshot(
         None, rows, list(chunks), identity=session.identity, dataset=session.name, version=1,
         digest=0,
     )  # fmt: skip

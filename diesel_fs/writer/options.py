@@ -51,9 +51,10 @@ class PutOptions:
 class PutReport:
     """What a put has done so far; `failed` names each file that was left out, with the reason.
 
-    Files and bytes count what was committed; `seen` what the walk has found to do. `gone` is what
-    a dry run would delete, deepest first. `stripped` counts entries whose set-user-ID, set-group-ID
-    or sticky bits were left out, `hard_links` files that are stored once for each of their names.
+    Files and bytes count what was committed; `entries_found` what the walk has found to do.
+    `to_delete` is what a dry run would delete, deepest first. `stripped` counts entries whose
+    set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored once
+    for each of their names.
     """
 
     files: int = 0
@@ -62,28 +63,28 @@ class PutReport:
     entries: int = 0
     unchanged: int = 0
     deleted: int = 0
-    gone: Sequence[bytes] = ()
+    to_delete: Sequence[bytes] = ()
     stripped: int = 0
     hard_links: int = 0
-    seen: int = 0
+    entries_found: int = 0
     walked: bool = False
     version: int = 0
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
-    def would_delete(self, gone: Sequence[bytes]) -> None:
+    def set_to_delete(self, gone: Sequence[bytes]) -> None:
         """What a dry run has found to be deleted."""
-        self.gone, self.deleted = gone, len(gone)
+        self.to_delete, self.deleted = gone, len(gone)
 
     def fail(self, path: bytes, reason: str) -> None:
         """Name something that is left out, by its path below the source."""
         self.failed.append((path, reason))
 
 
-def quiet(report: "PutReport") -> None:
+def no_progress(report: "PutReport") -> None:
     """No progress."""
 
 
-Progress = Callable[[PutReport], None]
+PutProgress = Callable[[PutReport], None]
 """Called whenever the report has changed, from the thread that puts; it decides when to draw."""
 
 
@@ -93,15 +94,15 @@ class Filter:
     def __init__(self, options: PutOptions) -> None:
         self._include = [_Glob.of(pattern) for pattern in options.include]
         self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
-        self.empty = not (self._include or self._exclude)
+        self.includes_all = not (self._include or self._exclude)
         if any(glob.folders_only for glob in self._include):
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
-    def enters(self, path: bytes) -> bool:
+    def includes_folder(self, path: bytes) -> bool:
         """Whether the folder at a path is to be put, if those above it are."""
         return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
-    def takes(self, path: bytes) -> bool:
+    def includes_file(self, path: bytes) -> bool:
         """Whether the file or link at a path is to be put, if the folders above it are."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
@@ -109,16 +110,16 @@ class Filter:
             glob.matches(path, is_folder=False) for glob in self._include
         )
 
-    def leaves_out(self, path: bytes, *, is_folder: bool) -> bool:
+    def excludes(self, path: bytes, *, is_folder: bool) -> bool:
         """Whether an entry is not to be put, for its own sake or for a folder that it is in."""
-        if self.empty or not path:
+        if self.includes_all or not path:
             return False
         end = path.find(b"/")
         while end >= 0:
-            if not self.enters(path[:end]):
+            if not self.includes_folder(path[:end]):
                 return True
             end = path.find(b"/", end + 1)
-        return not (self.enters(path) if is_folder else self.takes(path))
+        return not (self.includes_folder(path) if is_folder else self.includes_file(path))
 
 
 @dataclass(frozen=True, slots=True)

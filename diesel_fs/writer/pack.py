@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import BinaryIO
 from uuid import UUID
 
-from ..chunk import ENTRIES_MAX, EXTENT_ALIGNMENT, Part
+from ..chunk import ENTRIES_MAX, EXTENT_ALIGNMENT, ExtentInfo
 from ..chunk_builder import ChunkBuilder
 from ..chunk_id import stamp
 from ..entries import ChunkId, Stamp
 from ..errors import DieselError, ObjectExists
 from ..layout import chunk_object
 from ..storage.objects import ObjectStore
-from .source import FILE_FLAGS, open_file, why
+from .source import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
 """The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
@@ -35,13 +35,13 @@ READ_TRIES = 3
 _UPLOAD_TRIES = 8
 _BUILDERS = 4  # one is filled, one is stored, two wait for the store
 _BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
-_LEFT_OUT = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
-_SETTLE_S = 0.02  # between two tries to read a file that is being written
+_SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
+_RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
 
-Path = tuple[bytes, bytes]
+SplitPath = tuple[bytes, bytes]
 
 
-class Unsettled(Exception):
+class FileSkipped(Exception):
     """A file could not be read as it was at one moment; the reason is the message."""
 
 
@@ -86,7 +86,7 @@ class Packer:
         """Entries that have not been shipped yet."""
         return len(self._builder)
 
-    def add_file(self, folder: int, name: bytes, path: Path) -> None:
+    def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
         """Read the file `name` in the descriptor `folder`.
 
         Raises OSError, or Unsettled where it is no regular file or does not hold still; then
@@ -96,18 +96,22 @@ class Packer:
             raise self._broken
         for attempt in range(READ_TRIES):
             if attempt:
-                time.sleep(_SETTLE_S)
+                time.sleep(_RETRY_PAUSE_S)
             file = open_file(folder, name)
             try:
                 before = os.fstat(file)
                 if not stat.S_ISREG(before.st_mode):
-                    raise Unsettled("skipped: a pipe, socket, device or folder")
+                    raise FileSkipped("skipped: a pipe, socket, device or folder")
                 whole = before.st_size <= self._extent_bytes
-                if self._read(file, path, before) if whole else self._cut(file, path, before):
+                if (
+                    self._read(file, path, before)
+                    if whole
+                    else self._read_in_extents(file, path, before)
+                ):
                     return
             finally:
                 os.close(file)
-        raise Unsettled(f"it changed while it was being read, {READ_TRIES} times")
+        raise FileSkipped(f"it changed while it was being read, {READ_TRIES} times")
 
     def add_files(
         self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
@@ -126,8 +130,8 @@ class Packer:
                 try:
                     self.add_file(folder, names[at], (path, names[at]))
                 except OSError as error:
-                    failed(names[at], why(error))
-                except Unsettled as reason:
+                    failed(names[at], failure_reason(error))
+                except FileSkipped as reason:
                     failed(names[at], str(reason))
                 at += 1
 
@@ -176,11 +180,11 @@ class Packer:
                     break
         if sizes:
             builder.add_files(path, names[: len(sizes)], modes, mtimes_ns, sizes)
-            self.stripped += sum(1 for mode in modes if mode & _LEFT_OUT)
+            self.stripped += sum(1 for mode in modes if mode & _SPECIAL_MODE_BITS)
             self.hard_links += linked
         return len(sizes)
 
-    def add_link(self, folder: int, name: bytes, path: Path) -> None:
+    def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
         """Read the link `name` in the descriptor `folder`. Raises OSError."""
         self._check()
         target = os.readlink(name, dir_fd=folder)
@@ -188,38 +192,40 @@ class Packer:
         self._builder.add_link(path, found.st_mtime_ns, target)
         self._ship_if_full()
 
-    def add_folder(self, path: Path, mode: int, mtime_ns: int) -> None:
+    def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
         """Add a folder."""
         self._check()
-        self.stripped += mode & _LEFT_OUT != 0
+        self.stripped += mode & _SPECIAL_MODE_BITS != 0
         self._builder.add_folder(path, mode, mtime_ns)
         self._ship_if_full()
 
-    def add_tombstone(self, path: Path) -> None:
+    def add_tombstone(self, path: SplitPath) -> None:
         """Add the deletion of a path."""
         self._check()
         self._builder.add_tombstone(path)
         self._ship_if_full()
 
-    def add_link_to(self, path: Path, mtime_ns: int, target: bytes) -> None:
+    def add_link_to(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
         """Add a link whose target is known."""
         self._check()
         self._builder.add_link(path, mtime_ns, target)
         self._ship_if_full()
 
-    def add_stream(self, file: BinaryIO, size: int, path: Path, mode: int, mtime_ns: int) -> None:
+    def add_stream(
+        self, file: BinaryIO, size: int, path: SplitPath, mode: int, mtime_ns: int
+    ) -> None:
         """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
         self._check()
-        self.stripped += mode & _LEFT_OUT != 0
+        self.stripped += mode & _SPECIAL_MODE_BITS != 0
         first: Stamp | None = None
-        for part in _parts(size, self._extent_bytes):
+        for part in _split_extents(size, self._extent_bytes):
             length = size if part is None else part.size
             room = self._builder.room(length)
             filled = 0
             while filled < length:
                 data = file.read(min(length - filled, 1 << 20))
                 if not data:
-                    raise Unsettled(f"it ends after {(part.start if part else 0) + filled} bytes")
+                    raise FileSkipped(f"it ends after {(part.start if part else 0) + filled} bytes")
                 room[filled : filled + len(data)] = data
                 filled += len(data)
             first = self._add(path, mode, mtime_ns, size, part, first)
@@ -251,7 +257,7 @@ class Packer:
             some = slice(first, at)
             sizes = [*map(len, contents[some])]
             builder.add_files(path, names[some], modes[some], mtimes_ns[some], sizes)
-            self.stripped += sum(1 for mode in modes[some] if mode & _LEFT_OUT)
+            self.stripped += sum(1 for mode in modes[some] if mode & _SPECIAL_MODE_BITS)
             self._ship_if_full()
 
     def finish(self) -> None:
@@ -267,7 +273,7 @@ class Packer:
         """Give up what has not been shipped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, file: int, path: Path, before: os.stat_result) -> bool:
+    def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
         """One try to read a file that one body holds; False where it changed meanwhile."""
         size, builder = before.st_size, self._builder
         room = builder.room(size + 1)  # one more than there should be tells a file that grows
@@ -279,7 +285,7 @@ class Packer:
                     break
                 count += more
             if count and not size:
-                raise Unsettled("it says that it is empty but has bytes")
+                raise FileSkipped("it says that it is empty but has bytes")
         if count != size or not _same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
@@ -288,11 +294,11 @@ class Packer:
             self._ship()
         return True
 
-    def _cut(self, file: int, path: Path, before: os.stat_result) -> bool:
+    def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
         """As `_read`, for a file of several extents. The last is added only if all were of one
         state: without it the version is incomplete for ever, and never shows."""
         first: Stamp | None = None
-        for part in _parts(before.st_size, self._extent_bytes):
+        for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
             room, filled = self._builder.room(part.size), 0
             while filled < part.size:
@@ -307,16 +313,16 @@ class Packer:
         return True
 
     def _count(self, file: os.stat_result) -> None:
-        self.stripped += file.st_mode & _LEFT_OUT != 0
+        self.stripped += file.st_mode & _SPECIAL_MODE_BITS != 0
         self.hard_links += file.st_nlink > 1
 
     def _add(
         self,
-        path: Path,
+        path: SplitPath,
         mode: int,
         mtime_ns: int,
         size: int,
-        part: Part | None,
+        part: ExtentInfo | None,
         first: Stamp | None,
     ) -> Stamp | None:
         """Add the content in the builder's room; the stamp of the file's first extent comes back.
@@ -391,7 +397,7 @@ class Packer:
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
         """Seal a chunk and make it durable (in the storing thread)."""
         for attempt in range(_UPLOAD_TRIES):
-            chunk = self._new_id(builder.continues)
+            chunk = self._new_id(builder.first_chunk_id)
             parts, _ = builder.seal(chunk)
             try:
                 self._objects.put(chunk_object(self._identity, chunk), parts)
@@ -404,13 +410,13 @@ class Packer:
         raise DieselError("unreachable")
 
 
-def _parts(size: int, extent_bytes: int) -> list[Part | None]:
+def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
     """How a file of `size` bytes is cut: `[None]` where one body holds it."""
     if size <= extent_bytes:
         return [None]
     starts = range(0, size, extent_bytes)
     return [
-        Part(number, len(starts), start, min(extent_bytes, size - start))
+        ExtentInfo(number, len(starts), start, min(extent_bytes, size - start))
         for number, start in enumerate(starts)
     ]
 
@@ -424,4 +430,4 @@ def _same(before: os.stat_result, after: os.stat_result) -> bool:
     )
 
 
-__all__ = ["NewId", "Packer", "Stored", "Unsettled", "why"]
+__all__ = ["FileSkipped", "NewId", "Packer", "Stored", "failure_reason"]

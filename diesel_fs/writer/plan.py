@@ -15,15 +15,15 @@ from ..errors import ConflictError, UsageError
 from ..snapshot import Snapshot, same_content
 from ..whole_files import close_folder
 from .options import Filter, PutOptions
-from .source import Failed, FolderListing, open_file, open_folder, why
-from .standing import conflict, conflict_above, gone
+from .source import FolderListing, ReportFailure, failure_reason, open_file, open_folder
+from .standing import folder_conflict, removed_paths, replacement_conflict
 
-RESERVED = b".diesel"
+RESERVED_NAME = b".diesel"
 """The name of a mount's own folder, at a dataset's root."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class FolderChanges:
     """What of one folder is to be packed; `entry` is its own (mode, mtime_ns) if that changed, with
     all bits of the mode."""
 
@@ -34,8 +34,9 @@ class Changes:
     unchanged: int
 
 
-class Plan:
-    """Compares folders with a view of the dataset; remembers what it has seen, for `gone()`."""
+class FolderComparer:
+    """Compares folders with a view of the dataset; remembers what it has seen, for
+    `removed_paths()`."""
 
     def __init__(
         self,
@@ -43,15 +44,15 @@ class Plan:
         readable: Callable[[int], bool],
         prefix: bytes,
         options: PutOptions,
-        chosen: Filter,
-        failed: Failed,
+        path_filter: Filter,
+        failed: ReportFailure,
         root: int,
     ) -> None:
         self._view = view
         self._readable = readable
         self._prefix = prefix
         self._options = options
-        self._chosen = chosen
+        self._filter = path_filter
         self._failed = failed
         self._root = root
         self._seen = bytearray(view.entry_count) if options.delete else bytearray()
@@ -59,7 +60,7 @@ class Plan:
         self._check_prefix()
 
     def _check_prefix(self) -> None:
-        if self._prefix.split(b"/")[0] == RESERVED:
+        if self._prefix.split(b"/")[0] == RESERVED_NAME:
             raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
         for end in range(len(self._prefix) + 1):
             if end == len(self._prefix) or self._prefix[end : end + 1] == b"/":
@@ -67,7 +68,7 @@ class Plan:
                 if above >= 0 and self._view.stat(above).kind != Kind.FOLDER:
                     raise ConflictError(f"{self._prefix[:end]!r} is a file of the dataset")
 
-    def changes(self, listings: Iterator[FolderListing]) -> Iterator[Changes]:
+    def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
         """What to pack of each folder that comes along."""
         for listing in listings:
             target = join(self._prefix, listing.path) if listing.path else self._prefix
@@ -80,13 +81,15 @@ class Plan:
                 continue
             if target == b"":
                 for names in (listing.files, listing.links, listing.folders):
-                    if RESERVED in names:
-                        names.remove(RESERVED)
-                        self._failed(RESERVED, "refused: it is the name of a mount's own folder")
+                    if RESERVED_NAME in names:
+                        names.remove(RESERVED_NAME)
+                        self._failed(
+                            RESERVED_NAME, "refused: it is the name of a mount's own folder"
+                        )
             self._any_seen |= bool(listing.files or listing.links or listing.folders)
             yield self._compare(listing, target)
 
-    def gone(self) -> list[bytes]:
+    def removed_paths(self) -> list[bytes]:
         """The paths that the dataset has and the source has not, deepest first.
 
         Empty for a source without anything in it, unless that is allowed. What the filters leave
@@ -94,9 +97,9 @@ class Plan:
         """
         if not self._any_seen and not self._options.allow_empty:
             return []
-        return gone(self._view, self._prefix, self._seen, self._chosen)
+        return removed_paths(self._view, self._prefix, self._seen, self._filter)
 
-    def _compare(self, listing: FolderListing, target: bytes) -> Changes:
+    def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
         at = self._view.lookup(target)
         stat_there = self._view.stat(at) if at >= 0 else None
         own = (listing.mode & 0o777, listing.mtime_ns)
@@ -109,15 +112,19 @@ class Plan:
         entry = None if same_folder or listing.unread else (listing.mode, listing.mtime_ns)
         if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
             self._mark(at, whole=listing.unread)
-            return Changes(listing.path, entry, listing.files, listing.links, int(same_folder))
+            return FolderChanges(
+                listing.path, entry, listing.files, listing.links, int(same_folder)
+            )
         self._mark(at, whole=listing.unread)
         there = {self._view.name(i): i for i in self._view.children(at)}
         if not there:
-            return Changes(listing.path, entry, listing.files, listing.links, int(same_folder))
+            return FolderChanges(
+                listing.path, entry, listing.files, listing.links, int(same_folder)
+            )
         changed, unchanged = self._compare_names(listing, there)
         files = [name for name in listing.files if name in changed]
         links = [name for name in listing.links if name in changed]
-        return Changes(listing.path, entry, files, links, unchanged + int(same_folder))
+        return FolderChanges(listing.path, entry, files, links, unchanged + int(same_folder))
 
     def _compare_names(
         self, listing: FolderListing, there: dict[bytes, int]
@@ -131,7 +138,7 @@ class Plan:
         try:
             folder = open_folder(self._root, listing.path)
         except OSError as error:
-            self._failed(listing.path, why(error))
+            self._failed(listing.path, failure_reason(error))
             return changed, 0
         try:
             for name in names:
@@ -139,8 +146,8 @@ class Plan:
                 if index < 0:
                     changed.add(name)
                     continue
-                reason = conflict(
-                    self._view, index, Kind.FILE, self._prefix, self._chosen,
+                reason = replacement_conflict(
+                    self._view, index, Kind.FILE, self._prefix, self._filter,
                     delete=self._options.delete,
                 )  # fmt: skip
                 if reason:
@@ -158,8 +165,8 @@ class Plan:
         at = self._view.lookup(target)
         if at >= 0 and self._view.stat(at).kind == Kind.FOLDER:
             return ""
-        return conflict_above(
-            self._view, target, self._prefix, self._chosen, delete=self._options.delete
+        return folder_conflict(
+            self._view, target, self._prefix, self._filter, delete=self._options.delete
         )
 
     def _unchanged(self, folder: int, name: bytes, index: int) -> bool:

@@ -37,7 +37,7 @@ from ..errors import DieselError
 from ..storage.objects import ObjectStore
 from ..whole_files import close_folder
 from .pack import Packer
-from .source import open_folder, why
+from .source import failure_reason, open_folder
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that mean something else here than in the coordinator."""
@@ -45,12 +45,12 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links in it to pack, NULs between."""
 
-MadeFolder = tuple[bytes, int, int]
+FolderEntry = tuple[bytes, int, int]
 """A folder entry to make: path below the source, mode, mtime_ns."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackTask:
+class PackJob:
     """What a packing process needs to know from the start."""
 
     root: int  # descriptor of the source
@@ -62,20 +62,20 @@ class PackTask:
 
 
 class _PackProcess:
-    def __init__(self, pipe: "Connection[bytes, bytes]", task: PackTask) -> None:
+    def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
-        self._task = task
+        self._task = job
         self._ids: deque[ChunkId] = deque()
-        self._batches: deque[tuple[list[FolderFiles], list[MadeFolder]] | None] = deque()
+        self._batches: deque[tuple[list[FolderFiles], list[FolderEntry]] | None] = deque()
         self._arrived = threading.Condition()
         self._sending = threading.Lock()
         self._storing: threading.Thread | None = None
         self._is_over = False
         self._packer = Packer(
-            task.identity,
-            task.chunk_bytes,
-            task.compress,
-            task.objects,
+            job.identity,
+            job.chunk_bytes,
+            job.compress,
+            job.objects,
             self._new_id,
             lambda *chunk: self.send("stored", *chunk),
         )
@@ -132,7 +132,7 @@ class _PackProcess:
                 self.end()
             return self._ids.popleft()
 
-    def _pack(self, folders: list[FolderFiles], made: list[MadeFolder]) -> list[tuple[bytes, str]]:
+    def _pack(self, folders: list[FolderFiles], made: list[FolderEntry]) -> list[tuple[bytes, str]]:
         """Pack one batch; what could not be packed comes back."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in made:
@@ -142,7 +142,7 @@ class _PackProcess:
             try:
                 folder = open_folder(self._task.root, path)
             except OSError as error:
-                failed += [(join(path, name), why(error)) for name in (*files, *links)]
+                failed += [(join(path, name), failure_reason(error)) for name in (*files, *links)]
                 continue
             try:
                 failed += self._pack_folder(folder, path, files, links)
@@ -162,22 +162,22 @@ class _PackProcess:
             try:
                 self._packer.add_link(folder, name, (target, name))
             except OSError as error:
-                failed.append((join(path, name), why(error)))
+                failed.append((join(path, name), failure_reason(error)))
         return failed
 
     def _target(self, path: bytes) -> bytes:
-        return below(self._task.prefix, path)
+        return target_path(self._task.prefix, path)
 
 
-def below(prefix: bytes, path: bytes) -> bytes:
+def target_path(prefix: bytes, path: bytes) -> bytes:
     """Where what lies at `path` below the source goes in the dataset."""
     return join(prefix, path) if path else prefix
 
 
-def pack_process(
+def run_forked_worker(
     pipe: "Connection[bytes, bytes]",
     coordinators: "Sequence[Connection[bytes, bytes]]",
-    task: PackTask,
+    task: PackJob,
 ) -> NoReturn:
     """The life of a packing process, begun with `HANDLED` blocked. A Ctrl-C is the coordinator's.
 
@@ -190,7 +190,7 @@ def pack_process(
     _live(pipe, task)
 
 
-def pack_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
+def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
     """The life of a packing process that is a program, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
@@ -202,10 +202,10 @@ def pack_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) ->
     except DieselError as error:
         pipe.send_bytes(msgpack.packb(["error", type(error).__name__, error.message, error.advice]))
         os._exit(0)
-    _live(pipe, PackTask(root, prefix, UUID(bytes=identity), objects, chunk_bytes, compress))
+    _live(pipe, PackJob(root, prefix, UUID(bytes=identity), objects, chunk_bytes, compress))
 
 
-def _live(pipe: "Connection[bytes, bytes]", task: PackTask) -> NoReturn:
+def _live(pipe: "Connection[bytes, bytes]", task: PackJob) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored

@@ -21,17 +21,17 @@ from pathlib import Path
 import msgpack
 
 from ..chunk import ENTRIES_MAX
-from ..commits import Admitted, StaleChunk
+from ..commits import StaleChunk, ValidatedChunk
 from ..entries import ChunkId
-from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, revived
-from ..repository import Repository, WriteSession
+from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, error_by_class_name
+from ..repository import LocalRepository, LocalWriteSession
 from ..whole_files import close_folder
-from .clashes import acknowledge
-from .options import Filter, Progress, PutOptions, PutReport, quiet
-from .plan import Changes, Plan
-from .process import HANDLED, FolderFiles, MadeFolder, PackTask, pack_process
-from .source import listed, walk
-from .standing import begun
+from .clashes import finish_put
+from .options import Filter, PutOptions, PutProgress, PutReport, no_progress
+from .plan import FolderChanges, FolderComparer
+from .process import HANDLED, FolderEntry, FolderFiles, PackJob, run_forked_worker
+from .source import walk, walk_paths
+from .standing import begin_put
 
 _BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
 _OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
@@ -46,15 +46,15 @@ class _Batch:
     """What one message asks a process to pack."""
 
     folders: list[FolderFiles] = field(default_factory=list)
-    made: list[MadeFolder] = field(default_factory=list)
+    folder_entries: list[FolderEntry] = field(default_factory=list)
     count: int = 0
 
 
-class _Worker:
+class _WorkerHandle:
     """One packing process, as the coordinator sees it."""
 
     def __init__(
-        self, task: PackTask, others: "list[_Worker]", program: Sequence[str], url: str
+        self, task: PackJob, others: "list[_WorkerHandle]", program: Sequence[str], url: str
     ) -> None:
         self._context = get_context("fork")
         self.pipe: Connection[bytes, bytes]
@@ -63,7 +63,7 @@ class _Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             self._process: ForkProcess | subprocess.Popen[bytes]
-            if task.objects.forks:
+            if task.objects.fork_safe:
                 self._process = self._forked(theirs, others, task)
             else:
                 self._process = self._started(theirs, program, task, url)
@@ -75,15 +75,17 @@ class _Worker:
         self.finished = False
 
     def _forked(
-        self, theirs: "Connection[bytes, bytes]", others: "list[_Worker]", task: PackTask
+        self, theirs: "Connection[bytes, bytes]", others: "list[_WorkerHandle]", task: PackJob
     ) -> ForkProcess:
         ours = [self.pipe, *(other.pipe for other in others)]
-        process = self._context.Process(target=pack_process, args=(theirs, ours, task), daemon=True)
+        process = self._context.Process(
+            target=run_forked_worker, args=(theirs, ours, task), daemon=True
+        )
         process.start()
         return process
 
     def _started(
-        self, theirs: "Connection[bytes, bytes]", program: Sequence[str], task: PackTask, url: str
+        self, theirs: "Connection[bytes, bytes]", program: Sequence[str], task: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
         """A program that inherits the pipe and the source alone, with the signals still blocked."""
         if not program:
@@ -123,27 +125,33 @@ class _Worker:
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
                 if kind == "error":
-                    return revived(*values)
+                    return error_by_class_name(*values)
         return DieselError("a packing process died", advice="put again to go on")
 
 
-class _Put:
+class _FolderPut:
     """The coordinator of one put: what has been walked, what is being packed, what is done."""
 
     def __init__(
-        self, session: WriteSession, prefix: bytes, batches: Iterator[_Batch], report: PutReport
+        self,
+        session: LocalWriteSession,
+        prefix: bytes,
+        batches: Iterator[_Batch],
+        report: PutReport,
     ) -> None:
         self._session = session
         self._prefix = prefix
         self._batches = batches
         self._backlog: deque[_Batch] = deque()
         self._report = report
-        self._stored: list[tuple[Admitted, int]] = []  # durable but not committed, and entries
+        self._stored: list[
+            tuple[ValidatedChunk, int]
+        ] = []  # durable but not committed, and entries
         self._stored_entries = 0
         self._committed_s = float("-inf")  # when the last were; monotonic
         self.stale: list[bytes] = []  # what came too late and is to be put again
 
-    def run(self, workers: list[_Worker], progress: Progress) -> None:
+    def run(self, workers: list[_WorkerHandle], progress: PutProgress) -> None:
         """Feed the processes until all batches are packed, stored and committed; end them."""
         try:
             self._run(workers, progress)
@@ -154,7 +162,7 @@ class _Put:
         finally:
             _stop(workers)
 
-    def _run(self, workers: list[_Worker], progress: Progress) -> None:
+    def _run(self, workers: list[_WorkerHandle], progress: PutProgress) -> None:
         while not all(worker.finished for worker in workers):
             self._feed(workers)
             more = self._walk_ahead()
@@ -168,13 +176,13 @@ class _Put:
         self._commit()
         progress(self._report)
 
-    def _feed(self, workers: list[_Worker]) -> None:
+    def _feed(self, workers: list[_WorkerHandle]) -> None:
         for worker in workers:
             while worker.outstanding < _OUTSTANDING_BATCHES and (
                 self._backlog or self._walk_ahead()
             ):
                 batch = self._backlog.popleft()
-                worker.send("pack", batch.folders, batch.made)
+                worker.send("pack", batch.folders, batch.folder_entries)
                 worker.outstanding += 1
         idle = self._report.walked and not any(worker.outstanding for worker in workers)
         for worker in workers if idle else ():
@@ -190,11 +198,11 @@ class _Put:
         if batch is None:
             self._report.walked = True
             return False
-        self._report.seen += batch.count
+        self._report.entries_found += batch.count
         self._backlog.append(batch)
         return True
 
-    def _answer(self, worker: _Worker) -> None:
+    def _answer(self, worker: _WorkerHandle) -> None:
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -203,7 +211,7 @@ class _Put:
             case "id":
                 worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
             case "stored":
-                self._admit(*values)
+                self._validate(*values)
             case "packed":
                 worker.outstanding -= 1
                 self._report.failed += [(path, reason) for path, reason in values[0]]
@@ -212,11 +220,11 @@ class _Put:
                 self._report.stripped += values[0]
                 self._report.hard_links += values[1]
             case "error":
-                raise revived(*values)
+                raise error_by_class_name(*values)
 
-    def _admit(self, preamble: bytes, header: bytes, entries: int) -> None:
+    def _validate(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
-            chunk = self._session.admit(preamble, header)
+            chunk = self._session.validate_chunk(preamble, header)
         except StaleChunk as stale:
             start = len(self._prefix) + 1 if self._prefix else 0
             self.stale += [path[start:] for path in stale.paths]
@@ -245,42 +253,42 @@ class _Put:
 
 
 def put_tree(
-    repository: Repository,
+    repository: LocalRepository,
     dataset: str,
     source: Path,
     prefix: bytes = b"",
     options: PutOptions | None = None,
-    progress: Progress = quiet,
+    progress: PutProgress = no_progress,
     paths: list[bytes] | None = None,
     program: Sequence[str] = (),
 ) -> PutReport:
     """Pack the contents of the folder `source` (or of its `paths`) below `prefix` of a dataset.
 
-    Skips what is already there unchanged, so it can be repeated and resumed. Returns when all of
-    it is durable and the snapshot of the new version lies in the repository. What could not be
-    put is named in the report. Where the store does not work in forked children, `program` packs:
-    a command that takes a descriptor and calls `process.pack_program`. Raises DieselError; what was
-    committed by then stays.
+    Skips what is already there unchanged, so it can be repeated and resumed. Returns when all of it
+    is durable and the snapshot of the new version lies in the repository. What could not be put is
+    named in the report. Where the store does not work in forked children, `program` packs: a
+    command that takes a descriptor and calls `process.run_worker_program`. Raises DieselError; what
+    was committed by then stays.
     """
     options = options or PutOptions()
     if options.delete and paths is not None:
         raise UsageError("a list of files says nothing about others: --delete cannot go with it")
-    repository.refuse_recursion(source)
+    repository.check_no_overlap(source)
     report = PutReport()
     root = open_source(source)
     try:
-        session, view, readable = begun(repository, dataset, options)
+        session, view, readable = begin_put(repository, dataset, options)
         chosen = Filter(options)
-        plan = Plan(view, readable, prefix, options, chosen, report.fail, root)
+        plan = FolderComparer(view, readable, prefix, options, chosen, report.fail, root)
         listings = walk(root, chosen, report.fail)
         if paths is not None:
-            listings = listed(root, paths, chosen, report.fail)
+            listings = walk_paths(root, paths, chosen, report.fail)
         batches = _batches(plan.changes(listings), report)
         if session is None:
-            report.seen = sum(batch.count for batch in batches)
-            report.would_delete(plan.gone() if options.delete else ())
+            report.entries_found = sum(batch.count for batch in batches)
+            report.set_to_delete(plan.removed_paths() if options.delete else ())
             return report
-        task = PackTask(
+        task = PackJob(
             root,
             prefix,
             session.identity,
@@ -289,21 +297,21 @@ def put_tree(
             options.compress,
         )
         for again in range(_STALE_TRIES):
-            put = _Put(session, prefix, batches, report)
-            workers: list[_Worker] = []
+            put = _FolderPut(session, prefix, batches, report)
+            workers: list[_WorkerHandle] = []
             for _ in range(options.processes):
-                workers.append(_Worker(task, workers, program, repository.url.whole))
+                workers.append(_WorkerHandle(task, workers, program, repository.url.full_url))
             put.run(workers, progress)
             if not put.stale:
                 break
             if again == _STALE_TRIES - 1:
                 report.failed += [(path, "its chunk came too late, again") for path in put.stale]
             report.walked = False
-            late = listed(root, put.stale, chosen, report.fail)
+            late = walk_paths(root, put.stale, chosen, report.fail)
             batches = _batches(plan.changes(late), report)
         if options.delete:
-            report.deleted = session.delete(plan.gone())
-        acknowledge(repository, session, report, prefix)
+            report.deleted = session.delete(plan.removed_paths())
+        finish_put(repository, session, report, prefix)
         return report
     finally:
         close_folder(root)
@@ -319,13 +327,13 @@ def open_source(source: Path) -> int:
         raise PermissionDenied(f"cannot open {source}: {error.strerror}") from error
 
 
-def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
+def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_Batch]:
     """What has changed, in messages of some `_BATCH_ENTRIES`."""
     batch = _Batch()
     for change in changes:
         report.unchanged += change.unchanged
         if change.entry is not None:
-            batch.made.append((change.path, *change.entry))
+            batch.folder_entries.append((change.path, *change.entry))
             batch.count += 1
             if batch.count >= _BATCH_ENTRIES:
                 yield batch
@@ -343,7 +351,7 @@ def _batches(changes: Iterator[Changes], report: PutReport) -> Iterator[_Batch]:
         yield batch
 
 
-def _stop(workers: list[_Worker]) -> None:
+def _stop(workers: list[_WorkerHandle]) -> None:
     """End the processes: those that have finished go by themselves, others with their pipe."""
     for worker in workers:
         worker.pipe.close()

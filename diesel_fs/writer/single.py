@@ -10,24 +10,24 @@ from pathlib import Path
 
 from ..entries import MODE_MASK, Kind, Stat, check_path, split
 from ..errors import ConflictError, NotFoundError, PermissionDenied, UsageError
-from ..repository import Repository, WriteSession
+from ..repository import LocalRepository, LocalWriteSession
 from ..snapshot import Snapshot, same_content
 from ..whole_files import close_folder
-from .clashes import acknowledge
-from .options import Progress, PutOptions, PutReport, quiet
-from .pack import Packer, Stored, Unsettled, why
-from .plan import RESERVED
+from .clashes import finish_put
+from .options import PutOptions, PutProgress, PutReport, no_progress
+from .pack import FileSkipped, Packer, Stored, failure_reason
+from .plan import RESERVED_NAME
 from .source import open_file
-from .standing import Standing, begun
+from .standing import EntryComparer, begin_put
 
 
 def put_file(
-    repository: Repository,
+    repository: LocalRepository,
     dataset: str,
     source: Path,
     target: bytes,
     options: PutOptions | None = None,
-    progress: Progress = quiet,
+    progress: PutProgress = no_progress,
 ) -> PutReport:
     """Put the file `source` (a link to one is followed) at the path `target` of a dataset.
 
@@ -40,17 +40,17 @@ def put_file(
         raise UsageError("one file says nothing about others: --delete cannot go with it")
     folder, name, found = _open_source(source)
     try:
-        report = PutReport(seen=1, walked=True)
-        session, view, readable = begun(repository, dataset, options)
-        standing = Standing(view, b"", options, readable)
+        report = PutReport(entries_found=1, walked=True)
+        session, view, readable = begin_put(repository, dataset, options)
+        standing = EntryComparer(view, b"", options, readable)
         index = standing.find(target)
-        if reason := standing.obstacle(target, index, Kind.FILE):
+        if reason := standing.conflict_reason(target, index, Kind.FILE):
             raise ConflictError(f"cannot put {source}: {reason}")
         entry = Stat(Kind.FILE, found.st_mode & MODE_MASK, found.st_size, found.st_mtime_ns)
         if standing.unchanged(index, entry) and (
             not options.checksum or _same_content(folder, name, view, index)
         ):
-            report.seen, report.unchanged = 0, 1
+            report.entries_found, report.unchanged = 0, 1
         if session is None:
             return report
         if report.unchanged:  # an earlier put may have ended before it was acknowledged
@@ -61,13 +61,13 @@ def put_file(
             packer.add_file(folder, name, split(target))
             packer.finish()
             report.stripped, report.hard_links = packer.stripped, packer.hard_links
-        except Unsettled as reason:
+        except FileSkipped as reason:
             report.fail(name, str(reason))
         except OSError as error:
-            report.fail(name, why(error))
+            report.fail(name, failure_reason(error))
         finally:
             packer.close()
-        acknowledge(repository, session, report)
+        finish_put(repository, session, report)
         progress(report)
         return report
     finally:
@@ -79,11 +79,11 @@ def check_target(target: bytes) -> None:
     check_path(target)
     if not target:
         raise UsageError("a file needs a name in the dataset")
-    if target.split(b"/", 1)[0] == RESERVED:
+    if target.split(b"/", 1)[0] == RESERVED_NAME:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
 
 
-def new_packer(session: WriteSession, options: PutOptions, report: PutReport) -> Packer:
+def new_packer(session: LocalWriteSession, options: PutOptions, report: PutReport) -> Packer:
     """A packer in this process; its chunks are committed and counted when they are stored."""
 
     def stored(preamble: bytes, header: bytes, entries: int) -> None:

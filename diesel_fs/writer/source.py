@@ -21,7 +21,7 @@ FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _AT_ONCE = 1024  # entries of a folder that are objects at one time
 
-Failed = Callable[[bytes, str], None]
+ReportFailure = Callable[[bytes, str], None]
 """Called with the path (below the source) of what cannot be put, and the reason."""
 
 
@@ -62,7 +62,7 @@ def open_file(folder: int, name: bytes) -> int:
     return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
-def walk(root: int, filter: Filter, failed: Failed) -> Iterator[FolderListing]:  # noqa: A002
+def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:  # noqa: A002
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
     The caller may take folders out of a listing before asking for the next: they are not entered.
@@ -76,7 +76,7 @@ def walk(root: int, filter: Filter, failed: Failed) -> Iterator[FolderListing]: 
         try:
             folder = open_folder(root, path)
         except OSError as error:
-            failed(path, why(error))
+            failed(path, failure_reason(error))
             listing.unread = True
         else:
             try:
@@ -88,7 +88,7 @@ def walk(root: int, filter: Filter, failed: Failed) -> Iterator[FolderListing]: 
         waiting.extend(prefix + name for name in reversed(listing.folders))
 
 
-def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -> None:  # noqa: A002
+def _list(folder: int, listing: FolderListing, filter: Filter, failed: ReportFailure) -> None:  # noqa: A002
     found = os.fstat(folder)
     listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
     prefix = listing.path + b"/" if listing.path else b""
@@ -97,8 +97,8 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -
         with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
             while some := [*islice(entries, _AT_ONCE)]:
                 files = [each.name for each in some if each.is_file(follow_symlinks=False)]
-                if not filter.empty:
-                    listing.files += [name for name in files if filter.takes(prefix + name)]
+                if not filter.includes_all:
+                    listing.files += [name for name in files if filter.includes_file(prefix + name)]
                 else:
                     listing.files += files
                 for entry in some if len(files) < len(some) else ():
@@ -106,26 +106,26 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: Failed) -
                     if entry.is_file(follow_symlinks=False):
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        if filter.empty or filter.enters(prefix + name):
+                        if filter.includes_all or filter.includes_folder(prefix + name):
                             listing.folders.append(name)
-                    elif not filter.empty and not filter.takes(prefix + name):
+                    elif not filter.includes_all and not filter.includes_file(prefix + name):
                         continue
                     elif entry.is_symlink():
                         listing.links.append(name)
                     else:
                         failed(prefix + name, "skipped: a pipe, socket or device")
     except OSError as error:
-        failed(listing.path, why(error))
+        failed(listing.path, failure_reason(error))
         listing.unread = True
     for names in (listing.files, listing.links, listing.folders):
         names.sort()
 
 
-def listed(
+def walk_paths(
     root: int,
     paths: list[bytes],
     filter: Filter,  # noqa: A002
-    failed: Failed,
+    failed: ReportFailure,
 ) -> Iterator[FolderListing]:
     """As `walk`, but only of `paths` (files, links or single folders below the source)."""
     by_folder: dict[bytes, FolderListing] = {}
@@ -139,9 +139,9 @@ def listed(
             finally:
                 close_folder(folder)
         except OSError as error:
-            failed(path, why(error))
+            failed(path, failure_reason(error))
             continue
-        if filter.leaves_out(path, is_folder=stat.S_ISDIR(found.st_mode)):
+        if filter.excludes(path, is_folder=stat.S_ISDIR(found.st_mode)):
             continue
         listing = by_folder.setdefault(
             folder_path, FolderListing(folder_path, stat.S_IMODE(own.st_mode), own.st_mtime_ns)
@@ -169,7 +169,7 @@ def kind_of(mode: int) -> Kind | None:
     return Kind.FOLDER if stat.S_ISDIR(mode) else None
 
 
-def why(error: OSError) -> str:
+def failure_reason(error: OSError) -> str:
     """The reason of a failure, for the list of what was left out."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"

@@ -8,10 +8,11 @@ what `--delete` removes. Reads the view of the dataset alone, and changes nothin
 import logging
 from uuid import uuid4
 
-from ..cache.store import ContentReader
-from ..entries import Kind, Stat, join, shown, split
+from ..cache.store import EntryReader
+from ..entries import Kind, Stat, join, split
 from ..errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
-from ..repository import Repository, WriteSession
+from ..names import shown
+from ..repository import LocalRepository, LocalWriteSession
 from ..snapshot import ROOT_INDEX, Snapshot
 from .options import Filter, PutOptions, PutReport
 
@@ -20,9 +21,9 @@ log = logging.getLogger("diesel.put")
 _MEMORY_BYTES = 64 << 20  # some chunks, for what lies near each other in the source
 
 
-def begun(
-    repository: Repository, dataset: str, options: PutOptions
-) -> "tuple[WriteSession | None, Snapshot, Readable]":
+def begin_put(
+    repository: LocalRepository, dataset: str, options: PutOptions
+) -> "tuple[LocalWriteSession | None, Snapshot, ReadabilityCheck]":
     """A put begins: its session, the dataset as it is, and what of that can be read. A dry run has
     no session; to it a dataset that is not there is empty, and is not made. Raises DieselError."""
     session = None if options.dry_run else repository.begin(dataset)
@@ -30,10 +31,10 @@ def begun(
         view = session.view if session else repository.view(dataset)
     except NoSuchDataset:
         view = repository.snapshots.empty(uuid4(), dataset)
-    return session, view, Readable(repository, dataset, view, options)
+    return session, view, ReadabilityCheck(repository, dataset, view, options)
 
 
-class Readable:
+class ReadabilityCheck:
     """Tells which entries of a dataset can be read. One that cannot is put again, however equal its
     attributes are to the source's: that is how a dataset is healed.
 
@@ -42,19 +43,19 @@ class Readable:
     """
 
     def __init__(
-        self, repository: Repository, dataset: str, view: Snapshot, options: PutOptions
+        self, repository: LocalRepository, dataset: str, view: Snapshot, options: PutOptions
     ) -> None:
         try:
-            paths = repository.unreadable(dataset) if view.entry_count > 1 else ()
+            paths = repository.unreadable_paths(dataset) if view.entry_count > 1 else ()
         except DieselError:
             if not options.dry_run:
                 raise
             paths = ()  # a dry run needs no metadata store, and no right to write
         self._lost = frozenset(view.lookup(path) for path in paths) - {-1}
         self._view = view
-        self._reader: ContentReader | None = None
+        self._reader: EntryReader | None = None
         if options.checksum:
-            self._reader = ContentReader(view, repository.objects, _MEMORY_BYTES)
+            self._reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
         if self._lost:
             log.warning(
                 "the store lacks chunks of %d entries of %s; what is put again is stored again",
@@ -75,7 +76,7 @@ class Readable:
         return True
 
 
-def gone(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list[bytes]:
+def removed_paths(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list[bytes]:
     """The paths below `prefix` that the source has not (by index in `seen`), deepest first.
 
     What the filters leave out is left alone, and so is a folder in which something is.
@@ -89,14 +90,14 @@ def gone(view: Snapshot, prefix: bytes, seen: bytearray, chosen: Filter) -> list
             continue
         path = view.path(index)
         is_folder = view.stat(index).kind == Kind.FOLDER
-        if index in kept or chosen.leaves_out(path[start:], is_folder=is_folder):
+        if index in kept or chosen.excludes(path[start:], is_folder=is_folder):
             kept.add(view.parent(index))
         else:
             paths.append(path)
     return paths
 
 
-def conflict(
+def replacement_conflict(
     view: Snapshot, index: int, kind: Kind, prefix: bytes, chosen: Filter, *, delete: bool
 ) -> str:
     """Why an entry of a kind cannot take the place of what stands at `index`, or the empty string.
@@ -108,7 +109,7 @@ def conflict(
         return ""
     start = len(prefix) + 1 if prefix else 0
     if delete and not any(
-        chosen.leaves_out(view.path(i)[start:], is_folder=view.stat(i).kind == Kind.FOLDER)
+        chosen.excludes(view.path(i)[start:], is_folder=view.stat(i).kind == Kind.FOLDER)
         for i in view.walk(index).tolist()
     ):
         return ""
@@ -116,29 +117,34 @@ def conflict(
     return f"refused: {shown(view.path(index))} is a {there} of the dataset; remove it first"
 
 
-def conflict_above(
+def folder_conflict(
     view: Snapshot, folder: bytes, prefix: bytes, chosen: Filter, *, delete: bool
 ) -> str:
-    """Why nothing can be put into a folder: `conflict` with it or one above; or nothing."""
+    """Why nothing can be put into a folder: `replacement_conflict` with it or one above; or
+    nothing."""
     index = ROOT_INDEX
     for name in folder.split(b"/") if folder else ():
         index = view.child(index, name)
         if index < 0:
             return ""
-        if reason := conflict(view, index, Kind.FOLDER, prefix, chosen, delete=delete):
+        if reason := replacement_conflict(view, index, Kind.FOLDER, prefix, chosen, delete=delete):
             return reason
     return ""
 
 
-def leave_out_shadowed(
-    repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, why: str
+def delete_shadowed_files(
+    repository: LocalRepository,
+    session: LocalWriteSession,
+    before: Snapshot,
+    report: PutReport,
+    why: str,
 ) -> None:
     """After a put of a source that has files where it has folders, too: these files go again.
 
     Where others wrote meanwhile the files may be theirs, and stay: `verify` names them.
     """
     shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
-    if shadowed and not session.others_wrote():
+    if shadowed and not session.others_committed():
         session.delete(shadowed)
         for path in shadowed:
             report.fail(path, f"left out: {why}")
@@ -146,21 +152,23 @@ def leave_out_shadowed(
 
 
 def _shadowed(view: Snapshot) -> set[bytes]:
-    return {view.path(index) for index in view.shadowed().tolist()}
+    return {view.path(index) for index in view.shadowing_folders().tolist()}
 
 
-class Standing:
+class EntryComparer:
     """A view of the dataset, and what has been put over it since."""
 
     def __init__(
-        self, view: Snapshot, prefix: bytes, options: PutOptions, readable: Readable
+        self, view: Snapshot, prefix: bytes, options: PutOptions, readable: ReadabilityCheck
     ) -> None:
         self.view = view
         self._readable = readable
         self._prefix = prefix
         self._options = options
         self._chosen = Filter(options)
-        self._entered: dict[bytes, str] = {b"": ""}  # folders, and why nothing can go into them
+        self._folder_conflicts: dict[bytes, str] = {
+            b"": ""
+        }  # folders, and why nothing can go into them
         self._changed: set[int] = set()
         self._seen = bytearray(view.entry_count)
         self._any_found = False
@@ -173,25 +181,25 @@ class Standing:
             self._seen[index] = 1
         return index
 
-    def takes_all(self, folder: bytes) -> bool:
+    def accepts_any_file(self, folder: bytes) -> bool:
         """Whether nothing stands in a folder, so that any file can be put there; the source has
         something in it."""
         self._any_found = True
         at = self.view.lookup(folder)
         if at >= 0 and len(self.view.children(at)):
             return False
-        return not self.obstacle(join(folder, b"."), -1, Kind.FILE)
+        return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
-    def obstacle(self, target: bytes, index: int, kind: Kind) -> str:
+    def conflict_reason(self, target: bytes, index: int, kind: Kind) -> str:
         """Why an entry cannot be put at a path where `index` stands, or the empty string."""
         folder = split(target)[0]
-        reason = self._entered.get(folder)
+        reason = self._folder_conflicts.get(folder)
         if reason is None:
-            reason = self._entered[folder] = conflict_above(
+            reason = self._folder_conflicts[folder] = folder_conflict(
                 self.view, folder, self._prefix, self._chosen, delete=self._options.delete
             )
             self._mark_above(folder)
-        return reason or conflict(
+        return reason or replacement_conflict(
             self.view, index, kind, self._prefix, self._chosen, delete=self._options.delete
         )
 
@@ -205,19 +213,19 @@ class Standing:
             and self._readable(index)
         )
 
-    def put_over(self, index: int) -> None:
+    def mark_replaced(self, index: int) -> None:
         """Remember that an entry is put where `index` stands (-1: where nothing does)."""
         if index >= 0:
             self._changed.add(index)
 
-    def gone(self) -> list[bytes]:
+    def removed_paths(self) -> list[bytes]:
         """What `--delete` removes: the paths that were never asked for, deepest first.
 
         Empty for a source without anything in it, unless that is allowed.
         """
         if not self._options.delete or not (self._any_found or self._options.allow_empty):
             return []
-        return gone(self.view, self._prefix, self._seen, self._chosen)
+        return removed_paths(self.view, self._prefix, self._seen, self._chosen)
 
     def _mark_above(self, folder: bytes) -> None:
         """The source has this folder and those above it; not a file that stands in its place."""

@@ -24,29 +24,20 @@ from decimal import ROUND_FLOOR, Decimal
 from functools import partial
 from typing import IO, BinaryIO, Self, cast
 
-from ..cache.content_file import ContentFile
-from ..cache.store import ContentReader
-from ..entries import (
-    MODE_MASK,
-    NAME_BYTES_MAX,
-    Kind,
-    Names,
-    Stat,
-    join,
-    path_fault,
-    shown,
-    split,
-)
+from ..cache.content_file import EntryFile
+from ..cache.store import EntryReader
+from ..entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
 from ..errors import UsageError
-from ..repository import Repository, WriteSession
+from ..names import shown
+from ..repository import LocalRepository, LocalWriteSession
 from ..snapshot import Snapshot, same_content
-from .clashes import acknowledge
-from .options import Filter, Progress, PutOptions, PutReport, quiet
-from .pack import Packer, Unsettled
-from .plan import RESERVED
+from .clashes import finish_put
+from .options import Filter, PutOptions, PutProgress, PutReport, no_progress
+from .pack import FileSkipped, Packer
+from .plan import RESERVED_NAME
 from .single import new_packer
-from .standing import Readable, Standing, begun, leave_out_shadowed
-from .tar_headers import WITHOUT_MEANING, PlainFiles, plain_files
+from .standing import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
+from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
 
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
@@ -64,7 +55,7 @@ _HEADERS_IN_A_ROW_MAX = 16  # tarfile reads each from within the one before
 _DIGITS_MAX = 1 << 10  # tarfile's time grows with the square of their number
 _SECOND_NS = 1_000_000_000
 _TIME_NS_END = 1 << 63
-_BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, Unsettled)
+_BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, FileSkipped)
 _Content = Callable[[], BinaryIO]
 _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
     b"\x1f\x8b": gzip.open,
@@ -74,12 +65,12 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
 
 
 def put_tar(
-    repository: Repository,
+    repository: LocalRepository,
     dataset: str,
     stream: BinaryIO,
     prefix: bytes = b"",
     options: PutOptions | None = None,
-    progress: Progress = quiet,
+    progress: PutProgress = no_progress,
 ) -> PutReport:
     """Put the entries of a tar (plain, gzip, bzip2 or xz) below `prefix` of a dataset.
 
@@ -87,27 +78,27 @@ def put_tar(
     `failed` with an empty path, and nothing is deleted. Raises UsageError for what is no tar.
     """
     options = options or PutOptions()
-    if prefix.split(b"/", 1)[0] == RESERVED:
+    if prefix.split(b"/", 1)[0] == RESERVED_NAME:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
     tar = _open(stream)
-    session, view, readable = begun(repository, dataset, options)
-    put = _TarPut(view, readable, session, prefix, options, progress)
+    session, view, readable = begin_put(repository, dataset, options)
+    put = TarSource(view, readable, session, prefix, options, progress)
     report = put.report
     try:
         whole = put.read(tar)
         if session is None:
-            report.would_delete(put.standing.gone() if whole else ())
+            report.set_to_delete(put.comparer.removed_paths() if whole else ())
             return report
         put.finish()
         if put.hard_links:
             session.finish()
-            put.copy_hard_links(ContentReader(
+            put.copy_hard_links(EntryReader(
                 repository.view(dataset), repository.objects, _LINK_MEMORY_BYTES
             ))  # fmt: skip
-        if whole and (gone := put.standing.gone()):
+        if whole and (gone := put.comparer.removed_paths()):
             report.deleted = session.delete(gone)
-        acknowledge(repository, session, report, prefix)
-        leave_out_shadowed(repository, session, view, report, "it is a folder of the tar, too")
+        finish_put(repository, session, report, prefix)
+        delete_shadowed_files(repository, session, view, report, "it is a folder of the tar, too")
         progress(report)
         return report
     finally:
@@ -118,7 +109,7 @@ class _Tar(tarfile.TarFile):
     """A tar that remembers how it ended: `tarfile` takes a damaged header for the end."""
 
     members: list[tarfile.TarInfo]
-    ending: tarfile.HeaderError | None = None
+    end_error: tarfile.HeaderError | None = None
     window: "_Window"
 
     @property
@@ -127,7 +118,7 @@ class _Tar(tarfile.TarFile):
         is passed over."""
         if not self.window.skip_to(self.offset):
             return False
-        return self.pax_headers.keys() <= WITHOUT_MEANING  # they would be of all files to come
+        return self.pax_headers.keys() <= IGNORED_PAX_KEYS  # they would be of all files to come
 
 
 class _Member(tarfile.TarInfo):
@@ -140,15 +131,15 @@ class _Member(tarfile.TarInfo):
         tarfile.fileobj = cast("IO[bytes]", _Headers(stream, depth))
         try:
             found = super().fromtarfile(tarfile)
-            standing = sum(len(key) + len(value) for key, value in tarfile.pax_headers.items())
-            if standing > _HEADER_BYTES_MAX:
+            header_bytes = sum(len(key) + len(value) for key, value in tarfile.pax_headers.items())
+            if header_bytes > _HEADER_BYTES_MAX:
                 raise HeaderError("its global headers are too long")
         except HeaderError as error:
-            tarfile.ending = error
+            tarfile.end_error = error
             raise
         except (ValueError, OverflowError) as error:
-            tarfile.ending = HeaderError(str(error))
-            raise tarfile.ending from error
+            tarfile.end_error = HeaderError(str(error))
+            raise tarfile.end_error from error
         finally:
             tarfile.fileobj = cast("IO[bytes]", stream)
         return found
@@ -208,7 +199,7 @@ def _check_records(body: bytes) -> None:
 
 def _open(stream: BinaryIO) -> _Tar:
     """The tar in a stream. Raises UsageError where it does not begin like one."""
-    buffered = _Unclosed(stream)
+    buffered = _NonClosingReader(stream)
     begins = buffered.peek(6)[:6]
     opener = next((each for magic, each in _OPENERS.items() if begins.startswith(magic)), None)
     try:
@@ -229,7 +220,7 @@ def _open(stream: BinaryIO) -> _Tar:
     return tar
 
 
-class _Unclosed(io.BufferedReader):
+class _NonClosingReader(io.BufferedReader):
     """Buffers a stream of somebody else's, and leaves it open."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -305,21 +296,21 @@ class _Window:
         return self.end > left
 
 
-class _TarPut:
+class TarSource:
     """One put of a tar: takes entry after entry."""
 
     def __init__(
         self,
         view: Snapshot,
-        readable: Readable,
-        session: WriteSession | None,
+        readable: ReadabilityCheck,
+        session: LocalWriteSession | None,
         prefix: bytes,
         options: PutOptions,
-        progress: Progress,
+        progress: PutProgress,
     ) -> None:
         self.report = PutReport()
         self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
-        self.standing = Standing(view, prefix, options, readable)
+        self.comparer = EntryComparer(view, prefix, options, readable)
         self._packer: Packer | None = None
         if session is not None:
             self._packer = new_packer(session, options, self.report)
@@ -341,8 +332,8 @@ class _TarPut:
                 entries += 1
                 if entries % _PROGRESS_ENTRIES == 0:
                     self._progress(self.report)
-            if type(tar.ending).__name__ != "EOFHeaderError":
-                raise tarfile.ReadError(f"no header where one should be ({tar.ending})")
+            if type(tar.end_error).__name__ != "EOFHeaderError":
+                raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
             name = b""
             for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
                 if not tar.window.read(_READ_BYTES):
@@ -361,7 +352,7 @@ class _TarPut:
         self._packer.finish()
         self.report.stripped = self._packer.stripped
 
-    def copy_hard_links(self, reader: ContentReader) -> None:
+    def copy_hard_links(self, reader: EntryReader) -> None:
         """Put the hard links as files, with the bytes that their targets have in a snapshot."""
         assert self._packer is not None
         failed = {path for path, _ in self.report.failed}
@@ -382,10 +373,10 @@ class _TarPut:
                 and view.stat(index) == Stat(Kind.FILE, mode, size, mtime_ns)
                 and _checksums(view, index) == _checksums(view, source)
             ):
-                self.report.seen -= 1
+                self.report.entries_found -= 1
                 self.report.unchanged += 1
                 continue
-            content = io.BufferedReader(ContentFile(reader, source), _READ_BYTES)
+            content = io.BufferedReader(EntryFile(reader, source), _READ_BYTES)
             self._packer.add_stream(content, size, split(path), mode, mtime_ns)
             self.report.hard_links += 1
         self._packer.finish()
@@ -417,7 +408,7 @@ class _TarPut:
     def _take_files(self, files: PlainFiles, data: memoryview) -> None:
         """Take plain files: those of one folder together, where nothing needs a closer look."""
         names, start = files.names, 0
-        sees_all = self._chosen.empty and not self.hard_links
+        sees_all = self._chosen.includes_all and not self.hard_links
         extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
         while start < len(names):
             cut = names[start].rfind(b"/") + 1
@@ -432,9 +423,9 @@ class _TarPut:
                 for at, size in zip(files.starts[here], files.sizes[here], strict=True)
             ]
             own = [name[cut:] for name in names[here]]
-            folder = self._free_folder(above, own) if sees_all else None
+            folder = self._empty_target_folder(above, own) if sees_all else None
             if folder is not None and max(files.sizes[here]) <= extent_bytes:
-                self.report.seen += end - start
+                self.report.entries_found += end - start
                 if self._packer is not None:
                     self._packer.add_contents(
                         folder, own, files.modes[here], files.mtimes_ns[here], contents
@@ -447,7 +438,7 @@ class _TarPut:
                     self._take(_name(names[i]), member, files.mtimes_ns[i], content_of)
             start = end
 
-    def _free_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
+    def _empty_target_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
         """The folder that files go to (`above` is its name in the tar, with the slash), if it has
         nothing yet and they can go there by their names."""
         while above.startswith(b"./"):
@@ -457,9 +448,9 @@ class _TarPut:
             return None
         if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
             return None
-        if folder.split(b"/", 1)[0] == RESERVED or (not folder and RESERVED in names):
+        if folder.split(b"/", 1)[0] == RESERVED_NAME or (not folder and RESERVED_NAME in names):
             return None
-        return folder if self.standing.takes_all(folder) else None
+        return folder if self.comparer.accepts_any_file(folder) else None
 
     def _take(
         self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content: "_Content"
@@ -471,9 +462,9 @@ class _TarPut:
         if mtime_ns is None:
             self.report.fail(path, "refused: its time is none that can be stored")
             return
-        if self._chosen.leaves_out(path, is_folder=member.isdir()):
+        if self._chosen.excludes(path, is_folder=member.isdir()):
             return
-        index = self.standing.find(target)
+        index = self.comparer.find(target)
         if self.hard_links:
             self.hard_links.pop(target, None)
         if member.isreg():
@@ -488,7 +479,7 @@ class _TarPut:
         else:
             self.report.fail(path, "skipped: a pipe, device or unknown kind")
             return
-        if reason := self.standing.obstacle(target, index, entry.kind):
+        if reason := self.comparer.conflict_reason(target, index, entry.kind):
             self.report.fail(path, reason)
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
@@ -507,12 +498,12 @@ class _TarPut:
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = content_of()
-        same = self.standing.unchanged(index, entry, link)
+        same = self.comparer.unchanged(index, entry, link)
         if same and self._options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
                 shutil.copyfileobj(content, spool, _READ_BYTES)
                 spool.seek(0)
-                extents = self.standing.view.extents(index)
+                extents = self.comparer.view.extents(index)
                 same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
                 spool.seek(0)
                 if not same:
@@ -525,8 +516,8 @@ class _TarPut:
             self._pack(target, index, entry._replace(mode=member.mode), content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        self.report.seen += 1
-        self.standing.put_over(index)
+        self.report.entries_found += 1
+        self.comparer.mark_replaced(index)
         if self._packer is None:
             return
         match entry.kind:
@@ -546,7 +537,7 @@ class _TarPut:
         if not origin or path_fault(origin):
             self.report.fail(path, f"refused: a hard link to {shown(origin)}")
             return
-        self.report.seen += 1
+        self.report.entries_found += 1
         self.hard_links[target] = join(self._prefix, origin), entry.mode, entry.mtime_ns
 
     def _below(self, path: bytes) -> bytes:
@@ -559,7 +550,7 @@ def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
         return "refused: an absolute name"
     if fault := path_fault(target):
         return f"refused: its name has {fault}"
-    if target.startswith(RESERVED) and target.split(b"/", 1)[0] == RESERVED:
+    if target.startswith(RESERVED_NAME) and target.split(b"/", 1)[0] == RESERVED_NAME:
         return "refused: it is the name of a mount's own folder"
     if not target and not member.isdir():
         return "refused: a dataset's root is a folder"

@@ -22,7 +22,7 @@ _MTIME_S_END = (1 << 63) // _SECOND_NS
 _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
-WITHOUT_MEANING = frozenset("atime ctime uid gid uname gname comment".split())
+IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
 """Keys that a put does not look at, and that move nothing else."""
 
 _Bytes = npt.NDArray[np.uint8]
@@ -217,7 +217,7 @@ def _pax(body: bytes, header: int) -> _Extended | None:
             if time is None or int(time[1]) >= _MTIME_S_END:
                 return None
             mtime_ns = int(time[1]) * _SECOND_NS + int((time[2] or b"").ljust(9, b"0"))
-        elif key.decode("latin-1") not in WITHOUT_MEANING:
+        elif key.decode("latin-1") not in IGNORED_PAX_KEYS:
             return None
         at = behind
     return _Extended(header, len(body), name, mtime_ns)

@@ -11,11 +11,11 @@ from diesel_fs.administration import DirectAdministration
 from diesel_fs.errors import UsageError
 from diesel_fs.messages import Fields
 
-from .login import Login
+from .login import TableAuthenticator
 from .requests import Handler, Reply, Request
 
 
-def account_handlers(login: Login) -> Mapping[str, Handler]:
+def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
     """The handler of each."""
 
     def administration(request: Request) -> tuple[DirectAdministration, Fields]:
@@ -25,11 +25,11 @@ def account_handlers(login: Login) -> Mapping[str, Handler]:
 
     def users(request: Request) -> Reply:
         accounts, _ = administration(request)
-        return Reply(payload=[accounts.text()])
+        return Reply(payload=[accounts.export_text()])
 
     def set_user(request: Request) -> Reply:
         accounts, fields = administration(request)
-        change = accounts.add if fields.flag("new", default=True) else accounts.renew
+        change = accounts.add if fields.flag("new", default=True) else accounts.replace_key
         admin = fields.flag("admin", default=False)
         change(fields.text("user"), fields.octets("public_key"), admin=admin)
         return _done(login)
@@ -43,7 +43,7 @@ def account_handlers(login: Login) -> Mapping[str, Handler]:
         accounts, fields = administration(request)
         if not len(request.payload):
             raise UsageError("import_users: no accounts")
-        accounts.load(bytes(request.payload), replace=fields.flag("replace", default=False))
+        accounts.import_text(bytes(request.payload), replace=fields.flag("replace", default=False))
         return _done(login)
 
     def grant(request: Request) -> Reply:
@@ -64,6 +64,6 @@ def account_handlers(login: Login) -> Mapping[str, Handler]:
 _OURS = {"id", "do"}
 
 
-def _done(login: Login) -> Reply:
+def _done(login: TableAuthenticator) -> Reply:
     login.refresh()  # on this server it holds from now on, on others within `REFRESH_S`
     return Reply()

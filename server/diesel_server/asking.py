@@ -24,7 +24,7 @@ from uuid import UUID
 import numpy as np
 import trio
 
-from diesel_fs.cache.merged_reads import MergedReads
+from diesel_fs.cache.merged_reads import RangeReader
 from diesel_fs.catalogue import DatasetInfo
 from diesel_fs.entries import Kind, Rows, check_path
 from diesel_fs.errors import (
@@ -36,22 +36,22 @@ from diesel_fs.errors import (
 from diesel_fs.housekeeping import reclaimable_bytes
 from diesel_fs.messages import Fields, Message
 from diesel_fs.names import shown
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot, Span, Stats
-from diesel_fs.snapshot_pieces import SnapshotPieces
-from diesel_fs.storage.metadata import Marker
+from diesel_fs.snapshot_pieces import CompressedSnapshots
+from diesel_fs.storage.metadata import DatasetHead
 from diesel_fs.wire_values import (
     columns_message,
     info_message,
-    parts_in,
-    paths_in,
+    parse_parts,
+    parse_paths,
     paths_message,
 )
 
-from .directory import Directory, Known, no_such, plainly
-from .markers import Look, Markers
+from .directory import DatasetRef, Directory, hide_store_address, no_such_dataset
+from .markers import HeadCache, HeadState
 from .requests import Reply, Request
-from .rounds import Rounds
+from .rounds import ThreadSingleFlight
 
 log = logging.getLogger("diesel.server")
 
@@ -77,33 +77,33 @@ _FIND_THREADS = 2  # for identities that nobody has asked for yet, which anybody
 T = TypeVar("T")
 
 
-class Asking:
+class QueryHandlers:
     """The requests that change nothing."""
 
     def __init__(
         self,
-        repository: Repository,
+        repository: LocalRepository,
         directory: Directory,
-        markers: Markers,
-        reads: MergedReads,
-        pieces: SnapshotPieces,
+        markers: HeadCache,
+        reads: RangeReader,
+        pieces: CompressedSnapshots,
     ) -> None:
         self._repository = repository
         self._directory = directory
-        self._markers = markers
+        self._heads = markers
         self._reads = reads
         self._pieces = pieces
         self._reading = trio.CapacityLimiter(_READ_THREADS)
         self._threads = trio.CapacityLimiter(_ASK_THREADS)
         self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
         self._made_s: dict[UUID, tuple[float, float]] = {}  # when a view was made; how long it took
-        self._making = Rounds(self._make, trio.CapacityLimiter(2))
-        self._last_markers: dict[UUID, Marker] = {}
-        self._listing = Rounds(self._list_datasets, trio.CapacityLimiter(1))
+        self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
+        self._last_heads: dict[UUID, DatasetHead] = {}
+        self._listing = ThreadSingleFlight(self._list_datasets, trio.CapacityLimiter(1))
         self._sending = trio.CapacityLimiter(_SNAPSHOT_THREADS)
         self._computing = trio.CapacityLimiter(_COMPUTE_THREADS)
         self._finding = trio.CapacityLimiter(_FIND_THREADS)
-        self._counting = Rounds(self._reclaimable, trio.CapacityLimiter(1))
+        self._counting = ThreadSingleFlight(self._reclaimable, trio.CapacityLimiter(1))
 
     # Datasets
 
@@ -115,17 +115,17 @@ class Asking:
         away = self._repository.meta_problem is not None
         try:
             if not away:
-                found = await self._markers.ask(self._repository.meta.markers)
-                self._last_markers = {marker.identity: marker for marker in found}
+                found = await self._heads.run(self._repository.meta.heads)
+                self._last_heads = {marker.identity: marker for marker in found}
         except MetadataError:  # the object store knows what there is
             away = True
-        infos = [info for info in await self._listing.ask(None) if account.role(info.name)]
+        infos = [info for info in await self._listing.run(None) if account.role(info.name)]
         if away:
-            infos = [replace(info, marker=None) for info in infos]
+            infos = [replace(info, head=None) for info in infos]
         return Reply({"datasets": [info_message(info) for info in infos]})
 
     def _list_datasets(self, _: None) -> list[DatasetInfo]:
-        found, damaged = self._repository.catalogue.all(self._last_markers)
+        found, damaged = self._repository.catalogue.all(self._last_heads)
         for error in damaged:
             log.warning("%s", error.message)
         return found
@@ -135,36 +135,36 @@ class Asking:
         try:
             info, away = await self.info(name), ""
         except MetadataError as error:
-            info, away = await self._without_metadata(name), error.message
+            info, away = await self._info_from_catalog(name), error.message
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
         """A dataset by its name, with its marker of now. Raises NoSuchDataset, and MetadataError
         where nobody can tell its marker."""
-        with plainly(name):
+        with hide_store_address(name):
             return await self._info(name)
 
     async def _info(self, name: str) -> DatasetInfo:
         try:
-            look = await self._markers.now(name)
+            look = await self._heads.now(name)
         except (NoSuchDataset, MetadataBehind):
             pass
         else:
-            known = await self.known(look.marker.identity)
+            known = await self.find_dataset(look.marker.identity)
             if known.name == name:
                 return DatasetInfo(name, known.identity, known.created_ns, look.marker)
-        info = await self._markers.ask(lambda: self._repository.dataset(name))
+        info = await self._heads.run(lambda: self._repository.dataset(name))
         self._directory.remember(info)
         return info
 
-    async def _without_metadata(self, name: str) -> DatasetInfo:
+    async def _info_from_catalog(self, name: str) -> DatasetInfo:
         known = self._directory.named(name)
         if known is None:
             info = await self._in_thread(lambda: self._catalogued(name))
             known = self._directory.remember(info)
         return known.info()
 
-    async def known(self, identity: UUID, *, dying_too: bool = False) -> Known:
+    async def find_dataset(self, identity: UUID, *, include_deleted: bool = False) -> DatasetRef:
         """A dataset by its identity. Raises NoSuchDataset."""
         found = self._directory.peek(identity)
         if found is None:
@@ -172,8 +172,8 @@ class Asking:
             found = await trio.to_thread.run_sync(
                 self._directory.find, identity, limiter=self._finding if is_new else self._threads
             )
-        if found.is_dying and not dying_too:
-            raise no_such(str(identity))
+        if found.is_being_deleted and not include_deleted:
+            raise no_such_dataset(str(identity))
         return found
 
     def _catalogued(self, name: str) -> DatasetInfo:
@@ -183,19 +183,19 @@ class Asking:
             return same[0]
         if damaged or same:
             raise damaged[0] if damaged else MetadataError(f"several datasets are named {name!r}")
-        raise no_such(name)
+        raise no_such_dataset(name)
 
     # Entries
 
-    async def stat(self, request: Request, known: Known) -> Reply:
+    async def stat(self, request: Request, known: DatasetRef) -> Reply:
         """Entries by their paths."""
-        paths = paths_in(Fields(request.message, "stat"))
-        look = await self._look(known)
+        paths = parse_paths(Fields(request.message, "stat"))
+        look = await self._head_of(known)
         view = self._current(known, look)
         if view is None and len(paths) > FEW_PATHS:
             view = await self._newer(known, look)
         if view is None:
-            stats = await self._markers.ask(lambda: self._stats(known.identity, paths))
+            stats = await self._heads.run(lambda: self._stats(known.identity, paths))
             return Reply({"version": look.marker.version, **columns_message(stats)})
         if len(paths) <= IN_LOOP_PATHS and sum(map(len, paths)) <= IN_LOOP_PATHS_BYTES:
             stats = view.stat_many(paths, missing_ok=True)
@@ -224,21 +224,21 @@ class Asking:
                 getattr(found, name)[i] = record[name]
         return found
 
-    async def listing(self, request: Request, known: Known) -> Reply:
+    async def listing(self, request: Request, known: DatasetRef) -> Reply:
         """What lies in a folder, some names at a time."""
         fields = Fields(request.message, "list")
         folder, after = fields.octets("folder"), fields.octets("after")
         check_path(folder)
-        look = await self._look(known)
+        look = await self._head_of(known)
         view = self._current(known, look)
         if view is None and look.marker.files > NAMES_PER_ANSWER:
             view = await self._newer(known, look)  # a page of the store's is all of a folder
         if view is None:
-            return await self._markers.ask(lambda: self._listed(known, look, folder, after))
+            return await self._heads.run(lambda: self._listed(known, look, folder, after))
         held = view
         return await self._compute(lambda: _listed_in(held, folder, after))
 
-    def _listed(self, known: Known, look: Look, folder: bytes, after: bytes) -> Reply:
+    def _listed(self, known: DatasetRef, look: HeadState, folder: bytes, after: bytes) -> Reply:
         rows = self._repository.meta.children(known.identity, folder)
         if not len(rows) and folder:
             found = self._stats(known.identity, [folder])
@@ -252,22 +252,22 @@ class Asking:
             lambda some: _stats_of(rows, some),
         )
 
-    async def _look(self, known: Known) -> Look:
+    async def _head_of(self, known: DatasetRef) -> HeadState:
         """The marker of now. Raises MetadataBehind where it does not know all."""
         try:
-            look = await self._markers.now(known.name)
+            look = await self._heads.now(known.name)
         except NoSuchDataset:
             raise _behind(known.name) from None
         if look.marker.identity != known.identity:
             self._directory.forget(known.name)
-            raise no_such(str(known.identity))
+            raise no_such_dataset(str(known.identity))
         if look.behind:
             raise _behind(known.name)
         return look
 
     # Snapshots
 
-    def _current(self, known: Known, look: Look) -> Snapshot | None:
+    def _current(self, known: DatasetRef, look: HeadState) -> Snapshot | None:
         """The snapshot of a look's version, where it is mapped; else one is made, not too often."""
         view = self._views.get(known.identity)
         if view is not None and view.version == look.marker.version:
@@ -276,21 +276,21 @@ class Asking:
             return view
         made_s, took_s = self._made_s.get(known.identity, (0.0, 0.0))
         if time.monotonic() > made_s + max(_QUIET_S, _QUIET_FACTOR * took_s):
-            self._making.begin(known)
+            self._making.start(known)
         return None
 
-    async def _newer(self, known: Known, look: Look) -> Snapshot | None:
+    async def _newer(self, known: DatasetRef, look: HeadState) -> Snapshot | None:
         """A snapshot of a look's version or a later one."""
-        view = await self._making.ask(known)
+        view = await self._making.run(known)
         return view if view.version >= look.marker.version else None
 
-    def _make(self, known: Known) -> Snapshot:
+    def _make(self, known: DatasetRef) -> Snapshot:
         began_s = time.monotonic()
         repository = self._repository
-        marker = repository.meta.marker(known.name)
+        marker = repository.meta.head(known.name)
         if marker.identity != known.identity:
-            raise no_such(str(known.identity))
-        view = repository.snapshots.at(repository.meta, marker)
+            raise no_such_dataset(str(known.identity))
+        view = repository.snapshots.load_current(repository.meta, marker)
         now_s = time.monotonic()
         self._views[known.identity] = view
         self._made_s[known.identity] = now_s, now_s - began_s
@@ -298,10 +298,10 @@ class Asking:
             self._made_s.pop(self._views.popitem(last=False)[0], None)
         return view
 
-    async def snapshot(self, request: Request, known: Known) -> AsyncIterator[Reply]:
+    async def snapshot(self, request: Request, known: DatasetRef) -> AsyncIterator[Reply]:
         """A snapshot, in pieces."""
         fields = Fields(request.message, "snapshot")
-        version, have = fields.whole("version"), fields.whole("have", 0)
+        version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._wanted(known, version)
         if have and view.version == have:
             yield Reply({"version": have, "total": 0})
@@ -314,15 +314,15 @@ class Asking:
             yield Reply({"bytes": raw_bytes, "more": True}, [block])
         yield Reply({"version": view.version, "total": total})
 
-    async def _wanted(self, known: Known, version: int) -> Snapshot:
+    async def _wanted(self, known: DatasetRef, version: int) -> Snapshot:
         repository = self._repository
         if version:
             return await self._send_thread(
                 lambda: repository.snapshots.load(known.identity, version)
             )
-        marker: Marker | None = None
+        marker: DatasetHead | None = None
         try:
-            look = await self._markers.now(known.name)
+            look = await self._heads.now(known.name)
         except (NoSuchDataset, MetadataError):
             pass  # it goes by the newest that the store has
         else:
@@ -331,7 +331,7 @@ class Asking:
         info = DatasetInfo(known.name, known.identity, known.created_ns, marker)
         return await self._send_thread(lambda: repository.view_of(info))
 
-    async def kept(self, request: Request, known: Known) -> Reply:
+    async def kept(self, request: Request, known: DatasetRef) -> Reply:
         """The versions that are kept."""
         shelf = self._repository.snapshots
         if Fields(request.message, "kept").flag("newest", default=False):
@@ -341,18 +341,18 @@ class Asking:
 
     async def reclaimable(self, request: Request, name: str) -> Reply:
         """About how much a purge can give back. Who asks meanwhile waits for the next count."""
-        with plainly(name):
-            return Reply({"result": {"bytes": await self._counting.ask(name)}})
+        with hide_store_address(name):
+            return Reply({"result": {"bytes": await self._counting.run(name)}})
 
     def _reclaimable(self, name: str) -> int:
         return reclaimable_bytes(self._repository, name, self._repository.view(name))
 
     # Bytes
 
-    async def read(self, request: Request, known: Known) -> Reply:
+    async def read(self, request: Request, known: DatasetRef) -> Reply:
         """Parts of chunks."""
         fields = Fields(request.message, "read")
-        parts, fresh = parts_in(fields), fields.flag("fresh", default=False)
+        parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
             fields.bad("fresh", "it is of one chunk")  # each is read whole, where it is near
         read = partial(self._reads.read, known.identity, parts, fresh=fresh)

@@ -16,14 +16,14 @@ _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class ServerCertificate:
     """A certificate that can be served, and SHA-256 of it."""
 
     context: ssl.SSLContext
     binding: bytes
 
 
-def load_certificate(certificate: Path, key: Path) -> Certificate:
+def load_certificate(certificate: Path, key: Path) -> ServerCertificate:
     """The certificate (and its chain) and its key in two PEM files. Raises ConfigError."""
     for _ in range(3):  # somebody may be renewing it at this moment
         before = _content(certificate)
@@ -37,7 +37,7 @@ def load_certificate(certificate: Path, key: Path) -> Certificate:
                 f"cannot use the certificate {certificate} with the key {key}: {reason}"
             ) from None
         if _content(certificate) == before:
-            return Certificate(context, hashlib.sha256(_first(before, certificate)).digest())
+            return ServerCertificate(context, hashlib.sha256(_first(before, certificate)).digest())
     raise ConfigError(f"{certificate} changes all the time")
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import trio
 
-from diesel_fs.storage.objects import Bytes
+from diesel_fs.entries import Bytes
 
 _BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
 _PIECE_BYTES = 256 << 10
@@ -26,7 +26,7 @@ _KEEP_ALIVE = (  # half-open connections end within two minutes
 )
 
 
-class Gone(Exception):
+class ConnectionClosed(Exception):
     """The client has closed the connection, or it broke."""
 
 
@@ -45,7 +45,7 @@ class Channel(ABC):
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
-    async def fill(self, room: memoryview) -> None:
+    async def receive_into(self, room: memoryview) -> None:
         """Receive just as many bytes."""
         while room.nbytes:
             if self._start < self._end:
@@ -59,17 +59,17 @@ class Channel(ABC):
                 continue
             room = room[count:]
 
-    def holds(self, size: int) -> bool:
+    def has_buffered(self, size: int) -> bool:
         """Whether so many bytes are here already: then receiving them waits for nothing."""
         return self._end - self._start >= size
 
-    async def exactly(self, size: int) -> bytearray:
+    async def receive_exactly(self, size: int) -> bytearray:
         """Receive just as many bytes into memory of their own."""
         taken = bytearray(size)
-        await self.fill(memoryview(taken))
+        await self.receive_into(memoryview(taken))
         return taken
 
-    async def drop(self, size: int) -> None:
+    async def skip(self, size: int) -> None:
         """Receive bytes and forget them."""
         while size:
             await self.wait()
@@ -81,9 +81,9 @@ class Channel(ABC):
         try:
             count = await self._receive(room)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise Gone from error
+            raise ConnectionClosed from error
         if not count:
-            raise Gone
+            raise ConnectionClosed
         self.received_bytes += count
         return count
 
@@ -98,21 +98,24 @@ class Channel(ABC):
         try:
             return self._send_now(views)
         except OSError as error:
-            raise Gone from error
+            raise ConnectionClosed from error
 
     async def send_left(self, views: list[memoryview]) -> None:
         """Send what is left. Cancelled, the connection is of no more use."""
         try:
             await self._send(views)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise Gone from error
+            raise ConnectionClosed from error
 
-    async def linger(self) -> None:
+    async def half_close(self) -> None:
         """Say that nothing else comes, and hear the client out for a moment: closing at once would
         make the kernel take back what has been sent."""
-        with suppress(Gone, OSError, trio.BrokenResourceError), trio.move_on_after(_LINGER_S):
+        with (
+            suppress(ConnectionClosed, OSError, trio.BrokenResourceError),
+            trio.move_on_after(_LINGER_S),
+        ):
             await self._end_sending()
-            await self.drop(_LINGER_BYTES)
+            await self.skip(_LINGER_BYTES)
 
     @abstractmethod
     async def _receive(self, room: memoryview) -> int:
@@ -207,7 +210,7 @@ class StreamChannel(Channel):
             self._transport.socket.close()
 
 
-def prepare(accepted: trio.socket.SocketType) -> None:
+def set_socket_options(accepted: trio.socket.SocketType) -> None:
     """A socket that has been accepted: answers leave at once, and a dead client is noticed."""
     with suppress(OSError):
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

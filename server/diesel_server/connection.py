@@ -32,28 +32,28 @@ from diesel_fs.errors import (
     MetadataError,
     PermissionDenied,
 )
-from diesel_fs.messages import WHOLE_MAX, Fields, Message, described
-from diesel_fs.metrics import Cells
+from diesel_fs.messages import INTEGER_MAX, Fields, Message, error_message
+from diesel_fs.metrics import MetricCells
 
 from . import limits
-from .channel import Channel, Gone
-from .limits import ByteBudget, ConnectionCount, TooMany
-from .refusals import Refusals, dataset_in
+from .channel import Channel, ConnectionClosed
+from .limits import ConnectionLimits, FairByteBudget, LimitReached
+from .refusals import RefusalLog, dataset_in
 from .requests import Reply, Request
-from .running import Runner, ThreadsBusy
+from .running import Dispatcher, ThreadsBusy
 
 log = logging.getLogger("diesel.server")
 
-CURRENT_S = 1.0
+ACCOUNT_REFRESH_S = 1.0
 """A connection's account is looked at again after so long: what was taken away is soon gone."""
 
-GOING = "it is going"
+SHUTTING_DOWN = "it is going"
 _OVERLOADED = "the server is overloaded"
 _NOTHING = memoryview(b"")
 _LOGINS = 16
 
 
-class Login(Protocol):
+class Authenticator(Protocol):
     """Who users are (`login.py`). Both may block, for a stated time."""
 
     def authenticate(
@@ -69,28 +69,28 @@ class Login(Protocol):
 
 
 @dataclass(slots=True)
-class Service:
+class ConnectionContext:
     """What the connections of a worker share."""
 
     store_id: UUID
-    login: Login
-    runner: Runner
-    cells: Cells
-    refusals: Refusals
-    count: ConnectionCount = field(default_factory=ConnectionCount)
-    budget: ByteBudget = field(default_factory=ByteBudget)
+    login: Authenticator
+    runner: Dispatcher
+    cells: MetricCells
+    refusals: RefusalLog
+    count: ConnectionLimits = field(default_factory=ConnectionLimits)
+    budget: FairByteBudget = field(default_factory=FairByteBudget)
     logins: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_LOGINS))
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    places: Mapping[str, str] = field(default_factory=dict)
+    redactions: Mapping[str, str] = field(default_factory=dict)
     """Where the store lies, in all ways to write it, the longest first, and what clients are told
     in place of each."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
-    going: bool = False
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
+class _Rejection:
     """Why a request is not begun with; `retry_after_s`: it may be sent again, wherever."""
 
     reason: str
@@ -105,7 +105,9 @@ Opener = Callable[[], Awaitable[tuple[Channel, bytes]]]
 class Connection:
     """One connection, from `run` to its end."""
 
-    def __init__(self, service: Service, opener: Opener, address: str, port: int = 0) -> None:
+    def __init__(
+        self, service: ConnectionContext, opener: Opener, address: str, port: int = 0
+    ) -> None:
         self._service = service
         self._opener = opener
         self._address = address
@@ -125,14 +127,14 @@ class Connection:
         """Everything. Errors of a client end its connection, and nothing else."""
         try:
             with ExitStack() as held:
-                if await self._admitted(held):
-                    await self._requests()
-        except Gone as error:
+                if await self._log_in(held):
+                    await self._serve_requests()
+        except ConnectionClosed as error:
             if str(error):  # it did not speak TLS, or not as we do
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
-            await self._last_words(error)
+            await self._send_final_error(error)
         except Exception:
             log.exception("a connection met a bug: from=%s", self._peer)
         finally:
@@ -146,10 +148,10 @@ class Connection:
         try:
             with trio.move_on_after(limits.REFUSING_S):
                 self._channel, _ = await self._opener()
-                await self._channel.exactly(wire.GREETING_BYTES)
+                await self._channel.receive_exactly(wire.GREETING_BYTES)
                 await self._channel.send([wire.refusal(sentence)])
-                await self._channel.linger()
-        except Gone:
+                await self._channel.half_close()
+        except ConnectionClosed:
             pass
         finally:
             if self._channel is not None:
@@ -162,32 +164,32 @@ class Connection:
 
     # The beginning
 
-    async def _admitted(self, held: ExitStack) -> bool:
+    async def _log_in(self, held: ExitStack) -> bool:
         """Whether the client has proved who it is. Raises Gone, ForeignError, CorruptError."""
         account: Account | None = None
         network = limits.network_of(self._address)
         with trio.CancelScope() as stay, self._service.count.greeting(network, stay.cancel):
-            account = await self._proved()
+            account = await self._authenticated()
         if stay.cancelled_caught:
             self.note_refusal("address", "too many clients of its address log in at this moment")
         if account is None:
             return False
         try:
             held.enter_context(self._service.count.user(account.name))
-        except TooMany as error:
+        except LimitReached as error:
             self.note_refusal(error.reason, error.sentence, user=account.name)
-            await self._last_words(BusyError(error.sentence))
+            await self._send_final_error(BusyError(error.sentence))
             return False
         self._account, self._account_s = account, trio.current_time()
         self._service.cells.add("diesel_logins_total")
         welcome: Message = {"user": account.name, "store": str(self._service.store_id)}
-        await self._send([wire.frame(welcome, wire.ANSWER)])
+        await self._send([wire.frame(welcome, wire.ANSWER_LIMITS)])
         return True
 
-    async def _proved(self) -> Account | None:
-        """Who the client has proved to be, in time. Raises as `_admitted`."""
+    async def _authenticated(self) -> Account | None:
+        """Who the client has proved to be, in time. Raises as `_log_in`."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
-            nonce, binding = await self._greeted()
+            nonce, binding = await self._greet()
         if greeting.cancelled_caught:
             self.note_refusal("greeting", "it did not greet in time")
             return None
@@ -198,24 +200,24 @@ class Connection:
         if login.cancelled_caught:
             self.note_refusal("login", "it did not log in in time")
             return None
-        return await self._known(message, nonce, binding)
+        return await self._authenticate(message, nonce, binding)
 
-    async def _greeted(self) -> tuple[bytes, bytes]:
+    async def _greet(self) -> tuple[bytes, bytes]:
         """The nonce that the client got, or none, and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
-        said = await self._channel.exactly(wire.GREETING_BYTES)
+        said = await self._channel.receive_exactly(wire.GREETING_BYTES)
         try:
             version = wire.parse_greeting(said)
         except ForeignError as error:
             self.note_refusal("greeting", error.message)
             return b"", b""
         if version != wire.VERSION:
-            sentence = wire.other_version(version)
+            sentence = wire.version_mismatch(version)
             self.note_refusal("version", sentence)
             await self._channel.send([wire.refusal(sentence)])
-            await self._channel.linger()
+            await self._channel.half_close()
             return b"", b""
         nonce = os.urandom(wire.NONCE_BYTES)
         await self._channel.send([wire.welcome(nonce)])
@@ -223,16 +225,20 @@ class Connection:
 
     async def _login_frame(self) -> Message:
         channel = self._open_channel
-        lengths = wire.parse_lengths(await channel.exactly(wire.LENGTHS_BYTES), wire.BEFORE_LOGIN)
-        return wire.parse_head(await channel.exactly(lengths.head), wire.BEFORE_LOGIN)
+        lengths = wire.parse_lengths(
+            await channel.receive_exactly(wire.LENGTHS_BYTES), wire.BEFORE_LOGIN_LIMITS
+        )
+        return wire.parse_head(
+            await channel.receive_exactly(lengths.head), wire.BEFORE_LOGIN_LIMITS
+        )
 
-    async def _known(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
+    async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
         """The account that a login proves; None where it proves nothing, and the client knows."""
         user = ""
         try:
             if message.get("do") != "login":
                 raise PermissionDenied("log in first")
-            wire.check_known(message)
+            wire.check_required_fields(message)
             fields = Fields(message, "login")
             user, signature = fields.text("user"), fields.octets("signature")
             with trio.move_on_after(limits.AUTHENTICATE_S):
@@ -250,28 +256,28 @@ class Connection:
         except DieselError as error:
             why = "; ".join([error.message, *getattr(error, "__notes__", [])])
             self.note_refusal("login", why, user=user, do="login")
-            await self._last_words(error)
+            await self._send_final_error(error)
         except Exception:
             log.exception("a login met a bug: from=%s", self._peer)
-            await self._last_words(DieselError("internal error"))
+            await self._send_final_error(DieselError("internal error"))
         return None
 
     # Requests
 
-    async def _requests(self) -> None:
+    async def _serve_requests(self) -> None:
         """Serve requests until there are no more. Raises Gone, CorruptError."""
         ended: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
-                while await self._next_begins():
+                while await self._wait_for_request():
                     try:
                         self._slots.acquire_nowait()  # which is no turn of the loop
                     except trio.WouldBlock:
                         await self._slots.acquire()
-                    if not await self._begun(nursery):
+                    if not await self._receive_request(nursery):
                         self._slots.release()
-            except (Gone, CorruptError) as error:
+            except (ConnectionClosed, CorruptError) as error:
                 ended = error
                 nursery.cancel_scope.cancel()
         try:
@@ -280,53 +286,53 @@ class Connection:
         finally:
             ended = None  # it holds this frame, and frames that hold payloads: a cycle of megabytes
 
-    async def _next_begins(self) -> bool:
+    async def _wait_for_request(self) -> bool:
         """Wait for the next request; False where there is none to wait for."""
-        while not (self._service.going and not self._ids):
-            if self._open_channel.holds(1):
+        while not (self._service.is_draining and not self._ids):
+            if self._open_channel.has_buffered(1):
                 return True
             with trio.CancelScope() as self._waiting:
                 self._waiting.deadline = trio.current_time() + limits.IDLE_S
                 await self._open_channel.wait()
                 return True
-            if not self._ids and not self._service.going:
+            if not self._ids and not self._service.is_draining:
                 log.debug("%s has been idle for too long", self._peer)
                 return False
         return False
 
-    async def _begun(self, nursery: trio.Nursery) -> bool:
+    async def _receive_request(self, nursery: trio.Nursery) -> bool:
         """Receive one request and begin with it; False where that has been refused."""
         channel, owner = self._open_channel, self._account.name
-        lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST)
+        lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
         if lengths.head > limits.SMALL_BYTES:
             held = limits.head_memory(lengths.head)
-            if not await self._service.budget.take(owner, held, limits.BUDGET_WAIT_S):
+            if not await self._service.budget.acquire(owner, held, limits.BUDGET_WAIT_S):
                 self.note_refusal("memory", "no memory for a large message", user=owner)
-                await self._last_words(BusyError(_OVERLOADED))
-                raise Gone
+                await self._send_final_error(BusyError(_OVERLOADED))
+                raise ConnectionClosed
         given = False
         try:
-            message = wire.parse_head(await self._exactly(lengths.head), wire.REQUEST)
+            message = wire.parse_head(await self._exactly(lengths.head), wire.REQUEST_LIMITS)
             number, do = message.get("id"), message.get("do")
             if (
                 type(number) is not int
-                or not 0 <= number <= WHOLE_MAX
+                or not 0 <= number <= INTEGER_MAX
                 or number in self._ids
                 or type(do) is not str
             ):
                 raise CorruptError("a request without an id of its own, or without a verb")
             more = lengths.payload + limits.answer_bytes(message)
-            refusal = await self._why_not(message, do, lengths.payload, more)
+            refusal = await self._reject_reason(message, do, lengths.payload, more)
             if refusal is not None:
-                await self._decline(message, number, do, refusal, lengths.payload)
+                await self._reject(message, number, do, refusal, lengths.payload)
                 return False
             held += more if more > limits.SMALL_BYTES else 0
             payload = _NOTHING
             if lengths.payload:
                 payload = np.empty(lengths.payload, np.uint8).data
                 with self._deadline(lengths.payload):
-                    await channel.fill(payload)
+                    await channel.receive_into(payload)
             self._ids.add(number)
             self._service.under_way += 1
             self._service.by_user[owner] += 1
@@ -338,44 +344,44 @@ class Connection:
             return True
         finally:
             if held and not given:
-                self._service.budget.give(owner, held)
+                self._service.budget.release(owner, held)
 
-    async def _why_not(
+    async def _reject_reason(
         self, message: Message, do: str, payload_bytes: int, size: int
-    ) -> "_Refusal | None":
+    ) -> "_Rejection | None":
         """Why a request is not begun with, else None: then `size` bytes are its own."""
         service = self._service
         try:
-            wire.check_known(message)
+            wire.check_required_fields(message)
             await self._look_at_account()
             if payload_bytes and not service.takes_payload(self._account, do, payload_bytes):
                 raise PermissionDenied(
                     f"{self._account.name!r} may not send bytes with {do[:64]!r}"
                 )
         except DieselError as error:
-            return _Refusal("permission", error)
-        if service.going:
-            return _Refusal("going", BusyError(f"the server refused: {GOING}"), 0.0)
+            return _Rejection("permission", error)
+        if service.is_draining:
+            return _Rejection("going", BusyError(f"the server refused: {SHUTTING_DOWN}"), 0.0)
         if (
             service.under_way >= limits.REQUESTS_MAX
             or service.by_user[self._account.name] >= limits.REQUESTS_PER_USER_MAX
         ):
-            return _Refusal("requests", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
-        if size > limits.SMALL_BYTES and not await service.budget.take(
+            return _Rejection("requests", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
+        if size > limits.SMALL_BYTES and not await service.budget.acquire(
             self._account.name, size, limits.BUDGET_WAIT_S
         ):
-            return _Refusal("memory", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
+            return _Rejection("memory", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
         return None
 
     async def _look_at_account(self) -> None:
-        if trio.current_time() - self._account_s >= CURRENT_S:
+        if trio.current_time() - self._account_s >= ACCOUNT_REFRESH_S:
             self._account = await trio.to_thread.run_sync(
                 self._service.login.current, self._account, limiter=self._service.logins
             )
             self._account_s = trio.current_time()
 
-    async def _decline(
-        self, message: Message, number: int, do: str, refusal: "_Refusal", payload_bytes: int
+    async def _reject(
+        self, message: Message, number: int, do: str, refusal: "_Rejection", payload_bytes: int
     ) -> None:
         error = refusal.error
         if isinstance(error, BusyError | PermissionDenied):
@@ -391,7 +397,7 @@ class Connection:
             outcome = "refused"
         self._service.cells.add("diesel_requests_total", do, outcome)
         with self._deadline(payload_bytes):
-            await self._open_channel.drop(payload_bytes)
+            await self._open_channel.skip(payload_bytes)
         await self._answer_error(number, error, refusal.retry_after_s)
         await trio.lowlevel.checkpoint()  # there may be hundreds of them in the buffer
 
@@ -409,21 +415,21 @@ class Connection:
             try:
                 await self._service.runner.run(do, request, send)
                 outcome = "ok"
-            except Gone:
+            except ConnectionClosed:
                 raise
             except DieselError as error:
-                outcome = await self._failed(request, number, do, error)
+                outcome = await self._answer_failure(request, number, do, error)
             except Exception:
                 log.exception("a bug: do=%r user=%s from=%s", do[:64], request.account.name,
                               self._peer)  # fmt: skip
                 outcome = "bug"
                 await self._answer_error(number, DieselError("internal error"))
-        except Gone:
+        except ConnectionClosed:
             outcome = "gone"
             assert self._nursery is not None
             self._nursery.cancel_scope.cancel()
         finally:
-            self._service.budget.give(request.account.name, held)
+            self._service.budget.release(request.account.name, held)
             self._service.under_way -= 1
             limits.less(self._service.by_user, request.account.name)
             self._ids.discard(number)
@@ -433,10 +439,12 @@ class Connection:
             cells.add("diesel_requests_total", do, outcome)
             cells.observe("diesel_request_seconds", do, value=trio.current_time() - began_s)
             self._count_bytes()
-            if self._service.going:
+            if self._service.is_draining:
                 self.stop()
 
-    async def _failed(self, request: Request, number: int, do: str, error: DieselError) -> str:
+    async def _answer_failure(
+        self, request: Request, number: int, do: str, error: DieselError
+    ) -> str:
         """Answer a request with the error that its handler raised; the outcome."""
         hint = None
         if isinstance(error, ThreadsBusy):
@@ -459,23 +467,23 @@ class Connection:
 
     async def _answer(self, message: Message, reply: Reply) -> None:
         size = sum(memoryview(part).nbytes for part in reply.payload)
-        await self._send([wire.frame(message, wire.ANSWER, size), *reply.payload], size)
+        await self._send([wire.frame(message, wire.ANSWER_LIMITS, size), *reply.payload], size)
 
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
-        message: Message = {**self._told(error), "id": number}
+        message: Message = {**self._error_message(error), "id": number}
         if retry_after_s is not None:
             message["retry_after_s"] = retry_after_s
-        await self._send([wire.frame(message, wire.ANSWER)])
+        await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
-    def _told(self, error: DieselError) -> Message:
+    def _error_message(self, error: DieselError) -> Message:
         """An error as a client hears it: where this server's store lies is its operator's alone."""
-        found = described(error)
+        found = error_message(error)
         for name in ("message", "advice"):
-            for place, words in self._service.places.items():
+            for place, words in self._service.redactions.items():
                 found[name] = str(found[name]).replace(place, words)
-        if found != described(error):
+        if found != error_message(error):
             log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
         return found
 
@@ -495,10 +503,10 @@ class Connection:
 
     async def _exactly(self, size: int) -> bytearray:
         """The next so many bytes, within the time for them. Raises Gone."""
-        if self._open_channel.holds(size):  # most are, and a deadline costs more than a copy
-            return await self._open_channel.exactly(size)
+        if self._open_channel.has_buffered(size):  # most are, and a deadline costs more than a copy
+            return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
-            return await self._open_channel.exactly(size)
+            return await self._open_channel.receive_exactly(size)
 
     @contextmanager
     def _deadline(self, size: int) -> Iterator[None]:
@@ -507,14 +515,14 @@ class Connection:
             yield
         if scope.cancelled_caught:
             self.note_refusal("frame", "it was too slow", user=self._account.name)
-            raise Gone
+            raise ConnectionClosed
 
-    async def _last_words(self, error: DieselError) -> None:
+    async def _send_final_error(self, error: DieselError) -> None:
         """An error that is no request's, at the connection's end."""
         try:
-            await self._send([wire.frame(self._told(error), wire.ANSWER)])
-            await self._open_channel.linger()
-        except Gone:
+            await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
+            await self._open_channel.half_close()
+        except ConnectionClosed:
             pass
 
     @property

@@ -23,7 +23,7 @@ from diesel_fs.errors import (
     NoSuchDataset,
     ObjectStoreError,
 )
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 log = logging.getLogger("diesel.server")
 
@@ -34,13 +34,13 @@ _REMEMBERED_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class DatasetRef:
     """A dataset that is there."""
 
     name: str
     identity: UUID
     created_ns: int
-    is_dying: bool = False
+    is_being_deleted: bool = False
 
     def info(self) -> DatasetInfo:
         """The dataset where nobody knows its marker."""
@@ -50,11 +50,11 @@ class Known:
 class Directory:
     """The datasets of a repository, by identity."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
-        self._known: dict[UUID, tuple[Known, float]] = {}
+        self._known: dict[UUID, tuple[DatasetRef, float]] = {}
 
-    def peek(self, identity: UUID) -> Known | None:
+    def peek(self, identity: UUID) -> DatasetRef | None:
         """A dataset that was there a moment ago; None: ask `find`."""
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
@@ -63,7 +63,7 @@ class Directory:
         """Whether there has been such a dataset."""
         return identity in self._known
 
-    def find(self, identity: UUID) -> Known:
+    def find(self, identity: UUID) -> DatasetRef:
         """The dataset of an identity, also one that is dying. May block. Raises NoSuchDataset."""
         found = self.peek(identity)
         if found is not None:
@@ -71,7 +71,7 @@ class Directory:
         before = self._known.pop(identity, None)
         try:
             info = self._look(identity)
-            dying = None if info else self._repository.catalogue.dying_one(identity)
+            dying = None if info else self._repository.catalogue.deleted_dataset(identity)
         except ObjectStoreError:
             if before is None:
                 raise
@@ -80,32 +80,32 @@ class Directory:
         if dying is not None:
             return self.remember(dying, is_dying=True)
         if info is None:
-            raise no_such(str(identity))
+            raise no_such_dataset(str(identity))
         return self.remember(info)
 
     def _look(self, identity: UUID) -> DatasetInfo | None:
         catalogue = self._repository.catalogue
         try:
-            return catalogue.one(identity, None)
+            return catalogue.describe(identity, None)
         except CorruptError:  # then the metadata store's word is as good
-            markers = self._repository.meta.markers()
+            markers = self._repository.meta.heads()
             for marker in markers:
                 if marker.identity == identity:
                     return DatasetInfo(marker.name, identity, 0, marker)
             raise
 
-    def named(self, name: str) -> Known | None:
+    def named(self, name: str) -> DatasetRef | None:
         """The dataset of this name, as far as it is remembered."""
         for known, _ in list(self._known.values()):
-            if known.name == name and not known.is_dying:
+            if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
         return None
 
-    def remember(self, info: DatasetInfo, *, is_dying: bool = False) -> Known:
+    def remember(self, info: DatasetInfo, *, is_dying: bool = False) -> DatasetRef:
         """A dataset that has just been found."""
         if len(self._known) >= _REMEMBERED_MAX:
             self._known.clear()
-        known = Known(info.name, info.identity, info.created_ns, is_dying)
+        known = DatasetRef(info.name, info.identity, info.created_ns, is_dying)
         self._known[info.identity] = known, time.monotonic()
         return known
 
@@ -124,18 +124,18 @@ def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
     try:
         account.require(name, wanted)
     except NoSuchDataset:
-        raise no_such(shown) from None
+        raise no_such_dataset(shown) from None
 
 
 @contextmanager
-def plainly(name: str) -> Iterator[None]:
+def hide_store_address(name: str) -> Iterator[None]:
     """The repository's own words for a dataset that is not there name its address: not here."""
     try:
         yield
     except NoSuchDataset:
-        raise no_such(name) from None
+        raise no_such_dataset(name) from None
 
 
-def no_such(shown: str) -> NoSuchDataset:
+def no_such_dataset(shown: str) -> NoSuchDataset:
     """The error for a dataset that is not there, or not for this user."""
     return NoSuchDataset(f"no dataset {shown!r}")

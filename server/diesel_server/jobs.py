@@ -14,7 +14,7 @@ import trio
 
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.messages import Message
-from diesel_fs.repository import Tell
+from diesel_fs.repository import ReportProgress
 
 from .requests import Reply
 
@@ -27,10 +27,10 @@ VERIFIES_MAX = 2
 """Of these: any reader may ask for them, and administrators are not to wait for that."""
 
 _LOOK_S = 0.2
-_WORD_S = 5.0
+_PROGRESS_S = 5.0
 """A client hears something at least so often."""
 
-Work = Callable[[Tell], Message]
+Work = Callable[[ReportProgress], Message]
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Jobs:
         said, silent_s = (-1, -1), 0.0
         while not job.over.is_set():
             now = job.done, job.total
-            if now != said or silent_s >= _WORD_S:
+            if now != said or silent_s >= _PROGRESS_S:
                 yield Reply({"done": now[0], "total": now[1], "more": True})
                 said, silent_s = now, 0.0
             await trio.sleep(_LOOK_S)

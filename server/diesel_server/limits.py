@@ -16,9 +16,9 @@ from ipaddress import IPv6Address, ip_address
 import numpy as np
 import trio
 
+from diesel_fs.entries import CHUNK_RANGE
 from diesel_fs.messages import Message
-from diesel_fs.wire import REQUEST
-from diesel_fs.wire_values import PART
+from diesel_fs.wire import REQUEST_LIMITS
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
@@ -34,7 +34,7 @@ FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
 """A frame takes at most `FRAME_S` and what it takes at this rate; likewise an answer."""
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Between a worker's signs of life."""
 
 DRAIN_S = 30.0
@@ -70,7 +70,7 @@ REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
 """Some are left for others."""
 
-BUDGET_BYTES = 2 * (REQUEST.payload_bytes + REQUEST.head_bytes)
+BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
 """For payloads under way: the largest of one user leaves room for those of others."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
@@ -83,7 +83,7 @@ _HEAD_FACTOR = 6  # what a head of many small items takes as objects
 _PIECE_BYTES = 16 << 20  # of a snapshot: one is sent, one is made
 _LIST_BYTES = 8 << 20  # of a list: its names and columns, and the frame that they are copied into
 _PATH_BYTES = 96  # of a path in `stat`: itself and its columns, likewise
-_PAYLOAD_MAX = REQUEST.payload_bytes
+_PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
 def head_memory(head_bytes: int) -> int:
@@ -101,9 +101,9 @@ def answer_bytes(message: Message) -> int:
     if message.get("do") == "stat" and type(paths) is bytes:
         return _PATH_BYTES * (paths.count(b"\0") + 1)
     parts = message.get("parts")
-    if message.get("do") != "read" or type(parts) is not bytes or len(parts) % PART.itemsize:
+    if message.get("do") != "read" or type(parts) is not bytes or len(parts) % CHUNK_RANGE.itemsize:
         return 0
-    size: int = np.frombuffer(parts, PART)["size"].sum(dtype=np.int64).item()
+    size: int = np.frombuffer(parts, CHUNK_RANGE)["size"].sum(dtype=np.int64).item()
     return min(_PAYLOAD_MAX, size)
 
 
@@ -125,7 +125,7 @@ class _Waiting:
     granted: trio.Event = field(default_factory=trio.Event)
 
 
-class ByteBudget:
+class FairByteBudget:
     """Bytes that may be held at once, in all and by one owner. First come, first served, except
     that who has had its share keeps nobody else waiting."""
 
@@ -136,7 +136,7 @@ class ByteBudget:
         self._held_by: Counter[str] = Counter()
         self._queue: deque[_Waiting] = deque()
 
-    async def take(self, owner: str, size: int, seconds: float) -> bool:
+    async def acquire(self, owner: str, size: int, seconds: float) -> bool:
         """Take `size` bytes as soon as they are there; False where that takes too long."""
         if size > self._share:
             return False
@@ -152,7 +152,7 @@ class ByteBudget:
                 return True
         except BaseException:
             if waiting.granted.is_set():
-                self.give(owner, size)
+                self.release(owner, size)
             raise
         finally:
             if not waiting.granted.is_set():
@@ -160,7 +160,7 @@ class ByteBudget:
                 self._serve()
         return waiting.granted.is_set()
 
-    def give(self, owner: str, size: int) -> None:
+    def release(self, owner: str, size: int) -> None:
         """Give bytes back."""
         self.held -= size
         self._held_by[owner] -= size
@@ -185,7 +185,7 @@ class ByteBudget:
                 waiting.granted.set()
 
 
-class TooMany(Exception):
+class LimitReached(Exception):
     """One too many: the sentence for the client, and the reason for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
@@ -194,7 +194,7 @@ class TooMany(Exception):
         self.sentence = sentence
 
 
-class ConnectionCount:
+class ConnectionLimits:
     """How many connections there are: in all, without a login by network, with one by user."""
 
     def __init__(
@@ -214,9 +214,11 @@ class ConnectionCount:
 
     @contextmanager
     def connection(self) -> Iterator[None]:
-        """One connection, from its beginning to its end. Raises TooMany."""
+        """One connection, from its beginning to its end. Raises LimitReached."""
         if self.all >= self.most:
-            raise TooMany("connections", f"it has all {self.most} connections that it can have")
+            raise LimitReached(
+                "connections", f"it has all {self.most} connections that it can have"
+            )
         self.all += 1
         try:
             yield
@@ -245,9 +247,9 @@ class ConnectionCount:
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """A user's connection, from its login on. Raises TooMany."""
+        """A user's connection, from its login on. Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
-            raise TooMany("user", f"you have {self.per_user} connections, which is the limit")
+            raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1
         try:
             yield

@@ -18,10 +18,10 @@ from typing import NoReturn
 import trio
 
 from . import limits
-from .certificate import Certificate
-from .channel import Channel, Gone, SocketChannel, StreamChannel, prepare
-from .connection import GOING, Connection, Opener, Service
-from .limits import TooMany
+from .certificate import ServerCertificate
+from .channel import Channel, ConnectionClosed, SocketChannel, StreamChannel, set_socket_options
+from .connection import SHUTTING_DOWN, Connection, ConnectionContext, Opener
+from .limits import LimitReached
 
 log = logging.getLogger("diesel.server")
 
@@ -35,8 +35,8 @@ class Listener:
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        service: Service,
-        certificate: Certificate | None = None,
+        service: ConnectionContext,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         self._sockets = sockets
         self._service = service
@@ -44,15 +44,15 @@ class Listener:
         self._connections: set[Connection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
-        self._all_gone = trio.Event()
+        self._drained = trio.Event()
 
     def stop(self) -> None:
         """Take nobody new; finish what is under way. `run` ends then, or after `DRAIN_S`."""
-        self._service.going = True
+        self._service.is_draining = True
         self._stopping.set()
         for connection in list(self._connections):
             connection.stop()
-        self._look_whether_all_gone()
+        self._check_drained()
 
     async def run(self) -> None:
         """Serve until `stop`."""
@@ -62,7 +62,7 @@ class Listener:
                 nursery.start_soon(self._accept, trio.socket.from_stdlib_socket(each), nursery)
             await self._stopping.wait()
             with trio.move_on_after(limits.DRAIN_S):
-                await self._all_gone.wait()
+                await self._drained.wait()
             nursery.cancel_scope.cancel()
 
     async def _accept(self, listening: trio.socket.SocketType, nursery: trio.Nursery) -> NoReturn:
@@ -74,7 +74,7 @@ class Listener:
                     log.error("cannot accept connections: %s", error.strerror)
                     await trio.sleep(_PAUSE_S)
                 continue
-            prepare(accepted)
+            set_socket_options(accepted)
             nursery.start_soon(self._serve, accepted, str(peer[0]), int(peer[1]))
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
@@ -83,8 +83,8 @@ class Listener:
         with accepted:
             shown = f"[{address}]" if ":" in address else address
             connection = Connection(service, self._opener(accepted), shown, port)
-            if service.going:
-                await self._refuse(connection, "going", GOING)
+            if service.is_draining:
+                await self._refuse(connection, "going", SHUTTING_DOWN)
                 return
             try:
                 with service.count.connection():
@@ -94,11 +94,11 @@ class Listener:
                         await connection.run()
                     finally:
                         self._connections.discard(connection)
-            except TooMany as error:
+            except LimitReached as error:
                 await self._refuse(connection, error.reason, error.sentence)
             finally:
                 service.cells.set("diesel_connections", value=service.count.all)
-                self._look_whether_all_gone()
+                self._check_drained()
 
     async def _refuse(self, connection: Connection, reason: str, sentence: str) -> None:
         if self._refusing < limits.REFUSING_MAX:
@@ -110,9 +110,9 @@ class Listener:
         else:
             connection.note_refusal(reason, sentence)
 
-    def _look_whether_all_gone(self) -> None:
-        if self._service.going and not self._connections:
-            self._all_gone.set()
+    def _check_drained(self) -> None:
+        if self._service.is_draining and not self._connections:
+            self._drained.set()
 
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
         certificate = self.certificate
@@ -129,7 +129,7 @@ class Listener:
             try:
                 await stream.do_handshake()
             except (trio.BrokenResourceError, ssl.SSLError, OSError) as error:
-                raise Gone(_why(error)) from error
+                raise ConnectionClosed(_why(error)) from error
             return StreamChannel(stream, transport), certificate.binding
 
         return plain if certificate is None else secured

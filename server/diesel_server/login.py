@@ -33,8 +33,8 @@ from typing import NamedTuple
 from diesel_fs import keys
 from diesel_fs.accounts import Account, Accounts, Role
 from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDenied
-from diesel_fs.storage.accounts import NEVER, AccountTable
-from diesel_fs.wire import USER_BYTES_MAX, signed
+from diesel_fs.storage.accounts import NO_TOKEN, AccountTable
+from diesel_fs.wire import USER_BYTES_MAX, login_challenge
 
 from .limits import network_of
 
@@ -72,12 +72,12 @@ lines in the log."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _AccountsCopy:
     """What is known of the accounts: read at once, and replaced as a whole."""
 
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when reading them, or finding them unchanged, last began
-    token: bytes = NEVER
+    token: bytes = NO_TOKEN
     problem: DieselError | None = None
     lost: bool = False
 
@@ -103,7 +103,7 @@ class _Bucket:
             self._free_s.popitem(last=False)
 
 
-class Login:
+class TableAuthenticator:
     """Logins, and what is known of the accounts."""
 
     def __init__(
@@ -113,10 +113,10 @@ class Login:
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
-        self._nobody = keys.public_key(keys.new_seed())  # its key is thrown away
+        self._decoy_key = keys.public_key(keys.new_seed())  # its key is thrown away
         self._reading_lock = threading.Lock()  # held while the table is read
         self._asked_s = float("-inf")  # when the last reading began
-        self._known = _Known(problem=MetadataError("the accounts have not been read yet"))
+        self._known = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
         self._failures_lock = threading.Lock()  # guards the buckets and what follows
         self._of_user = _Bucket(OF_USER, clock)
         self._of_address = _Bucket(OF_ADDRESS, clock)
@@ -144,10 +144,10 @@ class Login:
         known = self._known
         accounts, ceiling = self._usable(known)
         account = accounts.get(user)
-        public = account.public_key if account is not None else self._nobody
+        public = account.public_key if account is not None else self._decoy_key
         # The same work whoever it is; a name that is none is signed as if it had been cut
         name = user.encode("utf-8", "replace")[:USER_BYTES_MAX].decode("utf-8", "ignore")
-        matches = keys.verify(public, signature, signed(nonce, binding, name or "-"))
+        matches = keys.verify(public, signature, login_challenge(nonce, binding, name or "-"))
         if account is not None and matches:
             return replace(account, ceiling=ceiling)
         if known.problem is not None:
@@ -164,7 +164,7 @@ class Login:
         with self._failures_lock:
             self._of_user.add(key)
             self._of_address.add(network)
-            if known.token == NEVER and not self._advised.is_full(""):
+            if known.token == NO_TOKEN and not self._advised.is_full(""):
                 self._advised.add("")
                 log.error("%s", NO_ACCOUNTS)
         raise refusal
@@ -187,7 +187,7 @@ class Login:
             )
         return found if found.ceiling is ceiling else replace(found, ceiling=ceiling)
 
-    def _usable(self, known: _Known, *, or_lost: bool = False) -> tuple[Accounts, Role]:
+    def _usable(self, known: _AccountsCopy, *, or_lost: bool = False) -> tuple[Accounts, Role]:
         """The accounts that count now, and what their users may do at most."""
         age_s = self._clock() - known.since_s
         if age_s > COPY_S or (known.lost and not or_lost):
@@ -235,12 +235,12 @@ class Login:
         if token != before.token:
             state = self._table.read()
             accounts, token = state.accounts, state.token
-        if token != NEVER or not (before.lost or before.accounts):
-            self._known = _Known(accounts, self._asked_s, token)
+        if token != NO_TOKEN or not (before.lost or before.accounts):
+            self._known = _AccountsCopy(accounts, self._asked_s, token)
         else:
             if not before.lost:
                 log.error("the accounts have been lost: %s", NO_ACCOUNTS)
-            self._known = _Known(before.accounts, before.since_s, token, lost=True)
+            self._known = _AccountsCopy(before.accounts, before.since_s, token, lost=True)
 
 
 def _away() -> MetadataError:

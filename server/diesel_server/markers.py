@@ -17,17 +17,23 @@ from uuid import UUID
 
 import trio
 
-from diesel_fs.errors import DeadlineError, DieselError, MetadataBehind, MetadataError, revived
-from diesel_fs.repository import Repository
-from diesel_fs.storage.metadata import Marker
+from diesel_fs.errors import (
+    DeadlineError,
+    DieselError,
+    MetadataBehind,
+    MetadataError,
+    error_by_class_name,
+)
+from diesel_fs.repository import LocalRepository
+from diesel_fs.storage.metadata import DatasetHead
 
-from .redis_glances import RedisGlances
-from .rounds import LoopRounds
+from .redis_glances import PipelinedHeadReads
+from .rounds import SingleFlight
 
 ANSWER_S = 8.0
 """How long a look may take: some round trips of a second each, which is a slow Redis."""
 
-DOWN_S = 1.0
+OPEN_S = 1.0
 """How long nobody is asked who has just failed."""
 
 _LISTED_S = 0.5
@@ -40,26 +46,26 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class HeadState:
     """A dataset's marker, and whether a newer version of the dataset has once been there."""
 
-    marker: Marker
+    marker: DatasetHead
     behind: bool
 
 
-class Markers:
+class HeadCache:
     """Looks at the markers of a repository's datasets."""
 
     def __init__(
         self,
-        repository: Repository,
+        repository: LocalRepository,
         clock: Callable[[], float] = time.monotonic,
-        glances: RedisGlances | None = None,
+        glances: PipelinedHeadReads | None = None,
     ) -> None:
         self._repository = repository
         self._clock = clock
-        self._glances = glances
-        self._rounds = LoopRounds(self._look)
+        self._pipelined = glances
+        self._rounds = SingleFlight(self._read_head)
         self._looking = trio.CapacityLimiter(_THREADS)
         self._threads = trio.CapacityLimiter(_THREADS)
         self._opening = threading.Lock()
@@ -68,15 +74,15 @@ class Markers:
         self._down_until_s = 0.0
         self._probing = False
 
-    async def now(self, name: str) -> Look:
+    async def now(self, name: str) -> HeadState:
         """A look that began after the call.
 
         Raises NoSuchDataset where the metadata store does not know it, which proves nothing;
         MetadataError where it is away.
         """
-        return await self._soon(lambda: self._rounds.ask(name))
+        return await self._guarded(lambda: self._rounds.run(name))
 
-    async def ask(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
         """The result of other work with the metadata store, in a thread. Raises as `now`."""
 
         async def in_thread() -> T:
@@ -84,9 +90,9 @@ class Markers:
                 work, limiter=self._threads, abandon_on_cancel=True
             )
 
-        return await self._soon(in_thread)
+        return await self._guarded(in_thread)
 
-    async def _soon(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
         is_probe = False
         if self._down is not None:
             if self._probing or self._clock() < self._down_until_s:
@@ -97,11 +103,11 @@ class Markers:
                 found = await work()
         except (trio.TooSlowError, DeadlineError):
             error = MetadataError("the metadata store does not answer", advice="try again")
-            self._note(error)
+            self._open_breaker(error)
             raise error from None
         except MetadataError as error:
             if not isinstance(error, MetadataBehind):
-                self._note(error)
+                self._open_breaker(error)
             raise
         finally:
             if is_probe:
@@ -109,25 +115,27 @@ class Markers:
         self._down = None
         return found
 
-    def _note(self, error: DieselError) -> None:
-        self._down, self._down_until_s = error, self._clock() + DOWN_S
+    def _open_breaker(self, error: DieselError) -> None:
+        self._down, self._down_until_s = error, self._clock() + OPEN_S
 
-    async def _look(self, name: str) -> Look:
-        marker: Marker | None = None
-        if self._glances is not None and self._repository.meta_problem is None:
-            marker = await self._glances.marker(name)
+    async def _read_head(self, name: str) -> HeadState:
+        marker: DatasetHead | None = None
+        if self._pipelined is not None and self._repository.meta_problem is None:
+            marker = await self._pipelined.head(name)
         if marker is None:
-            return await trio.to_thread.run_sync(self._long_look, name, limiter=self._looking)
+            return await trio.to_thread.run_sync(
+                self._read_head_in_thread, name, limiter=self._looking
+            )
         newest, listed_s = self._listed.get(marker.identity, (0, 0.0))
         if newest <= marker.version and self._clock() < listed_s + _LISTED_S:
-            return Look(marker, False)
-        return await trio.to_thread.run_sync(self._compared, marker, limiter=self._looking)
+            return HeadState(marker, False)
+        return await trio.to_thread.run_sync(self._compare, marker, limiter=self._looking)
 
-    def _long_look(self, name: str) -> Look:
+    def _read_head_in_thread(self, name: str) -> HeadState:
         self.reopen()
-        return self._compared(self._repository.meta.marker(name))
+        return self._compare(self._repository.meta.head(name))
 
-    def _compared(self, marker: Marker) -> Look:
+    def _compare(self, marker: DatasetHead) -> HeadState:
         """A marker beside what the object store has of its dataset. May block."""
         newest, listed_s = self._listed.get(marker.identity, (0, 0.0))
         now_s = self._clock()
@@ -137,12 +145,12 @@ class Markers:
         if len(self._listed) >= _LISTED_MAX:
             self._listed.clear()
         self._listed[marker.identity] = max(newest, marker.version), listed_s
-        return Look(marker, behind)
+        return HeadState(marker, behind)
 
     def close(self) -> None:
         """Let go of the loop's own connections. Repeatable."""
-        if self._glances is not None:
-            self._glances.close()
+        if self._pipelined is not None:
+            self._pipelined.close()
 
     def reopen(self) -> None:
         """Open a metadata store that could not be had when the server started. May block."""
@@ -159,4 +167,4 @@ _LISTED_MAX = 65_536
 
 def _again(error: DieselError) -> DieselError:
     """An error as new, since each has a traceback of its own."""
-    return revived(type(error).__name__, error.message, error.advice)
+    return error_by_class_name(type(error).__name__, error.message, error.advice)

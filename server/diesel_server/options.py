@@ -20,7 +20,7 @@ from diesel_fs.settings import parse_size
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.urls import SERVER_SCHEMES, RepositoryUrl, parse_url
 
-from .places import Place, is_local, parse_place
+from .places import Endpoint, is_local, parse_endpoint
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"
@@ -35,14 +35,14 @@ _P = ParamSpec("_P")
 class Options:
     """What a server is to do."""
 
-    listen: Place
+    listen: Endpoint
     url: RepositoryUrl
     workers: int
     certificate: Path | None = None
     key: Path | None = None
     cache: Path | None = None
     cache_bytes: int = 0
-    metrics: Place | None = None
+    metrics: Endpoint | None = None
 
     @property
     def scheme(self) -> str:
@@ -133,7 +133,7 @@ def checked(
     insecure: bool,
 ) -> tuple[Options, list[str]]:
     """The options, and what the operator should be warned of. Raises ConfigError."""
-    place = parse_place(listen)
+    place = parse_endpoint(listen)
     url = _repository(store, meta)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together")
@@ -160,7 +160,7 @@ def checked(
             key=key,
             cache=None if cache_dir is None else Path(cache_dir).absolute(),
             cache_bytes=cache_bytes,
-            metrics=None if metrics is None else parse_place(metrics, default_host=LOOPBACK),
+            metrics=None if metrics is None else parse_endpoint(metrics, default_host=LOOPBACK),
         ),
         warnings,
     )

@@ -19,7 +19,7 @@ _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """A host's name or address, and a port; 0: any that is free."""
 
     host: str
@@ -29,7 +29,7 @@ class Place:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_place(text: str, *, default_host: str = "") -> Place:
+def parse_endpoint(text: str, *, default_host: str = "") -> Endpoint:
     """The place that HOST:PORT means; where there is a default host, a port alone will do.
 
     Raises ConfigError.
@@ -45,10 +45,10 @@ def parse_place(text: str, *, default_host: str = "") -> Place:
         raise ConfigError(
             f"{text!r} is no place to listen at", advice="write HOST:PORT, as 127.0.0.1:9300"
         )
-    return Place(host, port)
+    return Endpoint(host, port)
 
 
-def addresses_of(place: Place) -> list[tuple[socket.AddressFamily, str]]:
+def addresses_of(place: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses that a host has. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(
@@ -60,13 +60,13 @@ def addresses_of(place: Place) -> list[tuple[socket.AddressFamily, str]]:
     return list(dict.fromkeys((each[0], str(each[4][0])) for each in found))
 
 
-def is_local(place: Place) -> bool:
+def is_local(place: Endpoint) -> bool:
     """Whether only processes of this machine can connect. Raises ConfigError."""
     addresses = (address.partition("%")[0] for _, address in addresses_of(place))
     return all(ip_address(address).is_loopback for address in addresses)
 
 
-def listen(place: Place) -> list[socket.socket]:
+def listen(place: Endpoint) -> list[socket.socket]:
     """Sockets that listen at all addresses of a host, on one port.
 
     Of several addresses, those whose kind this machine does not have are left out. Raises
@@ -104,7 +104,7 @@ def _bind(made: socket.socket, family: socket.AddressFamily, address: str, port:
     made.listen(BACKLOG)
 
 
-def _refused(place: Place, error: OSError) -> ConfigError | ConflictError:
+def _refused(place: Endpoint, error: OSError) -> ConfigError | ConflictError:
     text = f"cannot listen at {place}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
         return ConflictError(text, advice="another program does, or a server that is still there")

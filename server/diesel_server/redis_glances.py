@@ -14,15 +14,20 @@ from contextlib import suppress
 
 import trio
 
-from diesel_fs.storage.metadata import Marker
+from diesel_fs.storage.metadata import DatasetHead
 from diesel_fs.storage.redis_address import RedisAddress, parse_redis_url
-from diesel_fs.storage.redis_glance import Glance, NoReplies, Replies, packed
+from diesel_fs.storage.redis_glance import (
+    MalformedReply,
+    PipelinedHeadRead,
+    Replies,
+    encode_command,
+)
 from diesel_fs.urls import RepositoryUrl
 
-GLANCE_S = 1.0
+READ_S = 1.0
 """For one look, a connection perhaps included; the long way has more time."""
 
-REST_S = 1.0
+OPEN_S = 1.0
 """So long nobody tries again where that has just taken too long, or there was no connection."""
 
 _CONNECTIONS_MAX = 8
@@ -30,46 +35,46 @@ _GLANCES_MAX = 4096
 _RECEIVE_BYTES = 64 << 10
 
 
-class RedisGlances:
+class PipelinedHeadReads:
     """Looks at the markers of a Redis."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
-        self._glances: dict[str, Glance] = {}
+        self._reads: dict[str, PipelinedHeadRead] = {}
         self._idle: list[socket.socket] = []
-        self._places = trio.Semaphore(_CONNECTIONS_MAX)
+        self._connection_slots = trio.Semaphore(_CONNECTIONS_MAX)
         self._rests_until_s = 0.0
 
-    async def marker(self, name: str) -> Marker | None:
+    async def head(self, name: str) -> DatasetHead | None:
         """A marker by a look that began after the call; None proves nothing. One look for each
         name at a time."""
         if trio.current_time() < self._rests_until_s:
             return None
-        glance = self._glances.get(name)
+        glance = self._reads.get(name)
         if glance is None:
-            if len(self._glances) >= _GLANCES_MAX:
-                self._glances.clear()
-            glance = self._glances[name] = Glance(name)
-        with trio.move_on_after(GLANCE_S) as scope:
-            await self._look(glance)
+            if len(self._reads) >= _GLANCES_MAX:
+                self._reads.clear()
+            glance = self._reads[name] = PipelinedHeadRead(name)
+        with trio.move_on_after(READ_S) as scope:
+            await self._read(glance)
         if scope.cancelled_caught:
-            self._rest()
-        return glance.marker
+            self._open_breaker()
+        return glance.head
 
     def close(self) -> None:
         """Let go of the connections that are not in use. Repeatable."""
         while self._idle:
             self._idle.pop().close()
 
-    def _rest(self) -> None:
-        self._rests_until_s = trio.current_time() + REST_S
+    def _open_breaker(self) -> None:
+        self._rests_until_s = trio.current_time() + OPEN_S
 
-    async def _look(self, glance: Glance) -> None:
+    async def _read(self, glance: PipelinedHeadRead) -> None:
         request = glance.begin()
         try:
-            self._places.acquire_nowait()
+            self._connection_slots.acquire_nowait()
         except trio.WouldBlock:
-            await self._places.acquire()
+            await self._connection_slots.acquire()
         connection: socket.socket | None = None
         try:
             connection = self._idle.pop() if self._idle else await self._connected()
@@ -78,17 +83,17 @@ class RedisGlances:
                 pass
             self._idle.append(connection)
             connection = None
-        except (OSError, NoReplies):
+        except (OSError, MalformedReply):
             self.close()  # they are no better
             if connection is None:
-                self._rest()
+                self._open_breaker()
         finally:
-            self._places.release()
+            self._connection_slots.release()
             if connection is not None:
                 connection.close()
 
     async def _connected(self) -> socket.socket:
-        """A connection on which commands are carried out. Raises OSError, NoReplies."""
+        """A connection on which commands are carried out. Raises OSError, MalformedReply."""
         address = self._address
         if address.socket:
             stream = await trio.open_unix_socket(address.socket)
@@ -112,11 +117,11 @@ class RedisGlances:
         if not words:
             return
         replies = Replies(len(words))
-        await _send(connection, b"".join(map(packed, words)))
+        await _send(connection, b"".join(map(encode_command, words)))
         while not replies.feed(await _received(connection)):
             pass
         if any(isinstance(reply, Exception) for reply in replies.found):
-            raise NoReplies("it does not let us in")
+            raise MalformedReply("it does not let us in")
 
 
 async def _send(connection: socket.socket, content: bytes) -> None:
@@ -138,9 +143,9 @@ async def _received(connection: socket.socket) -> bytes:
     return received
 
 
-def glances_of(url: RepositoryUrl) -> RedisGlances | None:
+def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
     """Looks at the markers of a repository's Redis; None where there is only the long way."""
     if not url.meta:
         return None
     address = parse_redis_url(url.meta)
-    return RedisGlances(address) if address.kind == "redis" and not address.tls else None
+    return PipelinedHeadReads(address) if address.kind == "redis" and not address.tls else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from diesel_fs.messages import Message
-from diesel_fs.metrics import Cells
+from diesel_fs.metrics import MetricCells
 
 from .limits import network_of
 
@@ -35,10 +35,10 @@ class _Address:
     left_out: int = 0
 
 
-class Refusals:
+class RefusalLog:
     """The log of refusals of one worker."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: MetricCells) -> None:
         self._cells = cells
         self._addresses: OrderedDict[str, _Address] = OrderedDict()
 

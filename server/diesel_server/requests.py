@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field
 
 from diesel_fs.accounts import Account
+from diesel_fs.entries import Bytes
 from diesel_fs.messages import Message
-from diesel_fs.storage.objects import Bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Work that many requests wait for together.
 
 Owned here: who shares a run with whom, and, where it blocks, how many threads that takes. Not
-owned: the work. In the loop of one worker; what an `ask` or `add` does before its first wait is
+owned: the work. In the loop of one worker; what an `run` or `add` does before its first wait is
 atomic.
 """
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 
-class _Flight(Generic[V]):
+class _InFlight(Generic[V]):
     """A run that is going to be, or is under way, or is over."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _Flight(Generic[V]):
         return self.result[0]
 
 
-class LoopRounds(Generic[K, V]):
+class SingleFlight(Generic[K, V]):
     """Runs of an `async` function, one at a time for each key. Who asks gets the outcome of a run
     that began afterwards, and shares it with all who asked before it began.
 
@@ -40,21 +40,21 @@ class LoopRounds(Generic[K, V]):
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
-        self._next: dict[K, _Flight[V]] = {}
+        self._next: dict[K, _InFlight[V]] = {}
         self._at_work: set[K] = set()
 
-    async def ask(self, key: K) -> V:
+    async def run(self, key: K) -> V:
         """The outcome of a run that begins now or later. Raises what it raises."""
         flight = self._next.get(key)
         if flight is None:
-            flight = self._next[key] = _Flight()
+            flight = self._next[key] = _InFlight()
             self._begin(key)
         return await flight.outcome()
 
-    def begin(self, key: K) -> None:
+    def start(self, key: K) -> None:
         """Have a run that nobody waits for, unless one is to come."""
         if key not in self._next:
-            self._next[key] = _Flight()
+            self._next[key] = _InFlight()
             self._begin(key)
 
     def _begin(self, key: K) -> None:
@@ -75,7 +75,7 @@ class LoopRounds(Generic[K, V]):
             self._at_work.discard(key)
 
 
-class Rounds(LoopRounds[K, V]):
+class ThreadSingleFlight(SingleFlight[K, V]):
     """The same for a function that blocks: it runs in a thread."""
 
     def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
@@ -89,10 +89,10 @@ class _Waiting(Generic[T, V]):
     def __init__(self, item: T, size: int) -> None:
         self.item = item
         self.size = size
-        self.flight = _Flight[V]()
+        self.flight = _InFlight[V]()
 
 
-class Groups(Generic[K, T, V]):
+class GroupCommit(Generic[K, T, V]):
     """Work on items, one run at a time for each key: what comes while one is under way goes
     together into the next.
 
@@ -110,7 +110,7 @@ class Groups(Generic[K, T, V]):
         self._run = run
         self._threads = threads
         self._size_max = size_max
-        self._alone = alone
+        self._retries_singly = alone
         self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
 
     async def add(self, key: K, item: T, size: int) -> V:
@@ -141,7 +141,7 @@ class Groups(Generic[K, T, V]):
         try:
             found = await trio.to_thread.run_sync(self._run, key, items, limiter=self._threads)
         except Exception as error:
-            if len(group) > 1 and self._alone(error):
+            if len(group) > 1 and self._retries_singly(error):
                 for each in group:
                     await self._try(key, [each])
                 return

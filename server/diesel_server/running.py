@@ -47,7 +47,7 @@ class ThreadsBusy(BusyError):
     """No thread was free in time; nothing has begun."""
 
 
-class Runner:
+class Dispatcher:
     """The handlers of a server, and the threads that they run in."""
 
     def __init__(

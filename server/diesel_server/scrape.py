@@ -14,7 +14,7 @@ from typing import NoReturn
 import trio
 
 from diesel_fs import metrics
-from diesel_fs.metrics import Cells
+from diesel_fs.metrics import MetricCells
 
 log = logging.getLogger("diesel.server")
 
@@ -23,7 +23,7 @@ _DEADLINE_S = 5.0
 _CONNECTIONS_MAX = 16
 _PAUSE_S = 0.1
 
-Counts = Callable[[], tuple[Sequence[Cells], Cells]]
+Counts = Callable[[], tuple[Sequence[MetricCells], MetricCells]]
 """The cells of the workers, and those of their parent."""
 
 
@@ -94,7 +94,7 @@ async def _answer(
     elif path == b"/metrics":
         workers, own = counts()
         status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
-        body = metrics.text(workers) + metrics.text([own])
+        body = metrics.exposition(workers) + metrics.exposition([own])
     elif path == b"/healthz":
         status, body = ("200 OK", "ok\n") if is_healthy() else ("503 Service Unavailable", "no\n")
     else:

@@ -10,34 +10,34 @@ from dataclasses import fields
 
 from diesel_fs import housekeeping, recovery
 from diesel_fs.accounts import TEXT_BYTES_MAX, Account, Role
-from diesel_fs.cache.merged_reads import MergedReads
+from diesel_fs.cache.merged_reads import RangeReader
 from diesel_fs.housekeeping import PurgeOptions
 from diesel_fs.messages import Fields, Message
 from diesel_fs.names import check_dataset_name
-from diesel_fs.repository import Repository, Tell
-from diesel_fs.snapshot_pieces import SnapshotPieces
-from diesel_fs.wire_values import identity_in
+from diesel_fs.repository import LocalRepository, ReportProgress
+from diesel_fs.snapshot_pieces import CompressedSnapshots
+from diesel_fs.wire_values import parse_identity
 
-from .asking import Asking
-from .directory import Directory, Known, check_role, plainly
+from .asking import QueryHandlers
+from .directory import DatasetRef, Directory, check_role, hide_store_address
 from .jobs import Jobs, Work
-from .markers import Markers
+from .markers import HeadCache
 from .requests import Handler, Reply, Request
-from .tasks import Tasks
-from .writing import Writing
+from .tasks import TaskHandlers
+from .writing import UpdateHandlers
 
 Named = Callable[[Request, str], Awaitable[Reply]]
-Identified = Callable[[Request, Known], Awaitable[Reply]]
+Identified = Callable[[Request, DatasetRef], Awaitable[Reply]]
 
 
 def handlers(
-    repository: Repository,
-    reads: MergedReads,
-    pieces: SnapshotPieces,
-    markers: Markers | None = None,
+    repository: LocalRepository,
+    reads: RangeReader,
+    pieces: CompressedSnapshots,
+    markers: HeadCache | None = None,
 ) -> dict[str, Handler]:
     """All requests about datasets, by `do`. Markers that are given are the caller's to close."""
-    return Service(repository, reads, pieces, markers or Markers(repository)).handlers()
+    return RequestTable(repository, reads, pieces, markers or HeadCache(repository)).handlers()
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
@@ -47,23 +47,23 @@ def takes_payload(account: Account, do: str, size: int) -> bool:
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
-class Service:
+class RequestTable:
     """The requests of a server over a repository."""
 
     def __init__(
         self,
-        repository: Repository,
-        reads: MergedReads,
-        pieces: SnapshotPieces,
-        markers: Markers,
+        repository: LocalRepository,
+        reads: RangeReader,
+        pieces: CompressedSnapshots,
+        markers: HeadCache,
     ) -> None:
         self._repository = repository
         self._markers = markers
         self._directory = Directory(repository)
-        self._asking = Asking(repository, self._directory, markers, reads, pieces)
-        self._writing = Writing(repository, self._directory, self._asking, markers)
+        self._asking = QueryHandlers(repository, self._directory, markers, reads, pieces)
+        self._writing = UpdateHandlers(repository, self._directory, self._asking, markers)
         self._jobs = Jobs()
-        self._tasks = Tasks(repository)
+        self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
         """All requests, by `do`."""
@@ -76,17 +76,17 @@ class Service:
             "finish": self._by_identity(Role.WRITE, writing.finish),
             "snapshot": self._snapshot,
             "kept": self._by_identity(Role.READ, asking.kept),
-            "read": self._by_identity(Role.READ, asking.read, dying_too=True),
+            "read": self._by_identity(Role.READ, asking.read, include_deleted=True),
             "stat": self._by_identity(Role.READ, asking.stat),
             "list": self._by_identity(Role.READ, asking.listing),
             "reclaimable": self._by_name(Role.READ, asking.reclaimable),
             "verify": self._verify,
             "recover": self._recover,
             "purge": self._purge,
-            "lease": self._by_identity(Role.READ, writing.lease, dying_too=True),
+            "lease": self._by_identity(Role.READ, writing.lease, include_deleted=True),
             "delete_dataset": self._by_name(Role.ADMIN, writing.delete_dataset),
-            "join": self._by_identity(Role.READ, tasks.join, dying_too=True),
-            "leave": self._by_identity(Role.READ, tasks.leave, dying_too=True),
+            "join": self._by_identity(Role.READ, tasks.join, include_deleted=True),
+            "leave": self._by_identity(Role.READ, tasks.leave, include_deleted=True),
         }
 
     # Who may
@@ -97,11 +97,16 @@ class Service:
 
         return handle
 
-    def _by_identity(self, role: Role, work: Identified, *, dying_too: bool = False) -> Handler:
-        """`dying_too`: what who is reading a dataset goes on with when it has been deleted."""
+    def _by_identity(
+        self, role: Role, work: Identified, *, include_deleted: bool = False
+    ) -> Handler:
+        """`include_deleted`: what who is reading a dataset goes on with when it has been
+        deleted."""
 
         async def handle(request: Request) -> Reply:
-            return await work(request, await self._identified(request, role, dying_too=dying_too))
+            return await work(
+                request, await self._identified(request, role, dying_too=include_deleted)
+            )
 
         return handle
 
@@ -112,10 +117,12 @@ class Service:
         check_role(request.account, name, role, name)
         return name
 
-    async def _identified(self, request: Request, role: Role, *, dying_too: bool = False) -> Known:
+    async def _identified(
+        self, request: Request, role: Role, *, dying_too: bool = False
+    ) -> DatasetRef:
         """The dataset whose identity a request has. Raises NoSuchDataset, PermissionDenied."""
-        identity = identity_in(Fields(request.message, "a request"))
-        known = await self._asking.known(identity, dying_too=dying_too)
+        identity = parse_identity(Fields(request.message, "a request"))
+        known = await self._asking.find_dataset(identity, include_deleted=dying_too)
         check_role(request.account, known.name, role, str(identity))
         return known
 
@@ -135,7 +142,7 @@ class Service:
         name = self._named(request, Role.READ)
         headers_only = Fields(request.message, "verify").flag("headers_only", default=False)
 
-        def work(tell: Tell) -> Message:
+        def work(tell: ReportProgress) -> Message:
             found = recovery.verify(self._repository, name, headers_only=headers_only, tell=tell)
             return found.to_message()
 
@@ -146,12 +153,12 @@ class Service:
     async def _recover(self, request: Request) -> AsyncIterator[Reply]:
         name = self._named(request, Role.ADMIN)
         since_s: float | None = None
-        words = Fields(request.message, "recover")
+        message_fields = Fields(request.message, "recover")
         if request.message.get("since_s") is not None:
-            since_s = words.number("since_s")
-        forget_lost = words.flag("forget_lost", default=False)
+            since_s = message_fields.number("since_s")
+        forget_lost = message_fields.flag("forget_lost", default=False)
 
-        def work(tell: Tell) -> Message:
+        def work(tell: ReportProgress) -> Message:
             found = recovery.recover(self._repository, name, since_s, tell, forget_lost=forget_lost)
             return found.to_message()
 
@@ -164,17 +171,17 @@ class Service:
         names = {each.name for each in fields(PurgeOptions)} & request.message.keys()
         options = PurgeOptions.from_message({each: request.message[each] for each in names})
 
-        def work(tell: Tell) -> Message:
+        def work(tell: ReportProgress) -> Message:
             return housekeeping.purge(self._repository, name, options, tell).to_message()
 
         async for reply in self._job("purge", name, options.to_message(), work):
             yield reply
 
     async def _job(self, kind: str, name: str, how: Message, work: Work) -> AsyncIterator[Reply]:
-        def opened(tell: Tell) -> Message:
+        def opened(tell: ReportProgress) -> Message:
             self._markers.reopen()  # it may have been away since the server started
             return work(tell)
 
-        with plainly(name):
+        with hide_store_address(name):
             async for reply in self._jobs.run(kind, name, how, opened):
                 yield reply

@@ -21,14 +21,14 @@ from contextlib import suppress
 
 import trio
 
-from diesel_fs.errors import DeadlineError, DieselError, revived
-from diesel_fs.metrics import PARENT_TABLE, Cells, cells_bytes, unshared
+from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
+from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, private_cells
 
 from . import limits, scrape
 from .certificate import load_certificate
 from .options import Options
-from .places import Place, listen
-from .task import Task, split_environment, task_line
+from .places import Endpoint, listen
+from .task import WorkerConfig, config_line, split_environment
 
 log = logging.getLogger("diesel.server")
 
@@ -64,8 +64,10 @@ class Supervisor:
         size = cells_bytes()
         os.ftruncate(self._memory, size * options.workers)
         whole = memoryview(mmap.mmap(self._memory, size * options.workers))
-        self._cells = [Cells(whole[size * i : size * (i + 1)]) for i in range(options.workers)]
-        self._own = unshared(PARENT_TABLE)
+        self._cells = [
+            MetricCells(whole[size * i : size * (i + 1)]) for i in range(options.workers)
+        ]
+        self._own = private_cells(PARENT_TABLE)
         self._running: dict[int, trio.Process] = {}
         self._accepting: set[int] = set()
         self._stopping = trio.Event()
@@ -79,7 +81,7 @@ class Supervisor:
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._obey, signals, nursery)
+                    nursery.start_soon(self._handle_signals, signals, nursery)
                     try:
                         await self._start_all(nursery)
                     except DieselError as error:
@@ -100,11 +102,11 @@ class Supervisor:
         return self._code
 
     def _say_ready(self) -> None:
-        where = Place(self._options.listen.host, self._sockets[0].getsockname()[1])
+        where = Endpoint(self._options.listen.host, self._sockets[0].getsockname()[1])
         self._ready(f"diesel-server accepts connections at {self._options.scheme}://{where}")
         if self._metrics:
-            seen = Place("", 0) if self._options.metrics is None else self._options.metrics
-            log.info("metrics at http://%s/metrics", Place(seen.host, self.metrics_port))
+            seen = Endpoint("", 0) if self._options.metrics is None else self._options.metrics
+            log.info("metrics at http://%s/metrics", Endpoint(seen.host, self.metrics_port))
 
     @property
     def metrics_port(self) -> int:
@@ -138,10 +140,10 @@ class Supervisor:
         while True:
             began_s = trio.current_time()
             code = await self._end_of(slot, process)
-            self._gone(slot)
+            self._worker_ended(slot)
             if self._stopping.is_set():
                 return
-            log.error("worker %d has ended (%s): another is started", slot, _how(code))
+            log.error("worker %d has ended (%s): another is started", slot, _exit_text(code))
             if trio.current_time() - began_s > _WELL_S:
                 pause_s = _PAUSE_S
             while True:
@@ -167,14 +169,14 @@ class Supervisor:
         """In steps that are slept, so that a stop of this process is none of the worker's."""
         beats, missed = -1.0, 0
         while missed < _BEATS_MISSED_MAX:
-            await trio.sleep(limits.BEAT_S)
+            await trio.sleep(limits.HEARTBEAT_S)
             now = self._cells[slot].get("diesel_worker_beats_total")
             missed = missed + 1 if now == beats else 0
             beats = now
         log.error("worker %d hangs, and is killed", slot)
         process.kill()
 
-    def _gone(self, slot: int) -> None:
+    def _worker_ended(self, slot: int) -> None:
         self._running.pop(slot, None)
         self._accepting.discard(slot)
         self._own.set("diesel_workers", value=len(self._accepting))
@@ -183,14 +185,14 @@ class Supervisor:
     async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
         """A worker that accepts connections. Raises DieselError."""
         options = self._options
-        inherited, told = split_environment(os.environ)
+        inherited, secrets = split_environment(os.environ)
         try:
             reading, writing = os.pipe()
         except OSError as error:
             raise _no_process(error) from error
         status = trio.lowlevel.FdStream(reading)
-        task = Task(
-            url=options.url.whole,
+        task = WorkerConfig(
+            url=options.url.full_url,
             slot=slot,
             is_first=is_first,
             sockets=[each.fileno() for each in self._sockets],
@@ -201,7 +203,7 @@ class Supervisor:
             key=str(options.key or ""),
             cache=str(options.cache or ""),
             cache_bytes=options.cache_bytes,
-            environment=told,
+            environment=secrets,
         )
         try:
             process = await trio.lowlevel.open_process(
@@ -220,14 +222,14 @@ class Supervisor:
         self._running[slot] = process
         accepts = False
         try:
-            said = await _first_words(process, status, task)
+            said = await _start_report(process, status, task)
             accepts = said == b"{}\n"
         finally:
             if not accepts:
                 process.kill()
                 with trio.CancelScope(shield=True):
                     code = await process.wait()
-                self._gone(slot)
+                self._worker_ended(slot)
         if not accepts:
             raise _start_error(said, code)
         self._accepting.add(slot)
@@ -243,7 +245,7 @@ class Supervisor:
 
     # Signals and metrics
 
-    async def _obey(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
+    async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
                 for slot in self._accepting:  # others read it as they start
@@ -262,13 +264,15 @@ class Supervisor:
         )
 
 
-async def _first_words(process: trio.Process, status: trio.lowlevel.FdStream, task: Task) -> bytes:
+async def _start_report(
+    process: trio.Process, status: trio.lowlevel.FdStream, task: WorkerConfig
+) -> bytes:
     """What a worker says once it has been told what to do. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
             with suppress(trio.BrokenResourceError):  # it has ended: what it said tells why
-                await process.stdin.send_all(task_line(task))
+                await process.stdin.send_all(config_line(task))
             return await _all(status)
     raise DeadlineError(f"a worker did not start within {START_S:g} s")
 
@@ -290,10 +294,10 @@ def _no_process(error: OSError) -> DieselError:
 def _start_error(said: bytes, code: int) -> DieselError:
     try:
         told = json.loads(said)
-        return revived(str(told["error"]), str(told["message"]), str(told["advice"]))
+        return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
     except (ValueError, KeyError, TypeError):
-        return DieselError(f"a worker ended as soon as it had begun ({_how(code)})")
+        return DieselError(f"a worker ended as soon as it had begun ({_exit_text(code)})")
 
 
-def _how(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import BinaryIO
 
-TASK_BYTES_MAX = 1 << 20
+CONFIG_BYTES_MAX = 1 << 20
 
 _SECRET_PREFIXES = ("DIESEL_", "AWS_", "AZURE_", "GOOGLE_", "REDIS")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class WorkerConfig:
     """What a worker is to do. Descriptors are those that it inherits; empty paths are none."""
 
     url: str = field(repr=False)
@@ -45,14 +45,14 @@ def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], d
     return {name: value for name, value in environment.items() if name not in told}, told
 
 
-def task_line(task: Task) -> bytes:
+def config_line(task: WorkerConfig) -> bytes:
     """A task as it is sent."""
     return json.dumps(asdict(task)).encode() + b"\n"
 
 
-def read_task(pipe: BinaryIO) -> Task:
+def read_config(pipe: BinaryIO) -> WorkerConfig:
     """The task that a parent sends. Raises EOFError where it has gone."""
-    line = pipe.readline(TASK_BYTES_MAX)
+    line = pipe.readline(CONFIG_BYTES_MAX)
     if not line.endswith(b"\n"):
         raise EOFError
-    return Task(**json.loads(line))
+    return WorkerConfig(**json.loads(line))

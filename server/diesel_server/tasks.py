@@ -14,17 +14,17 @@ import trio
 
 from diesel_fs.errors import DeadlineError, MetadataError, UsageError
 from diesel_fs.messages import Fields
-from diesel_fs.repository import Repository
-from diesel_fs.stores import open_registrations
+from diesel_fs.repository import LocalRepository
 from diesel_fs.task.membership import TaskName
 from diesel_fs.task.registration import (
-    Registrations,
-    join_in,
-    leave_in,
-    told_message,
+    MemberStore,
+    join_reply_message,
+    parse_join,
+    parse_leave,
 )
+from diesel_fs.task.registry import open_registrations
 
-from .directory import Known
+from .directory import DatasetRef
 from .requests import Reply, Request
 
 _THREADS = 16
@@ -33,66 +33,68 @@ _AWAY_S = 1.0
 """So long nobody else waits for a store that has just not answered: thousands may be asking."""
 
 
-class Tasks:
+class TaskHandlers:
     """Registrations of the masters of all users."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._threads = trio.CapacityLimiter(_THREADS)
         self._opening = threading.Lock()
-        self._opened: Registrations | None = None
+        self._opened: MemberStore | None = None
         self._away: tuple[float, str] = (0.0, "")  # until when, and why
 
-    async def join(self, request: Request, known: Known) -> Reply:
+    async def join(self, request: Request, known: DatasetRef) -> Reply:
         """A master registers, or renews that."""
-        name, me, standing = join_in(Fields(request.message, "join"))
+        name, identity, record = parse_join(Fields(request.message, "join"))
         task = TaskName(known.identity, request.account.name, name)
-        if not me.keyed and not (request.secured or _is_of_this_machine(request.peer)):
+        if not identity.has_key_file and not (request.secured or _is_of_this_machine(request.peer)):
             raise UsageError(
                 "the secret of a task is told over TLS alone",
                 advice="use diesel+tls://, or give all nodes the same --task-key-file",
             )
-        return await self._ask(lambda place: Reply(told_message(place.join(task, me, standing))))
+        return await self._ask(
+            lambda place: Reply(join_reply_message(place.join(task, identity, record)))
+        )
 
-    async def leave(self, request: Request, known: Known) -> Reply:
+    async def leave(self, request: Request, known: DatasetRef) -> Reply:
         """A master ends its registration."""
-        name, me = leave_in(Fields(request.message, "leave"))
+        name, me = parse_leave(Fields(request.message, "leave"))
         task = TaskName(known.identity, request.account.name, name)
 
-        def leave(place: Registrations) -> Reply:
+        def leave(place: MemberStore) -> Reply:
             place.leave(task, me)
             return Reply()
 
         return await self._ask(leave)
 
-    async def _ask(self, work: Callable[[Registrations], Reply]) -> Reply:
+    async def _ask(self, work: Callable[[MemberStore], Reply]) -> Reply:
         if not self._repository.url.meta:
             raise UsageError(
                 "this server has no Redis, through which the nodes of a task find each other",
                 advice="name all nodes by --peers host:port,..., with a --task-key-file",
             )
-        return await trio.to_thread.run_sync(self._asked, work, limiter=self._threads)
+        return await trio.to_thread.run_sync(self._call, work, limiter=self._threads)
 
-    def _asked(self, work: Callable[[Registrations], Reply]) -> Reply:
+    def _call(self, work: Callable[[MemberStore], Reply]) -> Reply:
         try:
-            return work(self._place())
+            return work(self._registrations())
         except (MetadataError, DeadlineError) as error:
             if time.monotonic() >= self._away[0]:
                 self._away = time.monotonic() + _AWAY_S, error.message
             raise
 
-    def _place(self) -> Registrations:
+    def _registrations(self) -> MemberStore:
         """Where registrations are. Raises what has just been raised, while that is so."""
-        self._check_there()
+        self._check_breaker()
         if self._opened is None:
             with self._opening:
-                self._check_there()
+                self._check_breaker()
                 if self._opened is None:
                     where = self._repository
                     self._opened = open_registrations(where.url, where.objects, deadline_s=_REDIS_S)
         return self._opened
 
-    def _check_there(self) -> None:
+    def _check_breaker(self) -> None:
         until_s, why = self._away
         if time.monotonic() < until_s:
             raise MetadataError(why)

@@ -1,8 +1,8 @@
 """Whether the metadata store still knows what it knew: looked at when a server starts, and when
 Redis turns out to be another run, which may have lost what the one before was told last.
 
-Owned here: when to look. Not owned: what is done with what is missing (`Repository.begin`, which
-every writer begins with). One worker of a server looks; several servers may do so at once.
+Owned here: when to look. Not owned: what is done with what is missing (`LocalRepository.begin`,
+which every writer begins with). One worker of a server looks; several servers may do so at once.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from diesel_fs.errors import DieselError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_link import RedisLink
 
@@ -37,7 +37,7 @@ class RedisRuns:
     def __call__(self) -> Sequence[str]:
         if self._link is None:
             self._link = RedisLink.open(self._address, _DEADLINE_S)
-        return self._link.patiently(self._link.run_ids)
+        return self._link.with_retries(self._link.run_ids)
 
     def close(self) -> None:
         """Let go of the connection."""
@@ -45,7 +45,7 @@ class RedisRuns:
             self._link.close()
 
 
-async def watch(repository: Repository, runs: Runs | None) -> None:
+async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
     """Look now, and whenever the runs are others, until it is cancelled. `runs` None: a store that
     does not run by itself."""
     own = trio.CapacityLimiter(1)
@@ -65,14 +65,14 @@ async def watch(repository: Repository, runs: Runs | None) -> None:
                 log.warning("Redis is another run: what it knows is compared with the chunks")
             began = True
             looked = await trio.to_thread.run_sync(
-                look, repository, limiter=own, abandon_on_cancel=True
+                fold_in_missing, repository, limiter=own, abandon_on_cancel=True
             )
             seen = now
             pause_s = EVERY_S if looked else min(2 * pause_s, EVERY_S_MAX)
         await trio.sleep(pause_s)
 
 
-def look(repository: Repository) -> bool:
+def fold_in_missing(repository: LocalRepository) -> bool:
     """Compare what the metadata store knows of each dataset with the chunks that are there, and
     fold in what it has lost; False where that could not be found out. What it finds is logged."""
     try:
@@ -84,10 +84,10 @@ def look(repository: Repository) -> bool:
         return False
     done = True
     for info in datasets:
-        before = info.marker
+        before = info.head
         try:
             repository.begin(info.name, create=False)
-            after = repository.dataset(info.name).marker
+            after = repository.dataset(info.name).head
         except DieselError as error:
             log.error("the metadata of a dataset cannot be compared with its chunks: %s", error)
             done = done and not error.retry

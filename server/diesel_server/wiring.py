@@ -14,30 +14,30 @@ from uuid import UUID
 
 from diesel_fs import clouds
 from diesel_fs.accounts import Account
-from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-from diesel_fs.cache.merged_reads import MergedReads
-from diesel_fs.cache.shelves import MemoryShelf, Shelf
-from diesel_fs.cache.tier import FastTier
-from diesel_fs.commits import Admitted
+from diesel_fs.cache.disk_shelf import DiskTier, prepare_cache_folder
+from diesel_fs.cache.merged_reads import RangeReader
+from diesel_fs.cache.shelves import CacheTier, MemoryTier
+from diesel_fs.cache.tier import ReadThroughCache
+from diesel_fs.commits import ValidatedChunk
 from diesel_fs.errors import DieselError, ObjectMissing
-from diesel_fs.metrics import Cells
-from diesel_fs.repository import Repository
+from diesel_fs.metrics import MetricCells
+from diesel_fs.repository import LocalRepository
 from diesel_fs.settings import cache_folder
-from diesel_fs.snapshot_pieces import SnapshotPieces
+from diesel_fs.snapshot_pieces import CompressedSnapshots
 from diesel_fs.storage.objects import ObjectStore
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.stores import open_accounts, open_objects
 from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
 
 from .account_requests import account_handlers
-from .connection import Login as Logins
-from .login import Login
-from .markers import Markers
-from .redis_glances import glances_of
+from .connection import Authenticator as Logins
+from .login import TableAuthenticator
+from .markers import HeadCache
+from .redis_glances import pipelined_heads
 from .requests import Handler, Reply, Request
 from .service import handlers, takes_payload
-from .task import Task
-from .watching import RedisRuns, watch
+from .task import WorkerConfig
+from .watching import RedisRuns, watch_metadata
 
 log = logging.getLogger("diesel.server")
 
@@ -55,25 +55,25 @@ class Wiring:
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
     background: Sequence[Callable[[], Awaitable[None]]] = ()
     close: Callable[[], None] = lambda: None
-    places: Mapping[str, str] = field(default_factory=dict)
+    redactions: Mapping[str, str] = field(default_factory=dict)
 
 
-WireUp = Callable[[Task, Cells], Wiring]
+WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
 """Makes the wiring of a task; blocks. Raises DieselError where that cannot be served."""
 
 
-def wire_up(task: Task, cells: Cells) -> Wiring:
+def wire_up(task: WorkerConfig, cells: MetricCells) -> Wiring:
     """The wiring of a real server."""
-    clouds.enable()
+    clouds.open_buckets_directly()
     url = parse_url(task.url)
     objects = _objects(url)
-    place = cache_place(Path(task.cache), objects) if task.cache else None
-    shelf: Shelf = (
-        MemoryShelf(MEMORY_TIER_BYTES)
+    place = prepare_cache_folder(Path(task.cache), objects) if task.cache else None
+    shelf: CacheTier = (
+        MemoryTier(MEMORY_TIER_BYTES)
         if place is None
-        else DiskShelf(place, objects.store_id, task.cache_bytes)
+        else DiskTier(place, objects.store_id, task.cache_bytes)
     )
-    tier = FastTier(objects, shelf, counted=_tier_counter(cells))
+    tier = ReadThroughCache(objects, shelf, counted=_tier_counter(cells))
     repository = CountedRepository(tier, url, cells)
     repository.open_metadata(create=True)
     problem = repository.meta_problem
@@ -81,10 +81,10 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
         if task.is_first:
             raise problem
         log.error("serves without metadata store until it is there: %s", problem)
-    login = Login(lambda: open_accounts(url, objects, deadline_s=_ACCOUNTS_S))
-    reads = MergedReads(tier)
-    pieces = SnapshotPieces(_pieces_folder(place, objects.store_id))
-    markers = Markers(repository, glances=glances_of(url))
+    login = TableAuthenticator(lambda: open_accounts(url, objects, deadline_s=_ACCOUNTS_S))
+    reads = RangeReader(tier)
+    pieces = CompressedSnapshots(_pieces_folder(place, objects.store_id))
+    markers = HeadCache(repository, glances=pipelined_heads(url))
     table = {**handlers(repository, reads, pieces, markers), **account_handlers(login)}
     put = table["put"]
     assert inspect.iscoroutinefunction(put)
@@ -101,7 +101,7 @@ def wire_up(task: Task, cells: Cells) -> Wiring:
         tier.close()
         repository.close()
 
-    watching = [partial(watch, repository, runs)] if task.slot == 0 else []
+    watching = [partial(watch_metadata, repository, runs)] if task.slot == 0 else []
     places = _places(url, task.cache)
     return Wiring(objects.store_id, login, table, takes_payload, watching, close, places)
 
@@ -110,7 +110,7 @@ def _places(url: RepositoryUrl, cache: str) -> dict[str, str]:
     """What errors may call the places of a server, the longest first, and what a client, who is not
     to know them, is told in place of each.
     """
-    found = {url.whole: "the server's store", url.place: "the server's store"}
+    found = {url.full_url: "the server's store", url.objects_url: "the server's store"}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), "the server's store")
     elif url.prefix:
@@ -147,20 +147,20 @@ def _objects(url: RepositoryUrl) -> ObjectStore:
         raise
 
 
-class CountedRepository(Repository):
+class CountedRepository(LocalRepository):
     """A repository whose commits are counted."""
 
-    def __init__(self, objects: ObjectStore, url: RepositoryUrl, cells: Cells) -> None:
+    def __init__(self, objects: ObjectStore, url: RepositoryUrl, cells: MetricCells) -> None:
         super().__init__(objects, None, url=url)
         self._counted_in = cells
 
-    def commit_all(self, identity: UUID, chunks: Iterable[Admitted]) -> int:
+    def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
         version = super().commit_all(identity, chunks)
         self._counted_in.add("diesel_commits_total")
         return version
 
 
-def _tier_counter(cells: Cells) -> Callable[[str, int, int], None]:
+def _tier_counter(cells: MetricCells) -> Callable[[str, int, int], None]:
     def counted(kind: str, reads: int, size: int) -> None:
         cells.add("diesel_tier_hits_total", kind, amount=reads)
         cells.add("diesel_tier_bytes_total", kind, amount=size)
@@ -168,7 +168,7 @@ def _tier_counter(cells: Cells) -> Callable[[str, int, int], None]:
     return counted
 
 
-def _counted(put: Callable[[Request], Awaitable[Reply]], cells: Cells) -> Handler:
+def _counted(put: Callable[[Request], Awaitable[Reply]], cells: MetricCells) -> Handler:
     """The handler of `put`, whose successes are counted."""
 
     async def handle(request: Request) -> Reply:

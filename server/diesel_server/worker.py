@@ -23,17 +23,17 @@ from typing import NoReturn
 import trio
 
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import described
-from diesel_fs.metrics import Cells, cells_bytes
+from diesel_fs.messages import error_message
+from diesel_fs.metrics import MetricCells, cells_bytes
 
 from . import limits
-from .certificate import Certificate, load_certificate
-from .connection import Service
-from .limits import ConnectionCount
+from .certificate import ServerCertificate, load_certificate
+from .connection import ConnectionContext
+from .limits import ConnectionLimits
 from .listener import Listener, most_connections
-from .refusals import Refusals
-from .running import Runner
-from .task import Task, read_task
+from .refusals import RefusalLog
+from .running import Dispatcher
+from .task import WorkerConfig, read_config
 from .wiring import WireUp, Wiring, wire_up
 
 log = logging.getLogger("diesel.server")
@@ -42,12 +42,12 @@ _LAST_S = 5.0
 """After the drain: for threads that nothing can stop."""
 
 
-def live(make: WireUp) -> NoReturn:
+def run_worker(make: WireUp) -> NoReturn:
     """The life of a worker."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        task = read_task(sys.stdin.buffer)
+        task = read_config(sys.stdin.buffer)
     except EOFError:
         os._exit(0)
     os.environ.update(task.environment)
@@ -61,7 +61,7 @@ def live(make: WireUp) -> NoReturn:
     try:
         trio.run(_serve, task, make)
     except DieselError as error:
-        _tell(task, json.dumps(described(error)))
+        _tell(task, json.dumps(error_message(error)))
         code = error.exit_code
     except BaseException:
         log.exception("a worker ends by a bug")
@@ -70,12 +70,12 @@ def live(make: WireUp) -> NoReturn:
     os._exit(code)  # threads that hang, in a store that does, keep nobody
 
 
-async def _serve(task: Task, make: WireUp) -> None:
+async def _serve(task: WorkerConfig, make: WireUp) -> None:
     certificate = _certificate(task)
     stopped = trio.Event()
     _watch_parent(stopped)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
-        cells = Cells(_shared(task))
+        cells = MetricCells(_shared(task))
         wiring = await trio.to_thread.run_sync(make, task, cells)
         gc.collect()
         gc.freeze()  # what is there now stays: looked over again and again, it took a tenth of all
@@ -87,7 +87,7 @@ async def _serve(task: Task, make: WireUp) -> None:
                 _service(wiring, cells),
                 certificate,
             )
-            nursery.start_soon(_obey, signals, stopped, listener, task)
+            nursery.start_soon(_handle_signals, signals, stopped, listener, task)
             nursery.start_soon(_stop, stopped, listener)
             _tell(task, "{}")
             await listener.run()
@@ -100,28 +100,28 @@ async def _keep(wiring: Wiring, nursery: trio.Nursery) -> None:
         nursery.start_soon(work)
 
 
-async def _beat(cells: Cells) -> None:
+async def _beat(cells: MetricCells) -> None:
     """Signs of life for the parent."""
     while True:
         cells.add("diesel_worker_beats_total")
-        await trio.sleep(limits.BEAT_S)
+        await trio.sleep(limits.HEARTBEAT_S)
 
 
-def _service(wiring: Wiring, cells: Cells) -> Service:
-    return Service(
+def _service(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
+    return ConnectionContext(
         store_id=wiring.store_id,
         login=wiring.login,
-        runner=Runner(wiring.handlers),
+        runner=Dispatcher(wiring.handlers),
         cells=cells,
-        refusals=Refusals(cells),
-        count=ConnectionCount(most_connections()),
+        refusals=RefusalLog(cells),
+        count=ConnectionLimits(most_connections()),
         takes_payload=wiring.takes_payload,
-        places=wiring.places,
+        redactions=wiring.redactions,
     )
 
 
-async def _obey(
-    signals: AsyncIterator[int], stopped: trio.Event, listener: Listener, task: Task
+async def _handle_signals(
+    signals: AsyncIterator[int], stopped: trio.Event, listener: Listener, task: WorkerConfig
 ) -> None:
     async for number in signals:
         if number == signal.SIGTERM:
@@ -136,11 +136,11 @@ async def _obey(
 
 async def _stop(stopped: trio.Event, listener: Listener) -> None:
     await stopped.wait()
-    threading.Thread(target=_end_late, daemon=True).start()
+    threading.Thread(target=_exit_after_drain, daemon=True).start()
     listener.stop()
 
 
-def _end_late() -> None:
+def _exit_after_drain() -> None:
     threading.Event().wait(limits.DRAIN_S + _LAST_S)
     log.error("ended in the middle of something that does not end")
     os._exit(0)
@@ -155,18 +155,18 @@ def _watch_parent(stopped: trio.Event) -> None:
             token.run_sync_soon(stopped.set)
         except trio.RunFinishedError:
             return
-        _end_late()
+        _exit_after_drain()
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _certificate(task: Task) -> Certificate | None:
+def _certificate(task: WorkerConfig) -> ServerCertificate | None:
     if not task.certificate:
         return None
     return load_certificate(Path(task.certificate), Path(task.key))
 
 
-def _shared(task: Task) -> memoryview:
+def _shared(task: WorkerConfig) -> memoryview:
     """The worker's part of the memory in which all count."""
     size = cells_bytes()
     whole = mmap.mmap(task.cells, size * task.workers)
@@ -174,7 +174,7 @@ def _shared(task: Task) -> memoryview:
     return memoryview(whole)[size * task.slot : size * (task.slot + 1)]
 
 
-def _tell(task: Task, line: str) -> None:
+def _tell(task: WorkerConfig, line: str) -> None:
     """Tell the parent how the start has gone; once."""
     try:
         os.write(task.status, line.encode() + b"\n")
@@ -184,4 +184,4 @@ def _tell(task: Task, line: str) -> None:
 
 
 if __name__ == "__main__":
-    live(wire_up)
+    run_worker(wire_up)

@@ -19,10 +19,10 @@ from uuid import UUID
 
 import trio
 
-from diesel_fs.chunk import ENTRIES_MAX, Header, damaged, parse_header, parse_preamble
+from diesel_fs.chunk import ENTRIES_MAX, Header, damaged_places, parse_header, parse_preamble
 from diesel_fs.chunk_id import chunk_id_text
-from diesel_fs.commits import Admitted, StaleChunk, admitted, check_age, check_claims
-from diesel_fs.entries import ChunkId, Codec, shown
+from diesel_fs.commits import StaleChunk, ValidatedChunk, as_validated, check_age, check_claims
+from diesel_fs.entries import ChunkId, Codec
 from diesel_fs.errors import (
     BusyError,
     CorruptError,
@@ -35,17 +35,18 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.layout import chunk_object
-from diesel_fs.leases import LEASE_S, give_lease
+from diesel_fs.leases import LEASE_S, write_lease_for
 from diesel_fs.messages import Fields, Message
+from diesel_fs.names import shown
 from diesel_fs.pins import Deletion
-from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.repository import LocalRepository, LocalWriteSession
 from diesel_fs.wire_values import info_message
 
-from .asking import Asking
-from .directory import Directory, Known, no_such, plainly
-from .markers import Markers
+from .asking import QueryHandlers
+from .directory import DatasetRef, Directory, hide_store_address, no_such_dataset
+from .markers import HeadCache
 from .requests import Reply, Request
-from .rounds import Groups, Rounds
+from .rounds import GroupCommit, ThreadSingleFlight
 
 log = logging.getLogger("diesel.server")
 
@@ -63,23 +64,27 @@ _FINISH_THREADS = 4
 _ID_BYTES = 16
 
 
-class Writing:
+class UpdateHandlers:
     """The requests that change datasets."""
 
     def __init__(
-        self, repository: Repository, directory: Directory, asking: Asking, markers: Markers
+        self,
+        repository: LocalRepository,
+        directory: Directory,
+        asking: QueryHandlers,
+        markers: HeadCache,
     ) -> None:
         self._repository = repository
         self._directory = directory
-        self._asking = asking
-        self._markers = markers
+        self._queries = asking
+        self._heads = markers
         self._storing = trio.CapacityLimiter(_STORE_THREADS)
         self._threads = trio.CapacityLimiter(_FINISH_THREADS)
-        self._commits = Groups(
-            self._commit, trio.CapacityLimiter(_COMMIT_THREADS), ENTRIES_MAX, _is_of_one
+        self._commits = GroupCommit(
+            self._commit, trio.CapacityLimiter(_COMMIT_THREADS), ENTRIES_MAX, _may_be_one_chunk
         )
-        self._beginning = Rounds(self._begin, self._threads)
-        self._finishing = Rounds(self._finish, self._threads)
+        self._beginning = ThreadSingleFlight(self._begin, self._threads)
+        self._finishing = ThreadSingleFlight(self._finish, self._threads)
         self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # when each ends
 
     # Datasets
@@ -88,44 +93,44 @@ class Writing:
         """A writer begins; who may makes the dataset where it is missing."""
         create = Fields(request.message, "begin").flag("create", default=False)
         try:
-            await self._beginning.ask((name, create and may_create))
+            await self._beginning.run((name, create and may_create))
         except NoSuchDataset:
             if not create or may_create:
-                raise no_such(name) from None
+                raise no_such_dataset(name) from None
             raise PermissionDenied(
                 f"{request.account.name} may not make dataset {name!r}",
                 advice="an administrator makes it",
             ) from None
-        info = await self._asking.info(name)
+        info = await self._queries.info(name)
         head: Message = {"info": info_message(info), "now_s": time.time()}
         if not Fields(request.message, "begin").flag("unreadable", default=False):
             return Reply(head)
         paths = await trio.to_thread.run_sync(
-            self._repository.unreadable, name, limiter=self._threads
+            self._repository.unreadable_paths, name, limiter=self._threads
         )
         return Reply(head, [path + b"\0" for path in paths])
 
     def _begin(self, wanted: tuple[str, bool]) -> None:
         name, create = wanted
-        self._markers.reopen()
+        self._heads.reopen()
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
         """A dataset goes for ever."""
         try:
-            with plainly(name):
+            with hide_store_address(name):
                 done = await trio.to_thread.run_sync(self._delete, name, limiter=self._threads)
         finally:
             self._directory.forget(name)
         return Reply({"removed": done.removed, "left": done.left})
 
     def _delete(self, name: str) -> Deletion:
-        self._markers.reopen()
+        self._heads.reopen()
         return self._repository.delete_dataset(name)
 
     # Chunks
 
-    async def put(self, request: Request, known: Known) -> Reply:
+    async def put(self, request: Request, known: DatasetRef) -> Reply:
         """A chunk: checked, durable, committed."""
         header, chunk = await trio.to_thread.run_sync(
             self._store, known.identity, request.payload, limiter=self._storing
@@ -134,15 +139,15 @@ class Writing:
             check_age(header)  # the store may have taken its time
             version = await self._commits.add(known.identity, chunk, len(header))
         except (StaleChunk, NoSuchDataset):
-            take_back = partial(self._take_back, known, header, request.payload)
+            take_back = partial(self._discard_uncommitted, known, header, request.payload)
             await trio.to_thread.run_sync(take_back, limiter=self._storing)
             raise
         return Reply({"version": version})
 
-    def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, Admitted]:
+    def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, ValidatedChunk]:
         """Check a chunk and make it durable. Raises FormatError, ObjectExists."""
         header = _checked(self._repository, identity, payload)
-        chunk = admitted(header)
+        chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
         try:
             self._repository.objects.put(name, [payload])
@@ -151,7 +156,7 @@ class Writing:
                 raise ObjectExists(f"chunk {chunk_id_text(header.preamble.id)} is there") from None
         return header, chunk
 
-    def _take_back(self, known: Known, header: Header, payload: memoryview) -> None:
+    def _discard_uncommitted(self, known: DatasetRef, header: Header, payload: memoryview) -> None:
         """A durable chunk cannot be committed: no recovery shall find it. Raises why."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
@@ -159,19 +164,21 @@ class Writing:
         if self._repository.catalogue.is_deleted(known.identity):
             self._repository.objects.delete(chunk_object(known.identity, chunk))
             self._directory.forget(known.name)
-            raise no_such(str(known.identity))
+            raise no_such_dataset(str(known.identity))
         try:
-            self._repository.admit(known.identity, front, stored)  # deletes one that is late
+            self._repository.validate_chunk(
+                known.identity, front, stored
+            )  # deletes one that is late
         except StaleChunk as stale:
             raise _late(stale) from None
         except NoSuchDataset:
             pass
         raise _lost(known.name)
 
-    def _commit(self, identity: UUID, chunks: Sequence[Admitted]) -> int:
+    def _commit(self, identity: UUID, chunks: Sequence[ValidatedChunk]) -> int:
         return self._repository.commit_all(identity, chunks)
 
-    async def finish(self, request: Request, known: Known) -> Reply:
+    async def finish(self, request: Request, known: DatasetRef) -> Reply:
         """All that was committed survives, and its snapshot lies in the store."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
@@ -181,27 +188,27 @@ class Writing:
         work = partial(self._commit_lost, known, chunks)
         await trio.to_thread.run_sync(work, limiter=self._threads)
         while True:
-            version = await self._finishing.ask(known)
+            version = await self._finishing.run(known)
             if not await trio.to_thread.run_sync(work, limiter=self._threads):
                 return Reply({"version": version})
 
-    def _commit_lost(self, known: Known, chunks: Sequence[ChunkId]) -> int:
+    def _commit_lost(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
         """Commit again what the metadata store has lost of a writer's acknowledged chunks."""
         try:
-            return self._repository.commit_lost(known.identity, chunks)
+            return self._repository.recommit_missing(known.identity, chunks)
         except NoSuchDataset:
             raise _lost(known.name) from None
 
-    async def lease(self, request: Request, known: Known) -> Reply:
+    async def lease(self, request: Request, known: DatasetRef) -> Reply:
         """That a client is reading a version; or that it has ended."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
         if not _TOKEN.fullmatch(token):  # others are not a client's
             fields.bad("lease", "it is 32 hexadecimal digits")
-        version, seconds = fields.whole("version"), fields.whole("seconds")
+        version, seconds = fields.integer("version"), fields.integer("seconds")
         self._count_lease(request.account.name, known.identity, token, seconds)
         objects = self._repository.objects
-        give = partial(give_lease, objects, known.identity, token, version, seconds)
+        give = partial(write_lease_for, objects, known.identity, token, version, seconds)
         await trio.to_thread.run_sync(give, limiter=self._storing)
         return Reply()
 
@@ -218,16 +225,16 @@ class Writing:
             mine.pop(token, None)
         self._leases[user, identity] = mine
 
-    def _finish(self, known: Known) -> int:
+    def _finish(self, known: DatasetRef) -> int:
         info = self._repository.dataset(known.name)
         if info.identity != known.identity:
-            raise no_such(str(known.identity))
-        if info.marker is None:
+            raise no_such_dataset(str(known.identity))
+        if info.head is None:
             raise _lost(known.name)
-        return WriteSession(self._repository, info).finish()
+        return LocalWriteSession(self._repository, info).finish()
 
 
-def _checked(repository: Repository, identity: UUID, payload: memoryview) -> Header:
+def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
     """The header of a chunk that a client may put, every byte of it checked.
 
     Raises FormatError; ObjectExists where another ID will do.
@@ -243,7 +250,7 @@ def _checked(repository: Repository, identity: UUID, payload: memoryview) -> Hea
     lz4 = header.records["codec"] == Codec.LZ4
     large = int(header.records["size"][lz4].max(initial=0)) > DECODED_BYTES_MAX
     with _one_large if large else nullcontext():
-        bad = damaged(header, payload[start:])
+        bad = damaged_places(header, payload[start:])
     if bad:
         raise CorruptError(
             f"chunk {chunk_id_text(preamble.id)}: the bytes of {shown(header.path(bad[0]))} were"
@@ -267,6 +274,6 @@ def _lost(name: str) -> MetadataBehind:
     )
 
 
-def _is_of_one(error: Exception) -> bool:
+def _may_be_one_chunk(error: Exception) -> bool:
     """Whether one chunk of several may be to blame for an error."""
     return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)

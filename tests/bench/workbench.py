@@ -60,7 +60,7 @@ class Workbench:
         """The compiled C reader."""
         return compile_reader(self._work)
 
-    def settle(self, *folders: Path) -> None:
+    def warm_page_cache(self, *folders: Path) -> None:
         """Before something is timed: nothing of earlier runs waits for the disk, and all of
         `folders` is in the page cache, though idle pages may have been taken out of it meanwhile.
         """
@@ -69,7 +69,7 @@ class Workbench:
             paths = (path for folder in folders for path in _files(folder))
             read_files(self.reader, write_list(paths, scratch / "list"))
 
-    def chill(self, folder: Path) -> None:
+    def drop_page_cache(self, folder: Path) -> None:
         """The opposite: what a folder's files hold leaves the page cache; their inodes stay."""
         os.sync()  # dirty pages stay
         for path in _files(folder):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.cache.disk_shelf import prepare_cache_folder
 from diesel_fs.cache.shelves import ChunkKey
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import StoreWrapper
 from diesel_fs.writer import PutOptions, put_tree
@@ -30,7 +30,7 @@ FILES = {
 class Counting(StoreWrapper):
     """Counts reads, and lets a test change what they bring."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: LocalRepository) -> None:
         super().__init__(repository.objects)
         self.reads: list[tuple[str, int, int]] = []
         self.change: Callable[[str, memoryview], None] = lambda name, buffer: None
@@ -42,27 +42,27 @@ class Counting(StoreWrapper):
 
 
 @pytest.fixture(scope="package")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
     folder: Path = tmp_path_factory.mktemp("cache")
     source = write(folder / "source", FILES)
-    with Repository.open((folder / "store").as_uri(), create=True) as opened:
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
         put_tree(opened, "ds", source, options=options)
         yield opened
 
 
 @pytest.fixture
-def store(repository: Repository) -> Counting:
+def store(repository: LocalRepository) -> Counting:
     return Counting(repository)
 
 
 @pytest.fixture
-def view(repository: Repository) -> Snapshot:
+def view(repository: LocalRepository) -> Snapshot:
     return repository.view("ds")
 
 
 @pytest.fixture(scope="module")
-def chunks(repository: Repository) -> Chunks:
+def chunks(repository: LocalRepository) -> Chunks:
     """Whole chunks of about 64 KiB."""
     view = repository.view("ds")
     found = {}
@@ -75,4 +75,4 @@ def chunks(repository: Repository) -> Chunks:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    return cache_place(tmp_path / "cache")
+    return prepare_cache_folder(tmp_path / "cache")

@@ -7,24 +7,24 @@ from pathlib import Path
 from uuid import UUID
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import DiskShelf
+from diesel_fs.cache.disk_shelf import DiskTier
 from diesel_fs.cache.shelves import ChunkKey
 
 STORE = UUID(int=7)
 Chunks = dict[ChunkKey, bytes]
 
 
-def shelf_at(place: Path, limit_bytes: int | None = 1 << 30) -> DiskShelf:
-    return DiskShelf(place, STORE, limit_bytes)
+def tier_at(place: Path, limit_bytes: int | None = 1 << 30) -> DiskTier:
+    return DiskTier(place, STORE, limit_bytes)
 
 
-def put(shelf: DiskShelf, key: ChunkKey, content: bytes) -> None:
+def put(shelf: DiskTier, key: ChunkKey, content: bytes) -> None:
     kept = shelf.reserve(key, len(content))
     assert kept is not None
-    kept.fill(memoryview(content))
+    kept.commit(memoryview(content))
 
 
-def held(shelf: DiskShelf, key: ChunkKey) -> bytes | None:
+def content_of(shelf: DiskTier, key: ChunkKey) -> bytes | None:
     found = shelf.find(key)
     if found is None:
         return None
@@ -43,7 +43,7 @@ def files(place: Path) -> list[Path]:
     return [path for path in place.glob("*/*/*") if path.name != ".used"]
 
 
-def counted(shelf: DiskShelf) -> int:
+def counted(shelf: DiskTier) -> int:
     with shelf._locked() as marker:
         return disk_shelf._counted(marker)
 

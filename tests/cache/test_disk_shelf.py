@@ -1,4 +1,4 @@
-"""`DiskShelf`: a folder of checked chunks within its limits, whatever happens to it."""
+"""`DiskTier`: a folder of checked chunks within its limits, whatever happens to it."""
 
 import contextlib
 import errno
@@ -16,22 +16,22 @@ from uuid import uuid4
 import pytest
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.cache.disk_shelf import prepare_cache_folder
 from diesel_fs.cache.shelves import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import StoreWrapper
 
 from ..small_disks import remount, small_disk
-from .shelved import Chunks, counted, file_of, files, held, idle, put, shelf_at
+from .shelved import Chunks, content_of, counted, file_of, files, idle, put, tier_at
 
 
 def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: Chunks) -> None:
-    one, other = shelf_at(place), shelf_at(place)
+    one, other = tier_at(place), tier_at(place)
     for key, content in chunks.items():
-        assert held(one, key) is None
+        assert content_of(one, key) is None
         put(one, key, content)
-        assert held(one, key) == held(other, key) == content
+        assert content_of(one, key) == content_of(other, key) == content
         assert one.reserve(key, len(content)) is None
     assert counted(other) == sum(map(len, chunks.values()))
     key = next(iter(chunks))
@@ -39,7 +39,7 @@ def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: C
     assert found is not None
     with found:
         other.drop(key)
-        assert held(one, key) is None
+        assert content_of(one, key) is None
         room = memoryview(bytearray(10))
         found.read_into(0, room)
         assert room == chunks[key][:10]
@@ -48,48 +48,48 @@ def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: C
 
 
 def test_J11_files_are_their_user_s_alone(place: Path, chunks: Chunks) -> None:
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     put(shelf, *next(iter(chunks.items())))
     for path in place.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
-    one, other = shelf_at(place), shelf_at(place)
+    one, other = tier_at(place), tier_at(place)
     key, content = next(iter(chunks.items()))
     first = one.reserve(key, len(content))
     assert first is not None
     assert one.reserve(key, len(content)) is other.reserve(key, len(content)) is None
-    assert held(other, key) is None
-    first.give_up()
+    assert content_of(other, key) is None
+    first.cancel()
     assert counted(other) == 0
     put(other, key, content)
-    assert held(one, key) == content
+    assert content_of(one, key) == content
 
 
 def test_who_decides_itself_what_stands_here(place: Path, chunks: Chunks) -> None:
     """It sees what is whole, lets go of it, and has its room at once."""
     limit_bytes = sum(map(len, chunks.values()))
-    shelf = shelf_at(place, limit_bytes)
-    assert shelf.standing(next(iter(chunks)).identity) == []
-    assert shelf.room_bytes() == limit_bytes
+    shelf = tier_at(place, limit_bytes)
+    assert shelf.list_chunks(next(iter(chunks)).identity) == []
+    assert shelf.free_bytes() == limit_bytes
     for key, content in chunks.items():
         put(shelf, key, content)
     one, other, third, *_ = chunks
-    assert sorted(shelf.standing(one.identity)) == sorted(key.id for key in chunks)
-    assert shelf.room_bytes() == 0
+    assert sorted(shelf.list_chunks(one.identity)) == sorted(key.id for key in chunks)
+    assert shelf.free_bytes() == 0
     shelf.evict([one, other, one])
     freed_bytes = len(chunks[one]) + len(chunks[other])
-    assert shelf.room_bytes() == freed_bytes == limit_bytes - counted(shelf)
+    assert shelf.free_bytes() == freed_bytes == limit_bytes - counted(shelf)
     on_its_way = shelf.reserve(one, len(chunks[one]))
     assert on_its_way is not None
-    assert sorted(shelf.standing(one.identity)) == sorted({key.id for key in [*chunks][2:]})
-    on_its_way.give_up()
+    assert sorted(shelf.list_chunks(one.identity)) == sorted({key.id for key in [*chunks][2:]})
+    on_its_way.cancel()
     assert shelf.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
     idle(place)
     assert shelf.make_room(freed_bytes + 1) > freed_bytes
     shutil.rmtree(place)
-    assert shelf.room_bytes() == shelf.make_room(1) == 0
+    assert shelf.free_bytes() == shelf.make_room(1) == 0
     shelf.evict([third])
 
 
@@ -101,25 +101,25 @@ def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
     writable.mkdir()
     writable.chmod(0o777)
     with pytest.raises(PermissionDenied, match="others can write"):
-        cache_place(writable)
+        prepare_cache_folder(writable)
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").touch()
     with pytest.raises(ConflictError, match="neither empty nor a cache"):
-        cache_place(full)
+        prepare_cache_folder(full)
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(PermissionDenied):
-        cache_place(file)
+        prepare_cache_folder(file)
     marked = tmp_path / "marked"
     marked.mkdir()
     (marked / ".diesel-cache").write_text("something else")
     with pytest.raises(ConflictError, match="not the marker"):
-        cache_place(marked)
+        prepare_cache_folder(marked)
     (marked / ".diesel-cache").unlink()
     os.mkfifo(marked / ".diesel-cache")
     with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
-        cache_place(marked)
+        prepare_cache_folder(marked)
     assert list(full.iterdir()) == [full / "thesis.tex"]
 
 
@@ -130,7 +130,7 @@ def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
 
         def make(path: Path = path, ready: threading.Barrier = ready) -> Path:
             ready.wait(20)
-            return cache_place(path)
+            return prepare_cache_folder(path)
 
         with ThreadPoolExecutor(4) as pool:
             made = [pool.submit(make) for _ in range(4)]
@@ -139,7 +139,7 @@ def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     killed.mkdir(mode=0o700)
     (killed / ".diesel-cache-12-34").touch()  # by who made it and was killed
-    cache_place(killed)
+    prepare_cache_folder(killed)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's folder")
@@ -148,7 +148,7 @@ def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
     other.mkdir(mode=0o700)
     os.chown(other, 12345, 12345)
     with pytest.raises(PermissionDenied, match="not a folder of this user"):
-        cache_place(other)
+        prepare_cache_folder(other)
 
 
 def test_a_cache_and_its_store_lie_apart(tmp_path: Path) -> None:
@@ -157,18 +157,18 @@ def test_a_cache_and_its_store_lie_apart(tmp_path: Path) -> None:
     link.symlink_to(store.root)
     for bad in ("outer/store", "outer/store/cache", "outer", "link/x", "outer/../outer/store/"):
         with pytest.raises(ConflictError, match="lie in each other"):
-            cache_place(tmp_path / bad, StoreWrapper(StoreWrapper(store)))
+            prepare_cache_folder(tmp_path / bad, StoreWrapper(StoreWrapper(store)))
     assert not (tmp_path / "outer" / "store" / "cache").exists()
-    cache_place(tmp_path / "outer" / "beside", store)
+    prepare_cache_folder(tmp_path / "outer" / "beside", store)
 
 
 def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) -> None:
     (tmp_path / "real folder").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real folder")
     key, content = next(iter(chunks.items()))
-    put(shelf_at(cache_place(tmp_path / "link")), key, content)
+    put(tier_at(prepare_cache_folder(tmp_path / "link")), key, content)
     relative = os.path.relpath(tmp_path / "real folder") + "/"
-    assert held(shelf_at(cache_place(Path(relative))), key) == content
+    assert content_of(tier_at(prepare_cache_folder(Path(relative))), key) == content
 
 
 # Limits
@@ -177,7 +177,7 @@ def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) ->
 def test_nothing_goes_for_others_while_it_is_in_use(place: Path, chunks: Chunks) -> None:
     """Whatever is larger than the limit fills it once, and then stays: nothing is thrashed."""
     limit = 5 * max(map(len, chunks.values()))
-    shelf, refused = shelf_at(place, limit), 0
+    shelf, refused = tier_at(place, limit), 0
     for key, content in chunks.items():
         try:
             put(shelf, key, content)
@@ -191,7 +191,7 @@ def test_nothing_goes_for_others_while_it_is_in_use(place: Path, chunks: Chunks)
 def test_the_longest_unused_goes_first(place: Path, chunks: Chunks) -> None:
     """Of datasets that nobody reads any more."""
     (one, two, three, four), size = list(chunks)[:4], max(map(len, chunks.values()))
-    shelf = shelf_at(place, 3 * size)
+    shelf = tier_at(place, 3 * size)
     for key in (one, two, three):
         put(shelf, key, chunks[key])
     with pytest.raises(NoSpaceError):
@@ -199,34 +199,34 @@ def test_the_longest_unused_goes_first(place: Path, chunks: Chunks) -> None:
     idle(place)
     os.utime(file_of(place, one))
     put(shelf, four, chunks[four])
-    assert held(shelf, two) is None
-    assert held(shelf, one) == chunks[one]
+    assert content_of(shelf, two) is None
+    assert content_of(shelf, one) == chunks[one]
     assert 1 <= shelf.evictions <= 2
 
 
 def test_a_dataset_in_use_keeps_what_it_has_not_read_for_long(place: Path, chunks: Chunks) -> None:
     one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
-    shelf = shelf_at(place, 2 * max(map(len, chunks.values())))
+    shelf = tier_at(place, 2 * max(map(len, chunks.values())))
     put(shelf, one, chunks[one])
     put(shelf, two, chunks[two])
     idle(place)
-    assert held(shelf_at(place, 1 << 30), one) == chunks[one]  # by another process
+    assert content_of(tier_at(place, 1 << 30), one) == chunks[one]  # by another process
     with pytest.raises(NoSpaceError):
         shelf.reserve(other, 60_000)
     long_ago = time.time() - 2 * disk_shelf.CHUNK_IDLE_S
     os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
     reserved = shelf.reserve(other, 60_000)
     assert reserved is not None
-    reserved.give_up()
-    assert held(shelf, two) is None
+    reserved.cancel()
+    assert content_of(shelf, two) is None
 
 
 def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     for key, content in chunks.items():
         put(shelf, key, content)
     limit = 3 * max(map(len, chunks.values()))
-    assert 0 < counted(shelf_at(place, limit)) <= limit
+    assert 0 < counted(tier_at(place, limit)) <= limit
     assert sum(path.stat().st_size for path in files(place)) <= limit
 
 
@@ -236,10 +236,10 @@ def test_without_a_limit_it_is_half_of_what_the_cache_could_have(
     """What it holds already is not free, and is its own: a restart leaves a warm cache alone."""
     disk_bytes = 3 * sum(map(len, chunks.values()))
     with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
-        place = cache_place(point)
+        place = prepare_cache_folder(point)
         limit_bytes = 0
         for start in range(4):
-            shelf = shelf_at(place, None)
+            shelf = tier_at(place, None)
             assert len(files(place)) == (len(chunks) if start else 0)
             if start:
                 assert abs(shelf.limit_bytes - limit_bytes) < 50_000  # folders and pages
@@ -247,23 +247,23 @@ def test_without_a_limit_it_is_half_of_what_the_cache_could_have(
             for key, content in chunks.items():
                 if not start:
                     put(shelf, key, content)
-            assert all(held(shelf, key) == content for key, content in chunks.items())
+            assert all(content_of(shelf, key) == content for key, content in chunks.items())
             shelf.close()
         for key in list(chunks)[: len(chunks) // 2]:  # its own count is not needed for that
             file_of(place, key).unlink()
-        assert abs(shelf_at(place, None).limit_bytes - limit_bytes) < 50_000
+        assert abs(tier_at(place, None).limit_bytes - limit_bytes) < 50_000
         (point / "lost+found").write_bytes(bytes(2 * shelf.limit_bytes - disk_bytes // 2))
-        assert shelf_at(place, None).limit_bytes < 0.8 * limit_bytes, "others need it"
+        assert tier_at(place, None).limit_bytes < 0.8 * limit_bytes, "others need it"
         shelf.make_room(1 << 40)
         assert shelf.limit_bytes == limit_bytes, "it stays what it was at the start"
-    assert shelf_at(cache_place(tmp_path / "none"), 0).limit_bytes == 0
+    assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
 
 
 def test_J1_a_twentieth_of_the_disk_stays_free(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     disk = os.statvfs(place)
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
     with pytest.raises(NoSpaceError):
@@ -280,7 +280,7 @@ def test_J6_whatever_a_crash_left_is_not_served(
     damage: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, other = list(chunks)[:2]
-    put(shelf_at(place), key, chunks[key])
+    put(tier_at(place), key, chunks[key])
     content = bytearray(chunks[key])
     if damage == "flipped":
         content[len(content) - 3] ^= 16
@@ -294,22 +294,22 @@ def test_J6_whatever_a_crash_left_is_not_served(
         "foreign": chunks[other],
     }
     path.write_bytes(damaged[damage])
-    later = shelf_at(place)
-    assert held(later, key) is None
+    later = tier_at(place)
+    assert content_of(later, key) is None
     assert not path.exists()
     assert "damaged" in caplog.text
     put(later, key, chunks[key])
-    assert held(later, key) == chunks[key]
+    assert content_of(later, key) == chunks[key]
 
 
 def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     put(shelf, key, content)
     path = file_of(place, key)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert held(shelf_at(place), key) is None
+    assert content_of(tier_at(place), key) is None
 
 
 @pytest.fixture
@@ -324,15 +324,15 @@ def test_J1_a_full_disk_is_no_error_of_a_reader(
 ) -> None:
     """Also where it fills up under our feet."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
-    place = cache_place(small)
-    shelf = shelf_at(place)
+    place = prepare_cache_folder(small)
+    shelf = tier_at(place)
     (small / "lost+found").write_bytes(bytes(3 << 19))
     kept = 0
     for key, content in chunks.items():
-        reserved = shelf.reserve(key, len(content)) if not shelf._writes.rests else None
+        reserved = shelf.reserve(key, len(content)) if not shelf._writes.is_open else None
         if reserved is not None:
-            reserved.fill(memoryview(content))
-        found = held(shelf, key)
+            reserved.commit(memoryview(content))
+        found = content_of(shelf, key)
         assert found in (None, content)
         kept += found is not None
     assert 0 < kept < len(chunks), "or this test shows nothing"
@@ -341,7 +341,7 @@ def test_J1_a_full_disk_is_no_error_of_a_reader(
 
 
 def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
-    shelf = shelf_at(cache_place(small))
+    shelf = tier_at(prepare_cache_folder(small))
     with contextlib.suppress(OSError):
         for number in range(30):
             (small / f"other{number}").touch()
@@ -350,7 +350,7 @@ def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
     for _ in range(5):
         with pytest.raises(NoSpaceError):
             shelf.reserve(key, len(content))
-    assert held(shelf, key) is None
+    assert content_of(shelf, key) is None
 
 
 def failing(number: int) -> "type[object]":
@@ -364,7 +364,7 @@ def test_J2_a_disk_that_fails_rests_and_is_tried_again(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     put(shelf, key, content)
     with monkeypatch.context() as patch:
         patch.setattr("os.preadv", failing(errno.EIO))
@@ -377,14 +377,14 @@ def test_J2_a_disk_that_fails_rests_and_is_tried_again(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert shelf.find(key) is None
     shelf._reads._until = 0.0
-    assert held(shelf, key) == content
+    assert content_of(shelf, key) == content
     assert "works again" in caplog.records[-1].message
 
 
 def test_J2_EIO_of_a_write_leaves_nothing(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     key, content = next(iter(chunks.items()))
     written = os.pwrite
 
@@ -398,7 +398,7 @@ def test_J2_EIO_of_a_write_leaves_nothing(
         for _ in range(3):
             reserved = shelf.reserve(key, len(content))
             assert reserved is not None
-            reserved.fill(memoryview(content))
+            reserved.commit(memoryview(content))
             assert files(place) == []
         with pytest.raises(NoSpaceError):
             shelf.reserve(key, len(content))
@@ -406,20 +406,20 @@ def test_J2_EIO_of_a_write_leaves_nothing(
     assert len(caplog.records) == 1
     shelf._writes._until = 0.0
     put(shelf, key, content)
-    assert held(shelf, key) == content
+    assert content_of(shelf, key) == content
 
 
 def test_J4_a_folder_that_is_removed_is_passed_by(
     place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     (key, content), (other, more), *_ = chunks.items()
     put(shelf, key, content)
     reserved = shelf.reserve(other, len(more))
     assert reserved is not None
     shutil.rmtree(place)
-    reserved.fill(memoryview(more))
-    assert held(shelf, key) is None
+    reserved.commit(memoryview(more))
+    assert content_of(shelf, key) is None
     for _ in range(3):
         with pytest.raises(NoSpaceError):
             shelf.reserve(key, len(content))
@@ -428,11 +428,11 @@ def test_J4_a_folder_that_is_removed_is_passed_by(
     place.mkdir(mode=0o700)
     shelf._writes._until = 0.0
     put(shelf, key, content)
-    assert held(shelf, key) == content
+    assert content_of(shelf, key) == content
 
 
 def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -> None:
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     key, content = next(iter(chunks.items()))
     put(shelf, key, content)
     for path in place.iterdir():
@@ -440,20 +440,20 @@ def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -
             shutil.rmtree(path)
         else:
             path.unlink()
-    assert held(shelf, key) is None
+    assert content_of(shelf, key) is None
     put(shelf, key, content)
-    assert held(shelf, key) == content
+    assert content_of(shelf, key) == content
     assert counted(shelf) == len(content)
 
 
 def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks: Chunks) -> None:
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        shelf = shelf_at(cache_place(point))
+        shelf = tier_at(prepare_cache_folder(point))
         key, content = next(iter(chunks.items()))
         put(shelf, key, content)
         subprocess.run(["umount", "-l", str(point)], check=True)
         try:
-            assert held(shelf, key) is None
+            assert content_of(shelf, key) is None
             for _ in range(4):
                 with pytest.raises(NoSpaceError):
                     shelf.reserve(key, len(content))
@@ -467,12 +467,12 @@ def test_J4_a_file_system_that_becomes_read_only_still_serves(
     tmp_path: Path, chunks: Chunks
 ) -> None:
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        shelf = shelf_at(cache_place(point))
+        shelf = tier_at(prepare_cache_folder(point))
         (key, content), (other, more), *_ = chunks.items()
         put(shelf, key, content)
         remount(point, "ro")
         for _ in range(4):
             with pytest.raises(NoSpaceError):
                 shelf.reserve(other, len(more))
-            assert held(shelf, key) == content
+            assert content_of(shelf, key) == content
         shelf.drop(key)

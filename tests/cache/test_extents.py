@@ -1,4 +1,5 @@
-"""`ExtentReader`: every stored byte of many entries, checked, in few reads, and nothing kept."""
+"""`CoalescingReader`: every stored byte of many entries, checked, in few reads, and nothing
+kept."""
 
 import logging
 import threading
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from diesel_fs.cache import extents as extents_module
-from diesel_fs.cache.extents import FETCH_THREADS, ExtentReader
+from diesel_fs.cache.extents import FETCH_THREADS, CoalescingReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.snapshot import Snapshot
@@ -23,7 +24,7 @@ from .conftest import FILES, Counting
 
 
 def contents(
-    reader: ExtentReader, entries: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    reader: CoalescingReader, entries: "np.ndarray[tuple[int], np.dtype[np.int64]]"
 ) -> dict[int, bytes]:
     """The contents as the parts make them up; no byte may come twice."""
     found: dict[int, dict[int, bytes]] = defaultdict(dict)
@@ -58,7 +59,7 @@ def test_everything_is_there_once(
 ) -> None:
     monkeypatch.setattr(extents_module, "SPAN_BYTES", span_bytes)
     monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", gap_bytes)
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     every = np.arange(view.entry_count)
     assert contents(reader, np.random.default_rng(1).permutation(every)) == expected(view)
     assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
@@ -69,7 +70,7 @@ def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapsho
     chunk = int(np.bincount(view.chunk_of(files)).argmax())
     inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
     assert len(inside) > 20
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     assert len(contents(reader, inside)) == len(inside)
     assert len(store.reads) == 1
     assert reader.stats()["fetches"] == 1
@@ -83,11 +84,11 @@ def test_what_lies_far_apart_is_read_alone(
     chunk = int(np.bincount(view.chunk_of(files)).argmax())
     inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
     places = inside[np.argsort(view.columns.offset[inside])][::4]  # three files lie between
-    assert len(contents(ExtentReader(view, store), places)) == len(places) == len(store.reads)
+    assert len(contents(CoalescingReader(view, store), places)) == len(places) == len(store.reads)
 
 
 def test_nothing_for_folders_links_and_empty_files(store: Counting, view: Snapshot) -> None:
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     assert contents(reader, np.array([0, view.lookup(b"empty")])) == {}
     assert contents(reader, np.zeros(0, np.int64)) == {}
     assert store.reads == []
@@ -99,7 +100,7 @@ def test_B4_damage_on_the_way_is_healed_by_one_more_read(store: Counting, view: 
         store.change = lambda name, buffer: None
 
     store.change = flip_once
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     assert contents(reader, view.files()) == expected(view)
     assert reader.stats()["healed"] == 1
 
@@ -116,9 +117,9 @@ def test_B3_what_is_damaged_is_left_out_and_named(
         if name.endswith(last) and 0 <= at < size:
             buffer[at] ^= 1
 
-    last = ExtentReader(view, store)._name(extent.chunk)
+    last = CoalescingReader(view, store)._name(extent.chunk)
     store.change = flip
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     with caplog.at_level(logging.ERROR):
         found = contents(reader, view.files())
     assert found == {entry: each for entry, each in expected(view).items() if entry != damaged}
@@ -137,7 +138,7 @@ def lose(store: Counting, lost: str) -> None:
 def test_a_chunk_that_is_lost_costs_its_own_files_alone(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = ExtentReader(view, store)
+    reader = CoalescingReader(view, store)
     [extent] = view.extents(view.lookup(b"n007"))
     lost = reader._name(extent.chunk)
     lose(store, lost)
@@ -158,7 +159,7 @@ def test_a_chunk_that_is_lost_costs_its_own_files_alone(
 def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None:
     fault = Fault("read_into", error=ObjectStoreError("gone"))
     with FaultyStore(store, fault) as faulty, pytest.raises(ObjectStoreError):
-        contents(ExtentReader(view, faulty), view.files())
+        contents(CoalescingReader(view, faulty), view.files())
 
 
 class Slow(StoreWrapper):
@@ -183,7 +184,7 @@ class Slow(StoreWrapper):
 def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view: Snapshot) -> None:
     """As soon as it is known to be slow; the pieces come in the same order, each read once."""
     slow = Slow(store)
-    reader = ExtentReader(view, slow)
+    reader = CoalescingReader(view, slow)
     files = view.files()
     few = files[files == view.lookup(b"small")]
     while not reader._is_slow:
@@ -199,35 +200,35 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
     store: Counting, view: Snapshot
 ) -> None:
     slow = Slow(store)
-    reader = ExtentReader(view, slow)
+    reader = CoalescingReader(view, slow)
     reader._read_s = 1.0
     large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
-    reader.ahead([large, text])
-    reader.ahead([text, small])  # the plan has changed
-    assert set(reader._flights) == {
+    reader.prefetch([large, text])
+    reader.prefetch([text, small])  # the plan has changed
+    assert set(reader._in_flight) == {
         span for each in (text, small) for span in reader._parts(each).spans
     }
-    flights = [each.contents for each in reader._flights.values()]
+    flights = [each.contents for each in reader._in_flight.values()]
     wait(flights, timeout=10)
     before = slow.reads
     for entry, name in ((text, "text"), (small, "small")):
         assert contents(reader, entry) == {int(entry[0]): FILES[name]}
     assert slow.reads == before
-    assert not reader._flights
+    assert not reader._in_flight
 
 
 def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot) -> None:
-    reader = ExtentReader(view, store)
-    reader.ahead([view.files()])
+    reader = CoalescingReader(view, store)
+    reader.prefetch([view.files()])
     assert contents(reader, view.files()) == expected(view)
-    reader.ahead([view.files()])
+    reader.prefetch([view.files()])
     assert reader._threads is None
 
 
-class Joining(StoreWrapper):
+class BatchingStore(StoreWrapper):
     """Takes many parts in one request, and counts those."""
 
-    joins_reads = True
+    batches_reads = True
 
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
@@ -248,8 +249,8 @@ class Joining(StoreWrapper):
 
 
 def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) -> None:
-    joining = Joining(store)
-    reader = ExtentReader(view, joining)
+    joining = BatchingStore(store)
+    reader = CoalescingReader(view, joining)
     order = np.random.default_rng(1).permutation(view.files())
     for unit in np.array_split(order, 4):
         whole = contents(reader, unit)
@@ -263,46 +264,46 @@ def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) 
 def test_groups_have_limits_and_several_are_under_way(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents_module, "JOINED_BYTES", 100_000)
-    monkeypatch.setattr(extents_module, "JOINED_PIECES", 20)
+    monkeypatch.setattr(extents_module, "BATCH_BYTES_MAX", 100_000)
+    monkeypatch.setattr(extents_module, "BATCH_PARTS_MAX", 20)
     monkeypatch.setattr(extents_module, "SPAN_BYTES", 30_000)
-    joining = Joining(store)
+    joining = BatchingStore(store)
     joining.delay_s = 0.03
-    reader = ExtentReader(view, joining)
+    reader = CoalescingReader(view, joining)
     assert contents(reader, view.files()) == expected(view)
     assert joining.most > 2
     for parts in joining.requests:
         assert len(parts) <= 20
         assert len(parts) == 1 or sum(size for _, _, size in parts) <= 100_000
-    assert not reader._flights
+    assert not reader._in_flight
 
 
 def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None:
     """Each piece once, also where the plan changes; what nobody wants any more is let go of."""
-    joining = Joining(store)
-    reader = ExtentReader(view, joining)
+    joining = BatchingStore(store)
+    reader = CoalescingReader(view, joining)
     small = np.random.default_rng(2).permutation(view.files())
     one, other, third, rest = small[:40], small[40:80], small[80:90], small[90:]
-    reader.ahead([one, other])
-    wait([each.contents for each in reader._flights.values()], timeout=10)
+    reader.prefetch([one, other])
+    wait([each.contents for each in reader._in_flight.values()], timeout=10)
     assert len(joining.requests) == 1
     assert len(contents(reader, one)) == len(one)
-    reader.ahead([other, third])
-    wait([each.contents for each in reader._flights.values()], timeout=10)
+    reader.prefetch([other, third])
+    wait([each.contents for each in reader._in_flight.values()], timeout=10)
     assert len(joining.requests) == 2
     assert len(contents(reader, other)) + len(contents(reader, third)) == 50
     assert len(joining.requests) == 2
-    reader.ahead([rest])
-    reader.ahead([one])
-    assert set(reader._flights) == set(reader._parts(one).spans)
+    reader.prefetch([rest])
+    reader.prefetch([one])
+    assert set(reader._in_flight) == set(reader._parts(one).spans)
     assert len(contents(reader, one)) == len(one)
-    assert not reader._flights
+    assert not reader._in_flight
 
 
 def test_units_that_stay_ahead_are_looked_at_once(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = ExtentReader(view, Joining(store))
+    reader = CoalescingReader(view, BatchingStore(store))
     looked: list[int] = []
     parts = reader._parts
 
@@ -313,7 +314,7 @@ def test_units_that_stay_ahead_are_looked_at_once(
     monkeypatch.setattr(reader, "_parts", counted)
     units = np.array_split(np.random.default_rng(3).permutation(view.files()), 12)
     for first in range(len(units)):
-        reader.ahead(units[first : first + 5])
+        reader.prefetch(units[first : first + 5])
         assert contents(reader, units[first])
     assert looked == [len(unit) for unit in units]
 
@@ -322,28 +323,28 @@ def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extents_module, "AHEAD_BYTES_MAX", 200_000)
-    reader = ExtentReader(view, Joining(store))
+    reader = CoalescingReader(view, BatchingStore(store))
     whole, draw = expected(view), np.random.default_rng(4)
     units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
     most = 0
     for _ in range(60):
         some = [units[at] for at in draw.choice(len(units), 6)]
-        reader.ahead(some)
-        flying_bytes = sum(size for _, _, size in reader._flights)
+        reader.prefetch(some)
+        flying_bytes = sum(size for _, _, size in reader._in_flight)
         most = max(most, flying_bytes)
         assert flying_bytes == reader._flying_bytes <= 200_000
         wanted = some[int(draw.integers(3))]  # not always the first
         there = {each: whole[each] for each in wanted.tolist() if each in whole}
         assert contents(reader, wanted) == there
     assert most > 100_000
-    reader.ahead([])
-    assert (reader._flights, reader._flying_bytes) == ({}, 0)
+    reader.prefetch([])
+    assert (reader._in_flight, reader._flying_bytes) == ({}, 0)
 
 
 def test_a_lost_chunk_among_others_costs_its_own_files_alone(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = ExtentReader(view, Joining(store))
+    reader = CoalescingReader(view, BatchingStore(store))
     [extent] = view.extents(view.lookup(b"n007"))
     lost = reader._name(extent.chunk)
     lose(store, lost)
@@ -364,17 +365,17 @@ def test_a_lost_chunk_among_others_costs_its_own_files_alone(
 def test_damage_among_others_is_read_again_from_the_store(store: Counting, view: Snapshot) -> None:
     again: list[str] = []
 
-    class Damaging(Joining):
+    class Damaging(BatchingStore):
         def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
             for content in super().read_parts(parts):
                 damaged = bytearray(content)
                 damaged[-1] ^= 1
                 yield memoryview(damaged)
 
-        def read_again(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
             again.append(name)
             self.inner.read_into(name, start, buffer)
 
-    reader = ExtentReader(view, Damaging(store))
+    reader = CoalescingReader(view, Damaging(store))
     assert contents(reader, view.files()) == expected(view)
     assert reader.stats()["healed"] == len(again) > 3

@@ -1,4 +1,4 @@
-"""`MergedReads`: the bytes that were asked for, in few reads, each byte once, within bounds."""
+"""`RangeReader`: the bytes that were asked for, in few reads, each byte once, within bounds."""
 
 import gc
 import threading
@@ -13,16 +13,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.cache import merged_reads
-from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-from diesel_fs.cache.merged_reads import MERGED_BYTES_MAX, MergedReads, Run, by_chunk, plan
-from diesel_fs.cache.shelves import ChunkKey, MemoryShelf, Shelf
-from diesel_fs.cache.tier import FastTier
-from diesel_fs.entries import ChunkId
+from diesel_fs.cache.disk_shelf import DiskTier, prepare_cache_folder
+from diesel_fs.cache.merged_reads import (
+    MERGED_BYTES_MAX,
+    MergedRange,
+    RangeReader,
+    by_chunk,
+    merge_ranges,
+)
+from diesel_fs.cache.shelves import CacheTier, ChunkKey, MemoryTier
+from diesel_fs.cache.tier import ReadThroughCache
+from diesel_fs.entries import CHUNK_RANGE, ChunkId, ChunkRanges
 from diesel_fs.errors import BusyError, DeadlineError, ObjectStoreError, TruncatedError
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.wire_values import PART, Parts
 
 from .conftest import Counting
 
@@ -30,8 +35,8 @@ Part = tuple[bytes, int, int]
 PARTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 300)), max_size=40)
 
 
-def records(parts: Sequence[Part]) -> Parts:
-    found = np.zeros(len(parts), PART)
+def records(parts: Sequence[Part]) -> ChunkRanges:
+    found = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         found[i] = (np.void(chunk), start, size)
     return found
@@ -43,7 +48,7 @@ def test_a_plan_reads_each_part_once_and_no_wide_gap(
 ) -> None:
     chunk = bytes(range(16))
     wanted = by_chunk(records([(chunk, *span) for span in spans])).get(ChunkId(chunk), [])
-    runs = plan(wanted, gap)
+    runs = merge_ranges(wanted, gap)
     places = [place for run in runs for _, _, place in run.parts]
     assert sorted(places) == list(range(len(spans)))
     for run in runs:
@@ -61,11 +66,11 @@ def test_a_plan_reads_each_part_once_and_no_wide_gap(
 def test_a_plan_reads_no_more_together_than_is_allowed() -> None:
     half = MERGED_BYTES_MAX // 2
     wanted = [(0, half, 0), (half, half, 1), (2 * half, 10, 2)]
-    assert [(run.start, run.end) for run in plan(wanted, 1 << 20)] == [
+    assert [(run.start, run.end) for run in merge_ranges(wanted, 1 << 20)] == [
         (0, 2 * half), (2 * half, 2 * half + 10),
     ]  # fmt: skip
     whole = [(0, 3 * half, 0), (5, 5, 1), (half, 2 * half, 2)]
-    assert plan(whole, 0) == [Run(0, 3 * half, whole)]
+    assert merge_ranges(whole, 0) == [MergedRange(0, 3 * half, whole)]
 
 
 def keys(view: Snapshot) -> list[ChunkKey]:
@@ -73,29 +78,31 @@ def keys(view: Snapshot) -> list[ChunkKey]:
 
 
 @pytest.fixture(scope="module")
-def contents(repository: Repository) -> dict[bytes, bytes]:
+def contents(repository: LocalRepository) -> dict[bytes, bytes]:
     view = repository.view("ds")
     get = repository.objects.get
     return {key.id: bytes(get(chunk_object(*key))) for key in keys(view)}
 
 
-def shelf_of(kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]) -> Shelf | None:
+def shelf_of(
+    kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]
+) -> CacheTier | None:
     """A shelf with every second chunk."""
-    shelf: Shelf | None = None
+    shelf: CacheTier | None = None
     if kind == "memory":
-        shelf = MemoryShelf(1 << 30)
+        shelf = MemoryTier(1 << 30)
     elif kind == "disk":
-        shelf = DiskShelf(cache_place(folder / "cache"), view.identity, 1 << 30)
+        shelf = DiskTier(prepare_cache_folder(folder / "cache"), view.identity, 1 << 30)
     for key in keys(view)[::2]:
         if shelf is not None:
             put(shelf, key, contents[key.id])
     return shelf
 
 
-def put(shelf: Shelf, key: ChunkKey, content: bytes) -> None:
+def put(shelf: CacheTier, key: ChunkKey, content: bytes) -> None:
     place = shelf.reserve(key, len(content))
     assert place is not None
-    place.fill(memoryview(content))
+    place.commit(memoryview(content))
 
 
 @pytest.fixture(params=["none", "memory", "disk"])
@@ -105,10 +112,10 @@ def reads(
     store: Counting,
     view: Snapshot,
     contents: dict[bytes, bytes],
-) -> Iterator[MergedReads]:
+) -> Iterator[RangeReader]:
     shelf = shelf_of(request.param, tmp_path, view, contents)
-    tier = FastTier(store, shelf)
-    merged = MergedReads(tier)
+    tier = ReadThroughCache(store, shelf)
+    merged = RangeReader(tier)
     yield merged
     merged.close()
     tier.close()
@@ -117,7 +124,7 @@ def reads(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_answers_are_the_bytes_that_were_asked_for(
-    reads: MergedReads, view: Snapshot, contents: dict[bytes, bytes], data: st.DataObject
+    reads: RangeReader, view: Snapshot, contents: dict[bytes, bytes], data: st.DataObject
 ) -> None:
     chunk = st.sampled_from(sorted(contents))
     lengths = st.sampled_from([0, 1, 7, 4096, 70_000])
@@ -138,7 +145,9 @@ def test_a_whole_chunk_is_one_read_and_one_piece(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    answer = MergedReads(FastTier(store)).read(view.identity, records([(name, 0, len(content))]))
+    answer = RangeReader(ReadThroughCache(store)).read(
+        view.identity, records([(name, 0, len(content))])
+    )
     assert [bytes(piece) for piece in answer] == [content]
     assert [(start, size) for _, start, size in store.reads] == [(0, len(content))]
 
@@ -149,7 +158,7 @@ def test_many_small_parts_of_one_chunk_are_one_read(
     """Where a request costs milliseconds, as it is taken to before it has been measured."""
     (name, content), *_ = contents.items()
     parts = [(name, at, 100) for at in range(len(content) - 100, 0, -500)]
-    answer = MergedReads(FastTier(store)).read(view.identity, records(parts))
+    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records(parts))
     assert b"".join(answer) == b"".join(content[at : at + 100] for _, at, _ in parts)
     assert len(store.reads) == 1
 
@@ -159,14 +168,14 @@ def test_near_stores_are_not_read_for_nothing(
 ) -> None:
     """A request to a folder costs next to nothing: gaps are worth less there."""
     (name, content), *_ = contents.items()
-    tier = FastTier(store)
+    tier = ReadThroughCache(store)
     for _ in range(100):
-        tier.costs.seen(100, 20e-6)
-        tier.costs.seen(4 << 20, 1e-3)
+        tier.costs.observe(100, 20e-6)
+        tier.costs.observe(4 << 20, 1e-3)
     assert 4 << 10 <= tier.costs.gap_bytes <= 200 << 10
     tier.costs.request_s = 1e-6
     parts = [(name, 0, 10), (name, len(content) - 10, 10)]
-    MergedReads(tier).read(view.identity, records(parts))
+    RangeReader(tier).read(view.identity, records(parts))
     assert len(store.reads) == 2
 
 
@@ -175,7 +184,7 @@ def test_what_is_asked_for_twice_is_read_once(
 ) -> None:
     (name, content), *_ = contents.items()
     part = (name, 96, 5000)
-    answer = MergedReads(FastTier(store)).read(view.identity, records([part] * 5))
+    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records([part] * 5))
     assert b"".join(answer) == content[96:5096] * 5
     assert len(store.reads) == 1
 
@@ -214,7 +223,7 @@ def test_F10_requests_at_the_same_moment_share_a_read(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (name, content), *_ = contents.items()
-    reads, gate = MergedReads(FastTier(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
     joined = threading.Semaphore(0)
     waited = Future.result
 
@@ -238,14 +247,14 @@ def test_F10_requests_at_the_same_moment_share_a_read(
         for i, other in enumerate(others):
             assert b"".join(other.result(20)) == content[1000 * i : 1000 * i + 900]
     assert len(store.reads) == 1
-    assert not reads._flights
+    assert not reads._in_flight
 
 
 def test_who_shared_a_read_that_failed_tries_alone(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    reads, gate = MergedReads(FastTier(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
     held = gate._wait
     failed: list[str] = []
 
@@ -261,7 +270,7 @@ def test_who_shared_a_read_that_failed_tries_alone(
         first = pool.submit(reads.read, view.identity, parts)
         assert gate.arrived.acquire(timeout=20)
         second = pool.submit(reads.read, view.identity, parts)
-        flight = reads._flights[ChunkKey(view.identity, ChunkId(name))][0]
+        flight = reads._in_flight[ChunkKey(view.identity, ChunkId(name))][0]
         until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
         gate.open.set()
         with pytest.raises(ObjectStoreError, match="503"):
@@ -274,7 +283,7 @@ def test_a_request_has_so_many_reads_under_way_and_no_more(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merged_reads, "REQUEST_READS_MAX", 3)
-    reads, gate = MergedReads(FastTier(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
     parts = [(name, 0, 100) for name in contents]
     assert len(parts) > 6
     with ThreadPoolExecutor(1) as pool:
@@ -291,7 +300,7 @@ def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 4)
-    reads, gate = MergedReads(FastTier(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
     (name, content), *_ = contents.items()
     with ThreadPoolExecutor(12) as pool:
         answers = [
@@ -312,7 +321,7 @@ def test_a_read_that_finds_the_store_too_busy_ends_in_time(
 ) -> None:
     monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 1)
     monkeypatch.setattr(merged_reads, "READ_DEADLINE_S", 0.1)
-    reads, gate = MergedReads(FastTier(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
     one, two = list(contents)[:2]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(reads.read, view.identity, records([(one, 0, 10)]))
@@ -329,7 +338,7 @@ def test_a_read_that_finds_the_store_too_busy_ends_in_time(
 def test_B1_a_part_beyond_the_end_is_an_error_and_harms_no_other(
     kind: str, tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    reads = MergedReads(FastTier(store, shelf_of(kind, tmp_path, view, contents)))
+    reads = RangeReader(ReadThroughCache(store, shelf_of(kind, tmp_path, view, contents)))
     for name, content in list(contents.items())[:2]:
         end = len(content)
         with pytest.raises(TruncatedError):
@@ -338,7 +347,7 @@ def test_B1_a_part_beyond_the_end_is_an_error_and_harms_no_other(
             reads.read(view.identity, records([(name, 0, end), (name, end - 5, 6)]))
         answer = reads.read(view.identity, records([(name, end - 5, 5)]))
         assert b"".join(answer) == content[-5:]
-    assert not reads._flights
+    assert not reads._in_flight
 
 
 def test_one_error_ends_the_request_when_all_its_reads_have(
@@ -346,18 +355,18 @@ def test_one_error_ends_the_request_when_all_its_reads_have(
 ) -> None:
     parts = [(name, 0, 100) for name in contents]
     parts[len(parts) // 2] = (bytes(16), 0, 100)
-    reads = MergedReads(FastTier(store))
+    reads = RangeReader(ReadThroughCache(store))
     for some in (parts, [(bytes(16), 0, 100)]):
         gc.disable()
         try:
             assert "no such object" in failure(reads, view, some)
-            assert not reads._flights
+            assert not reads._in_flight
             until(lambda: not reads._answers.used_bytes)  # unless a cycle keeps the memory
         finally:
             gc.enable()
 
 
-def failure(reads: MergedReads, view: Snapshot, parts: Sequence[Part]) -> str:
+def failure(reads: RangeReader, view: Snapshot, parts: Sequence[Part]) -> str:
     """What pytest.raises would keep, memory and all."""
     try:
         reads.read(view.identity, records(parts))
@@ -371,7 +380,9 @@ def test_G6_answers_that_nobody_takes_fill_a_budget_and_no_more(
 ) -> None:
     (name, content), *_ = contents.items()
     part = records([(name, 0, len(content))])
-    reads = MergedReads(FastTier(store), answer_bytes_max=3 * len(content) + 100, wait_s=0.05)
+    reads = RangeReader(
+        ReadThroughCache(store), answer_bytes_max=3 * len(content) + 100, wait_s=0.05
+    )
     answers = [reads.read(view.identity, part) for _ in range(3)]
     with pytest.raises(BusyError):
         reads.read(view.identity, part)
@@ -387,7 +398,7 @@ def test_an_answer_larger_than_the_budget_goes_alone(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    reads = MergedReads(FastTier(store), answer_bytes_max=10, wait_s=0.05)
+    reads = RangeReader(ReadThroughCache(store), answer_bytes_max=10, wait_s=0.05)
     answer = reads.read(view.identity, records([(name, 0, len(content))]))
     assert b"".join(answer) == content
     with pytest.raises(BusyError):
@@ -400,7 +411,7 @@ def test_B3_who_says_that_it_was_damaged_gets_the_store_s_bytes(
 ) -> None:
     (name, content), *_ = contents.items()
     shelf = shelf_of(kind, tmp_path, view, contents)
-    reads = MergedReads(FastTier(store, shelf))
+    reads = RangeReader(ReadThroughCache(store, shelf))
     if kind == "disk":
         (file,) = (tmp_path / "cache").glob(f"*/*/{name.hex()}")
         file.write_bytes(bytes(len(content)))
@@ -418,9 +429,9 @@ def test_reads_are_counted_by_tier(
 ) -> None:
     told: list[tuple[str, int, int]] = []
     shelf = shelf_of("disk", tmp_path, view, contents)
-    tier = FastTier(store, shelf, counted=lambda *each: told.append(each))
+    tier = ReadThroughCache(store, shelf, counted=lambda *each: told.append(each))
     one, two = list(contents)[:2]
-    MergedReads(tier).read(view.identity, records([(one, 0, 10), (two, 0, 20), (one, 0, 5)]))
+    RangeReader(tier).read(view.identity, records([(one, 0, 10), (two, 0, 20), (one, 0, 5)]))
     assert sorted(told) == [("disk", 2, 15), ("store", 1, 20)]
     stats = tier.stats()
     assert (stats["disk_reads"], stats["disk_bytes"]) == (2, 15)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import cache_place
+from diesel_fs.cache.disk_shelf import prepare_cache_folder
 from diesel_fs.errors import ConflictError, NoSpaceError
 
 from ..small_disks import remount
-from .shelved import Chunks, counted, file_of, held, put, shelf_at
+from .shelved import Chunks, content_of, counted, file_of, put, tier_at
 from .test_disk_shelf import small as small
 
 
@@ -49,24 +49,24 @@ def test_what_is_no_regular_file_is_no_chunk(
 ) -> None:
     """The disk has not failed, nobody waits for a FIFO, and what can go without harm goes."""
     (key, content), (other, more), *_ = chunks.items()
-    shelf, stays = shelf_at(place), what == "full folder"
+    shelf, stays = tier_at(place), what == "full folder"
     put(shelf, key, content)
     put(shelf, other, more)
     path = file_of(place, key)
     for _ in range(4):  # more often than a disk may fail
         path.unlink()
         plant(what, path)
-        assert shelf.standing(key.identity) == [other.id]
+        assert shelf.list_chunks(key.identity) == [other.id]
         assert not shelf.holds(key)
         for _ in range(4 if stays else 1):
-            assert held(shelf, key) is None
+            assert content_of(shelf, key) is None
         assert os.path.lexists(path) == stays
         if stays:
             assert shelf.reserve(key, len(content)) is None
             shutil.rmtree(path)
-        assert held(shelf, other) == more
+        assert content_of(shelf, other) == more
         put(shelf, key, content)
-        assert held(shelf, key) == content
+        assert content_of(shelf, key) == content
     assert len(caplog.records) == (1 if stays else 4)
     assert ("passed by" if stays else "removed") in caplog.text
 
@@ -76,7 +76,7 @@ def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
     what: str, place: Path, chunks: Chunks
 ) -> None:
     (key, content), (other, more), *_ = chunks.items()
-    shelf, stays = shelf_at(place), what == "full folder"
+    shelf, stays = tier_at(place), what == "full folder"
     put(shelf, key, content)
     put(shelf, other, more)
     path, used = file_of(place, key), file_of(place, key).with_name(".used")
@@ -84,7 +84,7 @@ def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
     path.unlink()
     plant(what, path)
     plant(what, coming)
-    assert counted(shelf_at(place)) == len(more)
+    assert counted(tier_at(place)) == len(more)
     assert os.path.lexists(path) == os.path.lexists(coming) == stays
     for each in (path, coming) if stays else ():
         shutil.rmtree(each)
@@ -96,10 +96,10 @@ def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
             assert shelf.reserve(key, len(content)) is None
             shutil.rmtree(each)
         put(shelf, key, content)
-        assert held(shelf, key) == content
+        assert content_of(shelf, key) == content
         shelf.evict([key])
     assert counted(shelf) == len(more)
-    assert not shelf._writes.rests
+    assert not shelf._writes.is_open
 
 
 def use_up(point: Path, what: str) -> None:
@@ -134,14 +134,14 @@ def test_J1_J4_a_disk_that_takes_no_cache_is_no_refusal(
 ) -> None:
     use_up(small, what)
     with pytest.raises(NoSpaceError, match=r"cannot be used for a cache: (No space|Read-only)"):
-        cache_place(small / folder)
+        prepare_cache_folder(small / folder)
     make_room(small, what)
-    cache_place(small / folder)
+    prepare_cache_folder(small / folder)
     (small / "theses").mkdir(mode=0o700)
     (small / "theses" / "thesis.tex").touch()
     remount(small, "ro")
     with pytest.raises(ConflictError, match="neither empty nor a cache"):
-        cache_place(small / "theses")
+        prepare_cache_folder(small / "theses")
 
 
 @pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
@@ -151,19 +151,19 @@ def test_J1_J4_what_a_full_disk_holds_is_read(
     """At the start of who reads it; and once there is room, it takes more."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)
     (key, content), (other, more), *_ = chunks.items()
-    shelf = shelf_at(cache_place(small))
+    shelf = tier_at(prepare_cache_folder(small))
     put(shelf, key, content)
     shelf.close()
     (small / ".reading").unlink()
     use_up(small, what)
-    shelf = shelf_at(cache_place(small))
-    assert ("is only read" in shelf.refusal) == (what != "bytes")
-    assert held(shelf, key) == content
+    shelf = tier_at(prepare_cache_folder(small))
+    assert ("is only read" in shelf.read_only_reason) == (what != "bytes")
+    assert content_of(shelf, key) == content
     with contextlib.suppress(NoSpaceError):
         if (reserved := shelf.reserve(other, len(more))) is not None:
-            reserved.fill(memoryview(more))
-    assert held(shelf, other) is None
+            reserved.commit(memoryview(more))
+    assert content_of(shelf, other) is None
     shelf.note_reading(begins=True)
     make_room(small, what)
     put(shelf, other, more)
-    assert held(shelf, other) == more
+    assert content_of(shelf, other) == more

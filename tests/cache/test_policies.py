@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from diesel_fs.cache.policy import (
     POLICIES,
-    Came,
+    Accessed,
     Cost,
-    Elsewhere,
     Event,
+    Evicted,
     EvictionPolicy,
+    Inserted,
     Planned,
     Progress,
-    Used,
+    Replicas,
     Value,
-    Went,
 )
 
 EVERY = pytest.mark.parametrize("name", [*POLICIES])
@@ -26,30 +26,30 @@ EVERY = pytest.mark.parametrize("name", [*POLICIES])
 UNITS = st.integers(0, 8)
 SIZES = st.integers(1, 50)
 EVENTS = st.one_of(
-    st.builds(Came, UNITS, SIZES),
-    st.builds(Went, UNITS),
-    st.builds(Used, UNITS),
+    st.builds(Inserted, UNITS, SIZES),
+    st.builds(Evicted, UNITS),
+    st.builds(Accessed, UNITS),
     st.builds(Planned, st.just("s"), st.lists(UNITS).map(lambda each: np.array(each, np.int64))),
     st.builds(Progress, st.just("s"), st.integers(0, 9)),
     st.builds(Cost, UNITS, st.sampled_from(["peer", "store"]), st.floats(0, 1)),
     st.builds(Value, UNITS, st.floats(0, 1)),
-    st.builds(Elsewhere, UNITS, st.lists(st.integers(0, 3)).map(tuple)),
+    st.builds(Replicas, UNITS, st.lists(st.integers(0, 3)).map(tuple)),
 )
 
 
 def told(name: str, events: Sequence[Event]) -> EvictionPolicy:
     policy = POLICIES[name]()
     for event in events:
-        policy.hear(event)
+        policy.on_event(event)
     return policy
 
 
 def held_after(events: Sequence[Event]) -> dict[int, int]:
     held: dict[int, int] = {}
     for event in events:
-        if isinstance(event, Came):
+        if isinstance(event, Inserted):
             held[event.unit] = event.bytes
-        elif isinstance(event, Went):
+        elif isinstance(event, Evicted):
             held.pop(event.unit, None)
     return held
 
@@ -60,7 +60,7 @@ def test_only_what_is_held_is_given_up_and_no_more_than_it_takes(
     name: str, events: list[Event], wanted: int
 ) -> None:
     policy, held = told(name, events), held_after(events)
-    chosen = policy.give_up(wanted)
+    chosen = policy.victims(wanted)
     assert len(set(chosen)) == len(chosen)
     assert set(chosen) <= set(held)
     given_up = [held[unit] for unit in chosen]
@@ -76,7 +76,7 @@ def test_what_is_admitted_can_be_made_room_for(
 ) -> None:
     policy, held = told(name, events), held_after(events)
     if policy.admits(unit, size, room):
-        assert room + sum(held[each] for each in policy.give_up(size - room)) >= size
+        assert room + sum(held[each] for each in policy.victims(size - room)) >= size
 
 
 @EVERY
@@ -85,9 +85,9 @@ def test_answers_depend_on_events_alone_and_change_nothing(
     name: str, events: list[Event], wanted: int
 ) -> None:
     one, other = told(name, events), told(name, events)
-    first = list(one.give_up(wanted))
+    first = list(one.victims(wanted))
     one.admits(1, 10, 0)
-    assert [list(one.give_up(wanted)), list(other.give_up(wanted))] == [first, first]
+    assert [list(one.victims(wanted)), list(other.victims(wanted))] == [first, first]
 
 
 @EVERY
@@ -95,25 +95,25 @@ def test_a_unit_belongs_to_the_owner_of_its_chunk(name: str) -> None:
     assert POLICIES[name]().home(5, 3) == 3
 
 
-FULL: list[Event] = [Came(unit, 10) for unit in range(4)]
+FULL: list[Event] = [Inserted(unit, 10) for unit in range(4)]
 
 
 def test_lru_gives_up_what_was_not_used_for_longest() -> None:
-    policy = told("lru", [*FULL, Used(0), Used(2), Used(99)])
-    assert list(policy.give_up(25)) == [1, 3, 0]
+    policy = told("lru", [*FULL, Accessed(0), Accessed(2), Accessed(99)])
+    assert list(policy.victims(25)) == [1, 3, 0]
 
 
 def test_lfu_gives_up_what_was_used_least() -> None:
-    policy = told("lfu", [*FULL, Used(0), Used(0), Used(1), Used(2), Used(1)])
-    assert list(policy.give_up(40)) == [3, 2, 0, 1]
-    policy.hear(Went(0))
-    policy.hear(Came(0, 10))  # it begins anew
-    assert list(policy.give_up(20)) == [3, 0]
+    policy = told("lfu", [*FULL, Accessed(0), Accessed(0), Accessed(1), Accessed(2), Accessed(1)])
+    assert list(policy.victims(40)) == [3, 2, 0, 1]
+    policy.on_event(Evicted(0))
+    policy.on_event(Inserted(0, 10))  # it begins anew
+    assert list(policy.victims(20)) == [3, 0]
 
 
 def test_none_keeps_what_came_first() -> None:
     policy = told("none", FULL)
-    assert policy.give_up(40) == []
+    assert policy.victims(40) == []
     assert policy.admits(9, 10, 10)
     assert not policy.admits(9, 10, 9)
 
@@ -125,15 +125,15 @@ def hits(name: str, epochs: int, units: int, capacity: int, seed: int = 0) -> fl
     for epoch in range(epochs):
         found = 0
         for unit in np.random.default_rng([seed, epoch]).permutation(units).tolist():
-            policy.hear(Used(unit))
+            policy.on_event(Accessed(unit))
             if unit in held:
                 found += 1
             elif policy.admits(unit, 1, capacity - len(held)):
-                for gone in policy.give_up(1 + len(held) - capacity):
+                for gone in policy.victims(1 + len(held) - capacity):
                     held.discard(gone)
-                    policy.hear(Went(gone))
+                    policy.on_event(Evicted(gone))
                 held.add(unit)
-                policy.hear(Came(unit, 1))
+                policy.on_event(Inserted(unit, 1))
             assert len(held) <= capacity
     return found / units
 

@@ -1,4 +1,4 @@
-"""`DiskShelf`: one folder and several processes, some of which are killed."""
+"""`DiskTier`: one folder and several processes, some of which are killed."""
 
 import os
 import signal
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import DiskShelf
-from diesel_fs.cache.shelves import check_whole
+from diesel_fs.cache.disk_shelf import DiskTier
+from diesel_fs.cache.shelves import verify_chunk
 
-from .shelved import Chunks, counted, files, held, idle, put, shelf_at
+from .shelved import Chunks, content_of, counted, files, idle, put, tier_at
 
 WRITER = """if True:
     import os, sys, random
@@ -72,7 +72,7 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
         assert process.stdout.readline() == "ready\n"
         return process
 
-    shelf = shelf_at(place, limit)
+    shelf = tier_at(place, limit)
     seen = 0
     for number in range(8):
         pair = [start(2 * number), start(2 * number + 1)]
@@ -81,7 +81,7 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
             idle(place)  # else nothing goes
             assert counted(shelf) <= limit
             for key in chunks:
-                found = held(shelf_at_once(shelf), key)
+                found = content_of(shelf_at_once(shelf), key)
                 assert found in (None, chunks[key])
                 seen += found is not None
         ended = [process.poll() for process in pair]
@@ -90,22 +90,22 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
             assert ended == [None, None], process.communicate(timeout=20)[1]
             process.communicate(timeout=20)
     assert seen > 20, "or this test shows nothing"
-    after = shelf_at(place, limit)
+    after = tier_at(place, limit)
     assert not [path for path in files(place) if path.name[0] == "."], "what the dead left"
     assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
     for path in files(place):
         key = next(key for key in chunks if path.name == key.id.hex())
-        check_whole(key, memoryview(path.read_bytes()))
+        verify_chunk(key, memoryview(path.read_bytes()))
 
 
-def shelf_at_once(shelf: DiskShelf) -> DiskShelf:
+def shelf_at_once(shelf: DiskTier) -> DiskTier:
     """As a process that has checked nothing yet."""
     shelf._known.clear()
     return shelf
 
 
 def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
-    one, other = shelf_at(place), shelf_at(place)
+    one, other = tier_at(place), tier_at(place)
     assert not other.others_read()
     one.note_reading(begins=True)
     one.note_reading(begins=True)
@@ -125,11 +125,11 @@ def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
     place: Path, chunks: Chunks
 ) -> None:
     key, content = next(iter(chunks.items()))
-    dead = shelf_at(place)
+    dead = tier_at(place)
     reserved = dead.reserve(key, len(content))
     assert isinstance(reserved, disk_shelf._FilePlace)
     os.close(reserved._file)  # as a kill does
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     for _ in range(3):
         again = shelf.reserve(key, len(content))
         assert isinstance(again, disk_shelf._FilePlace)

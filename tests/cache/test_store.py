@@ -1,4 +1,4 @@
-"""`ContentReader`: checked bytes, one load per chunk in flight, a budget that holds."""
+"""`EntryReader`: checked bytes, one load per chunk in flight, a budget that holds."""
 
 import gc
 import os
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from diesel_fs.cache.chunks import FETCH_THREADS, ChunkCache, LoadedChunk
-from diesel_fs.cache.store import CHECKED_AT_ONCE_BYTES, ContentReader
+from diesel_fs.cache.store import CHECKED_AT_ONCE_BYTES, EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
 
@@ -25,7 +25,7 @@ from .conftest import FILES, Counting
 
 @pytest.mark.parametrize("budget", [1, 200_000, 1 << 30])
 def test_every_read_is_right(store: Counting, view: Snapshot, budget: int) -> None:
-    reader = ContentReader(view, store, budget)
+    reader = EntryReader(view, store, budget)
     for name, content in FILES.items():
         index = view.lookup(name.encode())
         assert bytes(reader.read(index)) == content
@@ -33,7 +33,7 @@ def test_every_read_is_right(store: Counting, view: Snapshot, budget: int) -> No
             expected = content[max(offset, 0) : max(offset, 0) + size] if offset >= 0 else None
             if expected is not None:
                 assert bytes(reader.read(index, offset, size)) == expected
-                found = reader.cached(index, offset, size)
+                found = reader.read_nowait(index, offset, size)
                 assert found is None or bytes(found) == expected
     assert reader.stats()["memory_bytes"] <= max(budget, 2 * CHUNK_BYTES_MIN + 300_000)
 
@@ -42,14 +42,14 @@ def test_every_read_is_right(store: Counting, view: Snapshot, budget: int) -> No
 def test_read_many_in_random_order(store: Counting, view: Snapshot, budget: int) -> None:
     names = list(FILES) * 2
     np.random.default_rng(7).shuffle(names)
-    reader = ContentReader(view, store, budget)
+    reader = EntryReader(view, store, budget)
     indices = view.lookup_many([name.encode() for name in names])
     views = list(reader.read_many(indices))
     assert [bytes(content) for content in views] == [FILES[name] for name in names]
 
 
 def test_an_epoch_that_fits_reads_each_chunk_once(store: Counting, view: Snapshot) -> None:
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     for _ in range(2):
         list(reader.read_many(view.files()))
     names = [name for name, _, _ in store.reads]
@@ -59,23 +59,23 @@ def test_an_epoch_that_fits_reads_each_chunk_once(store: Counting, view: Snapsho
 def test_few_files_of_a_dataset_that_does_not_fit_read_no_chunks(
     store: Counting, view: Snapshot
 ) -> None:
-    reader = ContentReader(view, store, 1)
+    reader = EntryReader(view, store, 1)
     wanted = [view.lookup(f"n{i:03}".encode()) for i in (5, 120, 270)]
     assert [len(content) for content in reader.read_many(wanted)] == [1005, 1120, 1270]
     assert sum(size for _, _, size in store.reads) == 1005 + 1120 + 1270
 
 
 def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     index = view.lookup(b"small")
-    assert reader.cached(index, 0, 100) is None
+    assert reader.read_nowait(index, 0, 100) is None
     assert store.reads == []
     reader.read(index)
-    assert bytes(reader.cached(index, 2, 5) or b"") == b"small"
+    assert bytes(reader.read_nowait(index, 2, 5) or b"") == b"small"
 
 
 def test_read_many_holds_no_more_chunks_than_its_budget(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     """However far it looks ahead: what it holds for a window is held until the window's end."""
     files = {f"{number:04}": os.urandom(4096) for number in range(1000)}
@@ -84,7 +84,7 @@ def test_read_many_holds_no_more_chunks_than_its_budget(
     many = repository.view("many")
     budget = 16 * CHUNK_BYTES_MIN
     assert int(many.chunk_sizes.sum()) > 3 * budget, "or this test shows nothing"
-    reader = ContentReader(many, repository.objects, budget)
+    reader = EntryReader(many, repository.objects, budget)
     order = np.random.default_rng(3).permutation(many.files())
     gc.collect()  # the chunks of other tests
     most = 0
@@ -102,37 +102,37 @@ def _chunk_bytes_alive() -> int:
 
 def test_cached_checks_small_entries_on_the_spot(store: Counting, view: Snapshot) -> None:
     """A chunk that was loaded for another file's sake is no reason to wait; damage in it is."""
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     list(map(reader._cache.get, range(len(view.chunk_ids))))
     store.reads.clear()
     for name in ("small", "text", "n007"):  # of both codecs
         index = view.lookup(name.encode())
-        assert bytes(reader.cached(index, 0, 1 << 20) or b"") == FILES[name][: 1 << 20]
+        assert bytes(reader.read_nowait(index, 0, 1 << 20) or b"") == FILES[name][: 1 << 20]
     (extent,) = view.extents(index := view.lookup(b"n008"))
     chunk = reader._cache.get(extent.chunk)
     chunk.buffer[extent.offset] ^= 1
-    assert reader.cached(index, 0, 2000) is None
+    assert reader.read_nowait(index, 0, 2000) is None
     assert store.reads == []
     assert bytes(reader.read(index)) == FILES["n008"]
-    assert bytes(reader.cached(index, 0, 2000) or b"") == FILES["n008"]
+    assert bytes(reader.read_nowait(index, 0, 2000) or b"") == FILES["n008"]
 
 
 def test_cached_leaves_large_entries_to_a_thread(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diesel_fs.cache.store.CHECKED_AT_ONCE_BYTES", 1000)
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     list(map(reader._cache.get, range(len(view.chunk_ids))))
     assert CHECKED_AT_ONCE_BYTES > 1000
-    assert reader.cached(view.lookup(b"n000"), 0, 1000) is not None
-    assert reader.cached(view.lookup(b"n001"), 0, 1000) is None
+    assert reader.read_nowait(view.lookup(b"n000"), 0, 1000) is not None
+    assert reader.read_nowait(view.lookup(b"n001"), 0, 1000) is None
 
 
 def test_misses_bring_the_next_chunks_where_all_fit(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each miss twice as many: an epoch soon finds every chunk loaded."""
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     asked: list[int] = []
     monkeypatch.setattr(reader._cache, "prefetch", asked.append)
     total = len(view.chunk_ids)
@@ -162,7 +162,7 @@ def corrupt(times: int) -> Callable[[str, memoryview], None]:
 def test_B4_damage_on_the_way_is_healed_by_one_reread(
     store: Counting, view: Snapshot, budget: int
 ) -> None:
-    reader = ContentReader(view, store, budget)
+    reader = EntryReader(view, store, budget)
     store.change = corrupt(1)
     for name in ("n299", "n298", "n297"):
         assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
@@ -177,7 +177,7 @@ def test_B3_damage_in_the_store_is_named_and_contained(
 ) -> None:
     index = view.lookup(b"n150")
     (extent,) = view.extents(index)
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
 
     def change(name: str, buffer: memoryview) -> None:
         start = store.reads[-1][1]
@@ -193,10 +193,10 @@ def test_B3_damage_in_the_store_is_named_and_contained(
 
 
 def test_B7_a_foreign_chunk_under_a_name_of_ours(
-    repository: Repository, store: Counting, view: Snapshot
+    repository: LocalRepository, store: Counting, view: Snapshot
 ) -> None:
     other = bytes(repository.objects.get(_object(repository, view, 0)))
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
 
     def change(name: str, buffer: memoryview) -> None:
         buffer[:] = other[: len(buffer)].ljust(len(buffer), b"\0")
@@ -208,7 +208,7 @@ def test_B7_a_foreign_chunk_under_a_name_of_ours(
         reader.read(index)
 
 
-def _object(repository: Repository, view: Snapshot, number: int) -> str:
+def _object(repository: LocalRepository, view: Snapshot, number: int) -> str:
     return chunk_object(view.identity, view.chunk_ids[number])
 
 
@@ -220,7 +220,7 @@ def test_O2_a_lost_chunk_fails_its_files_alone(store: Counting, view: Snapshot) 
             raise ObjectMissing(name)
 
     store.change = change
-    reader = ContentReader(view, store, 1 << 30)
+    reader = EntryReader(view, store, 1 << 30)
     with pytest.raises(ObjectMissing):
         reader.read(view.lookup(b"n000"))
     assert bytes(reader.read(view.lookup(b"n299"))) == FILES["n299"]
@@ -310,7 +310,7 @@ def test_the_least_recently_used_go_first() -> None:
 
 
 def test_Z11_bytes_that_were_handed_out_do_not_change(store: Counting, view: Snapshot) -> None:
-    reader = ContentReader(view, store, 70_000)
+    reader = EntryReader(view, store, 70_000)
     held = reader.read(view.lookup(b"n007"))
     list(reader.read_many(view.files()))
     reader.close()
@@ -322,32 +322,32 @@ class AtHand(Counting):
 
     at_hand = 0
 
-    def read_now(self, name: str, start: int, buffer: memoryview) -> bool:
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
         self.at_hand += 1
         super().read_into(name, start, buffer)
         return True
 
 
 def test_small_entries_are_read_alone_and_on_the_spot(
-    repository: Repository, view: Snapshot
+    repository: LocalRepository, view: Snapshot
 ) -> None:
     """Where somebody else keeps what lies near: no chunk is loaded, nothing is kept."""
     store = AtHand(repository)
-    reader = ContentReader(view, store, 1, prefer_entries=True)
+    reader = EntryReader(view, store, 1, prefer_entries=True)
     for name in ("small", "text", "n007"):
         content, index = FILES[name], view.lookup(name.encode())
         for offset, size in ((0, len(content)), (3, 5), (len(content) - 1, 9)):
-            found = reader.cached(index, offset, size)
+            found = reader.read_nowait(index, offset, size)
             assert found is not None
             assert bytes(found) == content[offset : offset + size]
         assert reader.read(index) == content
     stats = reader.stats()
     assert (stats["reads_on_the_spot"], stats["memory_bytes"]) == (9, 0)
     assert stats["chunk_fetches"] == 0
-    assert reader.cached(view.lookup(b"large"), 0, 100) is None
+    assert reader.read_nowait(view.lookup(b"large"), 0, 100) is None
 
 
-def test_damage_on_the_spot_is_left_to_a_read(repository: Repository, view: Snapshot) -> None:
+def test_damage_on_the_spot_is_left_to_a_read(repository: LocalRepository, view: Snapshot) -> None:
     store = AtHand(repository)
 
     def flip_once(name: str, buffer: memoryview) -> None:
@@ -355,30 +355,30 @@ def test_damage_on_the_spot_is_left_to_a_read(repository: Repository, view: Snap
         store.change = lambda name, buffer: None
 
     store.change = flip_once
-    reader = ContentReader(view, store, 1, prefer_entries=True)
+    reader = EntryReader(view, store, 1, prefer_entries=True)
     index = view.lookup(b"n008")
-    assert reader.cached(index, 0, 10_000) is None
+    assert reader.read_nowait(index, 0, 10_000) is None
     assert reader.read(index) == FILES["n008"]
 
 
 def test_a_dataset_that_fits_is_read_by_chunks_all_the_same(
-    repository: Repository, view: Snapshot
+    repository: LocalRepository, view: Snapshot
 ) -> None:
     store = AtHand(repository)
-    reader = ContentReader(view, store, 1 << 30, prefer_entries=True)
+    reader = EntryReader(view, store, 1 << 30, prefer_entries=True)
     index = view.lookup(b"n009")
-    assert reader.cached(index, 0, 10_000) is None
+    assert reader.read_nowait(index, 0, 10_000) is None
     assert bytes(reader.read(index)) == FILES["n009"]
-    assert reader.cached(index, 0, 10_000) is not None
+    assert reader.read_nowait(index, 0, 10_000) is not None
     assert store.at_hand == 0
 
 
-class Together(Counting):
+class BatchingStore(Counting):
     """A store that takes many parts in one request, and damages some."""
 
-    joins_reads = True
+    batches_reads = True
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: LocalRepository) -> None:
         super().__init__(repository)
         self.requests: list[int] = []
         self.missing = ""
@@ -395,10 +395,10 @@ class Together(Counting):
 
 
 def test_many_files_are_one_request_where_the_store_takes_many(
-    repository: Repository, view: Snapshot
+    repository: LocalRepository, view: Snapshot
 ) -> None:
-    store = Together(repository)
-    reader = ContentReader(view, store, 400_000)
+    store = BatchingStore(repository)
+    reader = EntryReader(view, store, 400_000)
     names = ["n003", "small", "empty", "text", "n003", "large", *(f"n{i:03}" for i in (9, 8, 7))]
     wanted = view.lookup_many([name.encode() for name in names])
     contents = [bytes(content) for content in reader.read_many(wanted)]
@@ -407,10 +407,10 @@ def test_many_files_are_one_request_where_the_store_takes_many(
 
 
 def test_what_came_damaged_in_a_request_of_many_is_read_again(
-    repository: Repository, view: Snapshot
+    repository: LocalRepository, view: Snapshot
 ) -> None:
-    store = Together(repository)
-    reader = ContentReader(view, store, 100_000)
+    store = BatchingStore(repository)
+    reader = EntryReader(view, store, 100_000)
     store.change = corrupt(1)
     wanted = view.lookup_many([b"n003", b"n004"])
     assert [bytes(c) for c in reader.read_many(wanted)] == [FILES["n003"], FILES["n004"]]
@@ -418,14 +418,14 @@ def test_what_came_damaged_in_a_request_of_many_is_read_again(
 
 
 def test_G3_one_file_that_cannot_be_read_fails_alone(
-    repository: Repository, view: Snapshot
+    repository: LocalRepository, view: Snapshot
 ) -> None:
-    store = Together(repository)
+    store = BatchingStore(repository)
     first, last = view.lookup(b"n001"), view.lookup(b"n299")
     lost = _object(repository, view, view.extents(last)[0].chunk)
     assert lost != _object(repository, view, view.extents(first)[0].chunk)
     store.missing = lost
-    contents = ContentReader(view, store, 100_000).read_many([first, last])
+    contents = EntryReader(view, store, 100_000).read_many([first, last])
     assert bytes(next(contents)) == FILES["n001"]
     assert bytes(next(contents)) == FILES["n299"]  # by itself it can be read here
     assert store.requests == [2]

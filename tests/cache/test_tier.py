@@ -1,4 +1,5 @@
-"""`FastTier`: what is fetched behind those who read, in which order, and when it is left alone."""
+"""`ReadThroughCache`: what is fetched behind those who read, in which order, and when it is left
+alone."""
 
 import errno
 import os
@@ -12,35 +13,34 @@ import numpy as np
 import pytest
 
 from diesel_fs.cache import tier as tier_module
-from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-from diesel_fs.cache.merged_reads import MergedReads
-from diesel_fs.cache.shelves import ChunkKey, MemoryShelf
-from diesel_fs.cache.tier import Costs, FastTier
+from diesel_fs.cache.disk_shelf import DiskTier, prepare_cache_folder
+from diesel_fs.cache.merged_reads import RangeReader
+from diesel_fs.cache.shelves import ChunkKey, MemoryTier
+from diesel_fs.cache.tier import ReadCostModel, ReadThroughCache
 from diesel_fs.chunk import CHUNK_BYTES_DEFAULT
-from diesel_fs.entries import ChunkId
+from diesel_fs.entries import CHUNK_RANGE, ChunkId, ChunkRanges
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.layout import chunk_object
-from diesel_fs.wire_values import PART, Parts
 
 from .conftest import Counting
-from .shelved import Chunks, file_of, held, idle
+from .shelved import Chunks, content_of, file_of, idle
 from .test_merged_reads import Gate, until
 
 
-def part(chunk: ChunkId, start: int, size: int) -> Parts:
-    found = np.zeros(1, PART)
+def part(chunk: ChunkId, start: int, size: int) -> ChunkRanges:
+    found = np.zeros(1, CHUNK_RANGE)
     found[0] = (np.void(chunk), start, size)
     return found
 
 
-class Server:
+class CachedReads:
     """A tier over a disk, and what reads through it."""
 
     def __init__(self, store: Counting, place: Path, chunks: Chunks, limit: int = 1 << 30) -> None:
         self.store, self.place, self.chunks = store, place, chunks
-        self.shelf = DiskShelf(place, UUID(int=7), limit)
-        self.tier = FastTier(store, self.shelf)
-        self.reads = MergedReads(self.tier)
+        self.shelf = DiskTier(place, UUID(int=7), limit)
+        self.tier = ReadThroughCache(store, self.shelf)
+        self.reads = RangeReader(self.tier)
 
     def read(self, key: ChunkKey, start: int = 200, size: int = 50) -> None:
         """Right, wherever it comes from."""
@@ -65,14 +65,14 @@ class Server:
 
 
 @pytest.fixture
-def server(store: Counting, tmp_path: Path, chunks: Chunks) -> Iterator[Server]:
-    found = Server(store, cache_place(tmp_path / "cache"), chunks)
+def server(store: Counting, tmp_path: Path, chunks: Chunks) -> Iterator[CachedReads]:
+    found = CachedReads(store, prepare_cache_folder(tmp_path / "cache"), chunks)
     yield found
     found.close()
 
 
 def test_a_miss_is_served_at_once_and_brings_its_dataset(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own chunk first, then the others in order, each once; then the store is left alone."""
     monkeypatch.setattr(tier_module, "FETCHERS", 1)
@@ -93,7 +93,7 @@ def test_a_miss_is_served_at_once_and_brings_its_dataset(
     assert stats["kept_chunks"] == stats["fetched_chunks"] == len(keys)
 
 
-def test_two_fetchers_bring_each_chunk_once(server: Server, chunks: Chunks) -> None:
+def test_two_fetchers_bring_each_chunk_once(server: CachedReads, chunks: Chunks) -> None:
     server.read(next(iter(chunks)))
     until(server.has_all)
     until(server.quiet)
@@ -101,14 +101,14 @@ def test_two_fetchers_bring_each_chunk_once(server: Server, chunks: Chunks) -> N
 
 
 def test_a_chunk_that_was_read_whole_is_not_fetched_again(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_module, "FETCHERS", 1)  # else the other may come first
     key = list(chunks)[3]
     server.read(key, 0, len(chunks[key]))
     until(server.has_all)
     assert server.fetched().count(chunk_object(*key)) == 1
-    assert held(server.shelf, key) == chunks[key]
+    assert content_of(server.shelf, key) == chunks[key]
 
 
 def test_only_what_is_asked_for_is_fetched_of_a_dataset_that_is_not_there_whole(
@@ -116,7 +116,7 @@ def test_only_what_is_asked_for_is_fetched_of_a_dataset_that_is_not_there_whole(
 ) -> None:
     """A dataset larger than the tier fills it once; no chunk is ever fetched for nothing."""
     limit = 4 * max(map(len, chunks.values()))
-    server = Server(store, cache_place(tmp_path / "cache"), chunks, limit)
+    server = CachedReads(store, prepare_cache_folder(tmp_path / "cache"), chunks, limit)
     for _ in range(20):
         for key in chunks:
             server.read(key)
@@ -131,19 +131,19 @@ def test_only_what_is_asked_for_is_fetched_of_a_dataset_that_is_not_there_whole(
 def test_a_dataset_makes_room_for_another_when_nobody_reads_it(
     store: Counting, tmp_path: Path, chunks: Chunks
 ) -> None:
-    place = cache_place(tmp_path / "cache")
+    place = prepare_cache_folder(tmp_path / "cache")
     limit = 4 * max(map(len, chunks.values()))
-    first = Server(store, place, chunks, limit)
+    first = CachedReads(store, place, chunks, limit)
     old = ChunkKey(UUID(int=1), next(iter(chunks)).id)
     reserved = first.shelf.reserve(old, limit - 1000)
     assert reserved is not None
-    reserved.fill(memoryview(bytes(limit - 1000)))
+    reserved.commit(memoryview(bytes(limit - 1000)))
     first.read(next(iter(chunks)))
     until(first.quiet)
     assert first.fetched() == []
     first.close()
     idle(place)
-    second = Server(store, place, chunks, limit)
+    second = CachedReads(store, place, chunks, limit)
     second.read(next(iter(chunks)))
     until(second.quiet)
     until(lambda: len(second.fetched()) >= 3)
@@ -152,11 +152,11 @@ def test_a_dataset_makes_room_for_another_when_nobody_reads_it(
 
 
 def test_fetching_yields_to_readers(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody waits for the store, nothing is fetched ahead, in any process."""
     monkeypatch.setattr(tier_module, "PATIENCE_S", 30.0)
-    other = DiskShelf(server.place, UUID(int=7), 1 << 30)
+    other = DiskTier(server.place, UUID(int=7), 1 << 30)
     other.note_reading(begins=True)
     server.read(next(iter(chunks)))
     time.sleep(0.1)
@@ -175,7 +175,7 @@ def test_fetching_yields_to_readers(
 
 
 def test_fetching_goes_on_slowly_where_somebody_always_reads(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_module, "PATIENCE_S", 0.02)
     monkeypatch.setattr(tier_module, "REST_FACTOR", 100.0)
@@ -189,10 +189,10 @@ def test_fetching_goes_on_slowly_where_somebody_always_reads(
     assert min(rests) > 0
 
 
-def test_at_most_so_many_fetches_at_once(server: Server, chunks: Chunks) -> None:
+def test_at_most_so_many_fetches_at_once(server: CachedReads, chunks: Chunks) -> None:
     gate = Gate(server.store)
     for key in chunks:
-        server.tier.missed(key, 0, memoryview(chunks[key][:10]))
+        server.tier.record_miss(key, 0, memoryview(chunks[key][:10]))
     for _ in range(tier_module.FETCHERS):
         assert gate.arrived.acquire(timeout=20)
     assert not gate.arrived.acquire(timeout=0.2)
@@ -202,7 +202,7 @@ def test_at_most_so_many_fetches_at_once(server: Server, chunks: Chunks) -> None
 
 
 def test_what_is_damaged_in_the_store_is_not_kept(
-    server: Server, chunks: Chunks, caplog: pytest.LogCaptureFixture
+    server: CachedReads, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = list(chunks)[2]
 
@@ -220,7 +220,9 @@ def test_what_is_damaged_in_the_store_is_not_kept(
     assert "not kept in the cache" in caplog.text
 
 
-def test_a_store_that_fails_is_not_asked_for_every_chunk(server: Server, chunks: Chunks) -> None:
+def test_a_store_that_fails_is_not_asked_for_every_chunk(
+    server: CachedReads, chunks: Chunks
+) -> None:
     def change(name: str, buffer: memoryview) -> None:
         if len(buffer) > 50:
             raise ObjectStoreError("503 Slow Down")
@@ -233,11 +235,11 @@ def test_a_store_that_fails_is_not_asked_for_every_chunk(server: Server, chunks:
     assert server.tier._budget.used_bytes == 0
 
 
-def test_deleted_chunks_leave_the_tier(server: Server, chunks: Chunks, tmp_path: Path) -> None:
+def test_deleted_chunks_leave_the_tier(server: CachedReads, chunks: Chunks, tmp_path: Path) -> None:
     key = next(iter(chunks))
     reserved = server.shelf.reserve(key, len(chunks[key]))
     assert reserved is not None
-    reserved.fill(memoryview(chunks[key]))
+    reserved.commit(memoryview(chunks[key]))
     path = file_of(server.place, key)
     deleted: list[str] = []
     server.store.inner = _Deleting(server.store.inner, deleted)
@@ -255,7 +257,7 @@ class _Deleting(Counting):
 
 
 def test_the_store_itself_is_what_is_read_through_its_interface(
-    server: Server, chunks: Chunks
+    server: CachedReads, chunks: Chunks
 ) -> None:
     """Verify and recover go by the truth, not by copies."""
     server.read(next(iter(chunks)))
@@ -269,7 +271,7 @@ def test_the_store_itself_is_what_is_read_through_its_interface(
 
 
 def test_J1_a_disk_that_takes_nothing_is_no_error(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, data: object, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -281,9 +283,9 @@ def test_J1_a_disk_that_takes_nothing_is_no_error(
     assert not any(map(server.shelf.holds, chunks))
 
 
-def test_the_end_does_not_wait_for_the_rest(server: Server, chunks: Chunks) -> None:
+def test_the_end_does_not_wait_for_the_rest(server: CachedReads, chunks: Chunks) -> None:
     gate = Gate(server.store)
-    server.tier.missed(next(iter(chunks)), 0, memoryview(b"x"))
+    server.tier.record_miss(next(iter(chunks)), 0, memoryview(b"x"))
     assert gate.arrived.acquire(timeout=20)
     gate.open.set()
     began_s = time.monotonic()
@@ -299,17 +301,19 @@ def test_the_end_does_not_wait_for_the_rest(server: Server, chunks: Chunks) -> N
 class Clock:
     """A store whose reads seem to take a while."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tier: FastTier, request_s: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tier: ReadThroughCache, request_s: float
+    ) -> None:
         tier.costs.request_s = request_s
-        monkeypatch.setattr(tier.costs, "seen", lambda size, seconds: None)
+        monkeypatch.setattr(tier.costs, "observe", lambda size, seconds: None)
 
 
 def in_memory(
     store: Counting, chunks: Chunks, limit: int = 1 << 30
-) -> tuple[MemoryShelf, FastTier, Callable[[ChunkKey], None]]:
-    shelf = MemoryShelf(limit)
-    tier = FastTier(store, shelf)
-    reads = MergedReads(tier)
+) -> tuple[MemoryTier, ReadThroughCache, Callable[[ChunkKey], None]]:
+    shelf = MemoryTier(limit)
+    tier = ReadThroughCache(store, shelf)
+    reads = RangeReader(tier)
 
     def read(key: ChunkKey) -> None:
         answer = reads.read(key.identity, part(key.id, 100, 30))
@@ -340,7 +344,7 @@ def test_a_chunk_is_fetched_into_memory_once_its_misses_have_cost_as_much(
 
 
 def test_what_is_paid_for_does_not_wait_for_its_readers(
-    server: Server, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+    server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is what relieves them; what is fetched ahead waits."""
     monkeypatch.setattr(tier_module, "PATIENCE_S", 30.0)
@@ -368,12 +372,12 @@ def test_a_near_store_needs_no_memory(
 
 def test_memory_that_is_in_use_is_not_given_to_others(chunks: Chunks) -> None:
     keys, size = list(chunks), 100
-    shelf = MemoryShelf(3 * size, idle_s=1000.0)
+    shelf = MemoryTier(3 * size, idle_s=1000.0)
     for key in keys[:3]:
         place = shelf.reserve(key, size)
         assert place is not None
         assert shelf.reserve(key, size) is None, "it is on its way"
-        place.fill(memoryview(bytes(size)))
+        place.commit(memoryview(bytes(size)))
     with pytest.raises(NoSpaceError):
         shelf.reserve(keys[3], size)
     found = shelf.find(keys[0])
@@ -383,7 +387,7 @@ def test_memory_that_is_in_use_is_not_given_to_others(chunks: Chunks) -> None:
     shelf._chunks.move_to_end(keys[1], last=False)
     place = shelf.reserve(keys[3], size)
     assert place is not None
-    place.give_up()
+    place.cancel()
     assert (shelf.find(keys[1]), shelf.used_bytes) == (None, 2 * size)
     shelf.drop(keys[0])
     assert view is not None
@@ -393,16 +397,16 @@ def test_memory_that_is_in_use_is_not_given_to_others(chunks: Chunks) -> None:
 
 
 def test_costs_weigh_a_gap_against_a_request() -> None:
-    costs = Costs()
+    costs = ReadCostModel()
     for _ in range(200):
-        costs.seen(4096, 0.020)
-        costs.seen(4 << 20, 0.020 + (4 << 20) / 50e6)
+        costs.observe(4096, 0.020)
+        costs.observe(4 << 20, 0.020 + (4 << 20) / 50e6)
     assert 0.8e6 < costs.gap_bytes < 1.2e6
     for _ in range(200):
-        costs.seen(4096, 60.0)
+        costs.observe(4096, 60.0)
     assert costs.gap_bytes == 4 << 20
-    assert costs.of(0) <= 1.0
+    assert costs.read_s(0) <= 1.0
     for _ in range(200):
-        costs.seen(1 << 30, 0.0)
-        costs.seen(1, 0.0)
+        costs.observe(1 << 30, 0.0)
+        costs.observe(1, 0.0)
     assert costs.gap_bytes >= 4 << 10

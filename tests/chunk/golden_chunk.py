@@ -3,7 +3,7 @@
 from pathlib import Path
 from uuid import UUID
 
-from diesel_fs.chunk import Part
+from diesel_fs.chunk import ExtentInfo
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.chunk_id import parse_chunk_id, stamp
 
@@ -19,7 +19,7 @@ def build() -> bytes:
     """The chunk, made anew."""
     builder = ChunkBuilder(IDENTITY, 1 << 20, "lz4")
 
-    def file(path: tuple[bytes, bytes], content: bytes, size: int, part: Part | None) -> None:
+    def file(path: tuple[bytes, bytes], content: bytes, size: int, part: ExtentInfo | None) -> None:
         builder.room(len(content))[: len(content)] = content
         builder.add_file(path, 0o4755, -1, size, part)
 
@@ -31,7 +31,7 @@ def build() -> bytes:
     file((b"a/b", b"\xff\nnot utf-8"), b"x", 1, None)
     builder.add_link((b"a", b"link"), 5_000_000_000_000_000_000, b"../\xfe target")
     builder.add_tombstone((b"gone", b"file"))
-    file((b"a", b"large"), NOISE * 4, 65536 * 3 + 1024, Part(3, 4, 65536 * 3, 1024))
+    file((b"a", b"large"), NOISE * 4, 65536 * 3 + 1024, ExtentInfo(3, 4, 65536 * 3, 1024))
     builder.set_stamp(stamp(EARLIER, 7))
     file((b"a", b"n" * 255), b"long name", 9, None)
     parts, _ = builder.seal(ID)

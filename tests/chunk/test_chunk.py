@@ -15,9 +15,9 @@ from xxhash import xxh3_64_intdigest
 
 from diesel_fs.chunk import (
     PREAMBLE_BYTES,
+    ExtentInfo,
     Header,
-    Part,
-    damaged,
+    damaged_places,
     decode,
     parse_header,
     parse_preamble,
@@ -40,7 +40,7 @@ def read(chunk: bytes) -> Header:
     """A chunk as a reader with no index reads it."""
     preamble = parse_preamble(chunk, identity=IDENTITY, id=ID, object_bytes=len(chunk))
     header = parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
-    assert damaged(header, memoryview(chunk)[preamble.body_start :]) == []
+    assert damaged_places(header, memoryview(chunk)[preamble.body_start :]) == []
     return header
 
 
@@ -94,7 +94,7 @@ def test_golden_chunk_decodes_for_ever() -> None:
     assert header.records["mtime_ns"].tolist()[0] == 1_700_000_000_123_456_789
     assert header.records["mtime_ns"].tolist()[2] == -1
     assert header.links == {6: b"../\xfe target"}
-    assert header.parts == {8: Part(3, 4, 65536 * 3, 1024)}
+    assert header.extents == {8: ExtentInfo(3, 4, 65536 * 3, 1024)}
     assert header.stamps == {8: stamp(EARLIER, 7)}
     assert header.stamp(9) == stamp(ID, 9)
 
@@ -133,7 +133,7 @@ def test_B3_every_byte_of_the_body_is_covered_by_one_checksum() -> None:
     for at in range(preamble.body_start, len(chunk)):
         body = bytearray(chunk[preamble.body_start :])
         body[at - preamble.body_start] ^= 0x10
-        bad = damaged(header, memoryview(body))
+        bad = damaged_places(header, memoryview(body))
         assert len(bad) == 1
         record = header.records[bad[0]]
         assert record["offset"] <= at < record["offset"] + record["stored"]

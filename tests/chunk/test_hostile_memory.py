@@ -12,7 +12,7 @@ from diesel_fs.chunk import (
     ENTRIES_MAX,
     EXTENT_ALIGNMENT,
     PREAMBLE_BYTES,
-    Part,
+    ExtentInfo,
     parse_header,
     parse_preamble,
 )
@@ -101,7 +101,9 @@ def test_a_sound_header_takes_no_more_than_that_either() -> None:
     for number in range(SOUND):
         builder.room(1)[:] = b"x"
         path = (b"", b"%x" % number)
-        builder.add_file(path, 0o644, 0, EXTENT_ALIGNMENT + 1, Part(1, 2, EXTENT_ALIGNMENT, 1))
+        builder.add_file(
+            path, 0o644, 0, EXTENT_ALIGNMENT + 1, ExtentInfo(1, 2, EXTENT_ALIGNMENT, 1)
+        )
         builder.set_stamp(stamp(EARLIER, number))
     chunk = b"".join(builder.seal(ID)[0])
     peak, said = peak_of_reading(chunk)

@@ -13,7 +13,7 @@ from dlcmd.main import run
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CommandResult:
     """What a command said, and its exit code."""
 
     code: int
@@ -48,11 +48,11 @@ class Dlcmd:
         self.store = store
         self._capture = capture
 
-    def __call__(self, *arguments: str | Path, code: int = 0) -> Said:
+    def __call__(self, *arguments: str | Path, code: int = 0) -> CommandResult:
         self._capture.readouterr()
         ended = run([str(each) for each in arguments])
         captured = self._capture.readouterr()
-        said = Said(ended, captured.out, captured.err.decode())
+        said = CommandResult(ended, captured.out, captured.err.decode())
         assert ended == code, (arguments, said)
         assert "Traceback" not in said.err
         return said
@@ -72,11 +72,13 @@ class Dlcmd:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
 
-    def program(self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0) -> Said:
+    def program(
+        self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0
+    ) -> CommandResult:
         """The program itself, to its end."""
         with self.start(*arguments, stdin=subprocess.PIPE) as process:
             out, err = process.communicate(stdin or b"", timeout=60)
-        said = Said(process.returncode, out, err.decode())
+        said = CommandResult(process.returncode, out, err.decode())
         assert said.code == code, (arguments, said)
         return said
 

@@ -15,7 +15,7 @@ import pytest
 
 from diesel_fs.chunk_id import IdFields, id_seconds
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.sqlite import SqliteMetadata
 from tests.repository.test_interleavings import Writer
@@ -72,7 +72,7 @@ def objects(store: Path) -> Facts:
 
 
 @contextmanager
-def everybody_is_ahead(seconds: float) -> Iterator[None]:
+def clock_ahead(seconds: float) -> Iterator[None]:
     """This process, and the metadata stores with it: nobody can tell then."""
     now, now_ns = time.time, time.time_ns
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def test_K2_through_a_server_its_clock_counts_and_not_the_clients(
     with Server(tmp_path / "right", "--store", url) as server:
         said_ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
         assert said_ahead.returncode == 0, said_ahead.stderr
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         chunk = repository.view("pets").chunk_ids[-1]
         assert abs(id_seconds(chunk) - time.time()) < 3600
 
@@ -145,7 +145,7 @@ def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
 ) -> None:
     """Who writes later wins, `verify` says what is odd, and a rebuild comes to the same."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
-    with everybody_is_ahead(YEAR_S), Repository.open(url, create=True) as repository:
+    with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")
         for name in (b"a", b"b"):
             writer.add(name, b"of the future")
@@ -161,7 +161,7 @@ def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
     assert b"note: 4 chunks with an ID from the future" in said.out
     dlcmd.program("recover", "pets", "--since", "1m")  # reads all of them, the killed put's too
     assert dlcmd("ls", "pets").out == b"a\nlost\n"
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         assert orphan in repository.view("pets").chunk_ids
     dlcmd.program("recover", "pets")
     assert dlcmd("ls", "pets").out == b"a\nlost\n"
@@ -173,7 +173,7 @@ def test_K2_an_orphan_from_the_future_is_as_old_as_its_object(
     dlcmd: Dlcmd, url: str, tmp_path: Path
 ) -> None:
     """The next put folds it in after the put window, as any other."""
-    with everybody_is_ahead(YEAR_S), Repository.open(url, create=True) as repository:
+    with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")
         writer.add(b"lost", b"a killed put")
         sealed = writer.seal()
@@ -192,8 +192,8 @@ def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
 ) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with (
-        everybody_is_ahead(LAST_SECOND - time.time()),
-        Repository.open(url, create=True) as repository,
+        clock_ahead(LAST_SECOND - time.time()),
+        LocalRepository.open(url, create=True) as repository,
     ):
         writer = Writer(repository, "pets")
         writer.add(b"last", b"of all")
@@ -217,5 +217,5 @@ def test_K4_a_clock_beyond_the_timestamps_is_told_so(
 ) -> None:
     """Where the repository's clock says the same."""
     source = write(tmp_path / "source", {"a": b"1"})
-    with everybody_is_ahead(100 * YEAR_S):
+    with clock_ahead(100 * YEAR_S):
         assert "end in 2106" in dlcmd("put", source, "pets", code=12).err

@@ -10,7 +10,7 @@ import pytest
 
 from diesel_fs.errors import NotFoundError, UsageError
 from diesel_fs.fuse.request import MountRequest
-from diesel_fs.fuse.source import SourceOpener
+from diesel_fs.fuse.source import MountSource
 
 from ..trees import facts, write
 from .conftest import Dlcmd
@@ -120,10 +120,10 @@ def test_a_version_is_what_a_mount_shows(filled: Dlcmd, tmp_path: Path) -> None:
     version = int(str(versions(filled)[0]["version"]))
     request = MountRequest(filled.store.as_uri(), "pets", str(tmp_path / "m"), version=version)
     request.check()
-    shown = SourceOpener().open(request).snapshot
+    shown = MountSource().open(request).snapshot
     assert (shown.version, shown.file_count) == (version, 3)
     with pytest.raises(UsageError, match="exclude"):
         replace(request, follow=True).check()
     with pytest.raises(NotFoundError, match="not kept"):
-        SourceOpener().open(replace(request, version=version + 1))
+        MountSource().open(replace(request, version=version + 1))
     filled("mount", "pets@", tmp_path / "m", code=2)

@@ -14,7 +14,7 @@ import pytest
 from diesel_fs.errors import DieselError
 from diesel_fs.fuse import umount
 from diesel_fs.fuse.mountpoint import mounted_at
-from dlcmd.mount_stats import lines
+from dlcmd.mount_stats import stats_lines
 from tests.ordinary_user import needs_root
 from tests.trees import facts, write
 
@@ -155,7 +155,7 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-TOLD = {
+STATS = {
     "dataset": "pets",
     "version": 1_700_000_000_000_000,
     "bytes": 5_000_000,
@@ -176,7 +176,7 @@ TOLD = {
 
 
 def test_statistics_are_shown_in_groups_with_units() -> None:
-    shown = [" ".join(line.split()) for line in lines(TOLD)]
+    shown = [" ".join(line.split()) for line in stats_lines(STATS)]
     assert shown == [
         "(counters may be a second old)",
         "dataset pets", "version 1700000000000000", "bytes 5.0 MB", "uptime s 12.3 s", "",

@@ -106,8 +106,8 @@ def test_a_verb_that_there_is_not_leads_to_the_one_that_was_meant(
 
 
 def test_what_others_call_a_verb_is_none_of_ours() -> None:
-    assert not main.OTHERS_WORDS.keys() & main.VERBS.keys()
-    assert {*main.OTHERS_WORDS.values()} <= main.VERBS.keys()
+    assert not main.SYNONYMS.keys() & main.VERBS.keys()
+    assert {*main.SYNONYMS.values()} <= main.VERBS.keys()
 
 
 def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_traceback_is_a_bug(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("dlcmd.addresses.Repository.open", fail)
+    monkeypatch.setattr("dlcmd.addresses.LocalRepository.open", fail)
     said = dlcmd("ls", code=code)
     assert said.err.startswith(f"dlcmd: {words}") or words in said.err
     assert len(said.err.splitlines()) == 1
@@ -208,7 +208,7 @@ def test_verbose_shows_where_only_a_bug_is(
     def bug(_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dlcmd.listing.Repository.datasets", bug)
+    monkeypatch.setattr("dlcmd.listing.LocalRepository.datasets", bug)
     with pytest.raises(AssertionError, match="Traceback"):  # which this fixture lets no verb say
         dlcmd("-v", "ls", code=1)
     assert "unexpected KeyError" in dlcmd("ls", code=1).err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.repository import Repository
-from diesel_fs.shuffle import chunk_shuffle, full_shuffle, quality
+from diesel_fs.repository import LocalRepository
+from diesel_fs.shuffle import chunk_shuffle, full_shuffle, measure_quality
 from diesel_fs.snapshot import Snapshot
 from tests.trees import write
 
@@ -22,7 +22,7 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
     files = {f"train/c{n % 5}/{n:03}.jpg": os.urandom(2000) for n in range(300)}
     files |= {f"val/{n:03}.jpg": b"v" for n in range(20)}
     dlcmd("put", write(tmp_path / "src", files), "pets", "--chunk-size", "64K")
-    with Repository.open(dlcmd.store.as_uri()) as repository:
+    with LocalRepository.open(dlcmd.store.as_uri()) as repository:
         yield repository.view("pets")
 
 
@@ -56,7 +56,7 @@ def test_another_process_prints_the_same(dlcmd: Dlcmd, view: Snapshot) -> None:
 
 def test_quality(dlcmd: Dlcmd, view: Snapshot) -> None:
     arguments = ("shuffle", "pets", *NUMBERS, "--group-size", "2", "--quality")
-    measured = quality(view, chunk_shuffle(view, 7, 3, group_size=2))
+    measured = measure_quality(view, chunk_shuffle(view, 7, 3, group_size=2))
     (told,) = dlcmd(*arguments, "--json").objects
     assert told["chunks_open_max"] == measured.chunks_open_max == 2
     assert told["rank_correlation"] == pytest.approx(measured.rank_correlation)

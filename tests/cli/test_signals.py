@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.recovery import recover
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from tests.trees import Facts, facts, write
-from tests.writer.test_put import shown
+from tests.writer.test_put import dataset_state
 
 from .conftest import Dlcmd, children, lives
 
@@ -68,8 +68,8 @@ def _chunks(dlcmd: Dlcmd) -> int:
 
 def _has_committed(dlcmd: Dlcmd) -> bool:
     """Whether anything shows already: chunks are committed together, some time after they came."""
-    with Repository.open(dlcmd.store.as_uri()) as repository:
-        marker = repository.dataset("ds").marker
+    with LocalRepository.open(dlcmd.store.as_uri()) as repository:
+        marker = repository.dataset("ds").head
     return marker is not None and marker.version > 0
 
 
@@ -104,12 +104,12 @@ def stopped_put(
 def whole(dlcmd: Dlcmd, there: Facts) -> int:
     """Check that all that shows is whole, live and rebuilt; how many files show."""
     dlcmd("verify", "ds")
-    with Repository.open(dlcmd.store.as_uri()) as repository:
-        showing = shown(repository)
+    with LocalRepository.open(dlcmd.store.as_uri()) as repository:
+        showing = dataset_state(repository)
         for path, fact in showing.items():
             assert there[path] == fact or there[path][0] == fact[0] == "folder"
         recover(repository, "ds")
-        assert shown(repository).items() >= showing.items()
+        assert dataset_state(repository).items() >= showing.items()
     return sum(fact[0] == "file" for fact in showing.values())
 
 

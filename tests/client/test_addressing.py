@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import diesel_fs
-from diesel_fs.addressing import Many, Where
+from diesel_fs.addressing import EntryKey, EntryKeys
 from diesel_fs.client import Dataset, connect
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError, UsageError
@@ -31,7 +31,7 @@ def index_of(dataset: Dataset, path: str) -> int:
     return dataset.snapshot.lookup(path.encode())
 
 
-WAYS: dict[str, Callable[[Dataset, str], Where]] = {
+KEY_FORMS: dict[str, Callable[[Dataset, str], EntryKey]] = {
     "text": lambda _, path: path,
     "bytes": lambda _, path: path.encode(),
     "a path object": lambda _, path: PurePosixPath(path),
@@ -42,10 +42,10 @@ WAYS: dict[str, Callable[[Dataset, str], Where]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", KEY_FORMS)
 def test_one_entry_is_named_in_any_way(url: str, way: str) -> None:
     with connect("ds", url) as dataset:
-        file, folder = WAYS[way](dataset, "d1/f01"), WAYS[way](dataset, "d1")
+        file, folder = KEY_FORMS[way](dataset, "d1/f01"), KEY_FORMS[way](dataset, "d1")
         assert dataset.get(file) == CONTENTS["d1/f01"]
         assert dataset.stat(file) == dataset.snapshot.stat(index_of(dataset, "d1/f01"))
         assert dataset.stat(folder).kind == Kind.FOLDER
@@ -106,14 +106,14 @@ def test_many_entries_are_named_in_any_way(url: str, name: str) -> None:
 
 def test_none_are_none(url: str) -> None:
     with connect("ds", url) as dataset:
-        none: list[Many] = [[], (), np.array([], np.int64), set[int]()]
+        none: list[EntryKeys] = [[], (), np.array([], np.int64), set[int]()]
         for nothing in none:
             assert list(dataset.read_many(nothing)) == []
             assert len(dataset.stat_many(nothing)) == 0
 
 
 @pytest.mark.parametrize("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
-def test_what_is_missing_is_missing_everywhere(url: str, missing: Where) -> None:
+def test_what_is_missing_is_missing_everywhere(url: str, missing: EntryKey) -> None:
     """Also as the error that programs expect of files."""
     with connect("ds", url) as dataset:
         for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
@@ -129,7 +129,7 @@ def test_what_is_missing_is_missing_everywhere(url: str, missing: Where) -> None
 
 
 @pytest.mark.parametrize("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
-def test_what_names_nothing_is_refused_everywhere(url: str, bad: Where) -> None:
+def test_what_names_nothing_is_refused_everywhere(url: str, bad: EntryKey) -> None:
     with connect("ds", url) as dataset:
         for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
             with pytest.raises(UsageError):

@@ -50,7 +50,7 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
             dataset.put(content, path)
             if number % 10 == 0:
                 dataset.flush()
-    gone(found)
+    wait_for_helper_end(found)
     return found
 
 
@@ -67,7 +67,7 @@ def helpers(url: str) -> list[int]:
     return found
 
 
-def gone(url: str) -> None:
+def wait_for_helper_end(url: str) -> None:
     """Wait until nobody speaks to a bucket for others."""
     until(lambda: not helpers(url), "the end of the helper", DEADLINE_S)
 
@@ -88,7 +88,7 @@ def test_a_dataset_in_a_bucket_is_one_like_any(url: str) -> None:
             assert "large" not in older.ls()
         dataset.purge(grace_s=0, max_unused=0.0)
         assert len(dataset.get("large")) == 9 << 20
-    gone(url)
+    wait_for_helper_end(url)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -105,7 +105,7 @@ def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> No
     assert [dict(epoch) for epoch in epochs] == [expected, expected]
     assert [len(epoch) for epoch in epochs] == [40, 40]
     assert [path for path, _ in epochs[0]] != [path for path, _ in epochs[1]]
-    gone(url)
+    wait_for_helper_end(url)
 
 
 def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
@@ -130,7 +130,7 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
         for reader in readers:
             reader.join()
         read()
-    gone(url)
+    wait_for_helper_end(url)
 
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
@@ -158,7 +158,7 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
         assert answer.read() == b"1"
     os.close(waits)
     os.close(go_on)
-    gone(url)
+    wait_for_helper_end(url)
 
 
 def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +178,7 @@ def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture)
 
         assert in_child(read) == 0
         read()
-    gone(url)
+    wait_for_helper_end(url)
 
 
 def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
@@ -188,7 +188,7 @@ def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
         os.kill(helpers(url)[0], signal.SIGKILL)
     with connect("pets", url) as dataset:
         assert len(dataset.ls()) == 3
-    gone(url)
+    wait_for_helper_end(url)
 
 
 def test_what_is_interrupted_leaves_no_half_answer(url: str) -> None:
@@ -213,8 +213,8 @@ def test_what_is_interrupted_leaves_no_half_answer(url: str) -> None:
     for name, size in sizes.items():
         assert len(store.get(name)) == size
     assert helpers(url) == [helper]
-    store.rest()
-    gone(url)
+    store.close_idle()
+    wait_for_helper_end(url)
 
 
 def test_what_cannot_be_opened_is_told_as_the_store_tells_it(url: str) -> None:
@@ -225,4 +225,4 @@ def test_what_cannot_be_opened_is_told_as_the_store_tells_it(url: str) -> None:
         connect("pets", f"s3://no-such-bucket-of-ours/x?{meta}")
     with pytest.raises(NoSuchDataset):
         connect("dogs", url)
-    gone(url)
+    wait_for_helper_end(url)

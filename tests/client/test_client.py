@@ -24,7 +24,7 @@ from diesel_fs.errors import (
     ObjectStoreError,
     UsageError,
 )
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.urls import parse_url
 from diesel_fs.writer import PutOptions, put_tree
@@ -282,7 +282,7 @@ def large(url: str, tmp_path: Path) -> str:
     """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
         put_tree(repository, "large", source, options=options)
     return url
@@ -306,7 +306,7 @@ def test_an_epoch_in_a_chunk_wise_order(large: str, way: str) -> None:
             most = 0
             for size, content in zip(expected, contents, strict=True):
                 assert len(content) == size
-                most = max(most, len(reader._cache._chunks) + len(reader._cache._flights))
+                most = max(most, len(reader._cache._chunks) + len(reader._cache._in_flight))
             assert 5 <= most <= 10
             counts = reader.stats()
             assert counts["chunk_fetches"] == len(sizes) * (epoch + 1)

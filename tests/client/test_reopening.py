@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs import reopening
 from diesel_fs.client import Dataset, connect
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, ConflictError, NoSuchPath, NotFoundError, UsageError
 from diesel_fs.remote import RemoteRepository
-from diesel_fs.reopening import Opened, same_view
-from diesel_fs.repositories import open_repository
+from diesel_fs.reopening import DatasetReference
+from diesel_fs.repositories import open_repository, same_view
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task.request import NO_TASK, TaskOptions
 from diesel_fs.urls import parse_url
@@ -124,15 +123,15 @@ def test_S8_a_password_in_the_address_stays_here(
         repository.url = parse_url(whole)
         if where == "code":
             with pytest.raises(UsageError, match="gets no key and no password"):
-                Opened.of(repository, view, NO_TASK)
+                DatasetReference.of(repository, view, NO_TASK)
             return
         monkeypatch.setenv("DIESEL_URL", whole)
-        opened = Opened.of(repository, view, NO_TASK)
+        opened = DatasetReference.of(repository, view, NO_TASK)
     assert SECRET.encode() not in sent(opened)
-    assert opened._place()[0].whole == whole
+    assert opened._address()[0].full_url == whole
     monkeypatch.setenv("DIESEL_URL", whole.replace("127.0.0.1", "127.0.0.2"))
     with pytest.raises(ConfigError, match="is not known here"):
-        opened._place()
+        opened._address()
 
 
 @pytest.mark.parametrize("where", ["environment", "code", "another's"])
@@ -147,12 +146,12 @@ def test_S8_the_key_of_an_account_stays_here(
     with RemoteRepository.at(server, Credentials("ann", seed)) as repository:
         if where != "environment":
             with pytest.raises(UsageError, match="gets no key and no password"):
-                Opened.of(repository, view, NO_TASK)
+                DatasetReference.of(repository, view, NO_TASK)
             return
-        opened = Opened.of(repository, view, NO_TASK)
+        opened = DatasetReference.of(repository, view, NO_TASK)
     assert seed not in sent(opened)
     assert key_text(seed).encode() not in sent(opened)
-    assert opened._place() == (server, Credentials("ann", seed))
+    assert opened._address() == (server, Credentials("ann", seed))
 
 
 @pytest.mark.parametrize("environment", [{"DIESEL_TASK_KEY": SECRET}, {}])
@@ -165,13 +164,13 @@ def test_S8_the_key_of_a_task_stays_here(
     with open_repository(url) as repository:
         if not environment:
             with pytest.raises(UsageError, match="DIESEL_TASK_KEY"):
-                Opened.of(repository, view, joins)
+                DatasetReference.of(repository, view, joins)
             return
-        opened = Opened.of(repository, view, joins)
-        keyless = Opened.of(repository, view, TaskOptions(task="night"))
+        opened = DatasetReference.of(repository, view, joins)
+        keyless = DatasetReference.of(repository, view, TaskOptions(task="night"))
     assert SECRET.encode() not in sent(opened)
-    assert opened.task == joins
-    assert keyless.task.task_key == ""
+    assert opened.task_options_with_key == joins
+    assert keyless.task_options_with_key.task_key == ""
 
 
 def test_the_same_version_is_found_or_none(
@@ -182,7 +181,7 @@ def test_the_same_version_is_found_or_none(
         writer.put(b"new", "new")
     with open_repository(url) as repository:
         assert same_view(repository, "ds", identity, version).version == version
-        monkeypatch.setattr(reopening, "open_private", lambda *_: None)
+        monkeypatch.setattr("diesel_fs.repositories.open_private_copy", lambda *_: None)
         assert same_view(repository, "ds", identity, version).version == version
         with pytest.raises(NotFoundError):
             same_view(repository, "ds", identity, 5)

@@ -15,7 +15,7 @@ from diesel_fs.errors import DieselError
 from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.mountpoint import is_ours, mounted_at
 from diesel_fs.fuse.server import SESSIONS
-from tests.fuse.folder_dataset import GO
+from tests.fuse.folder_dataset import RELEASE_SUFFIX
 from tests.ordinary_user import USER
 
 PROGRAM = (sys.executable, "-m", "tests.fuse.folder_daemon")
@@ -47,16 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @dataclass(frozen=True, slots=True)
-class Mounted:
+class LiveMount:
     """A mount, the folder it shows, and its daemon."""
 
     source: Path
     at: Path
     pid: int
 
-    def let_go(self) -> None:
+    def release_reads(self) -> None:
         """Lets reads of files called `wait*` end."""
-        self.source.with_name(self.source.name + GO).touch()
+        self.source.with_name(self.source.name + RELEASE_SUFFIX).touch()
 
 
 def request_for(source: Path, at: Path, session: str = "auto", **options: object) -> MountRequest:
@@ -73,14 +73,16 @@ def request_for(source: Path, at: Path, session: str = "auto", **options: object
 
 
 @contextmanager
-def mounting(source: Path, at: Path, session: str = "auto", **options: object) -> Iterator[Mounted]:
+def mounting(
+    source: Path, at: Path, session: str = "auto", **options: object
+) -> Iterator[LiveMount]:
     """A mount that goes away, whatever happened to it."""
     at.mkdir(exist_ok=True)
     mount(request_for(source, at, session, **options), program=PROGRAM)
     try:
         pid = stats(at)["pid"]
         assert isinstance(pid, int)
-        yield Mounted(source, at, pid)
+        yield LiveMount(source, at, pid)
     finally:
         while (found := mounted_at(str(at))) is not None and is_ours(found):
             with suppress(DieselError):
@@ -107,7 +109,7 @@ def open_place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Mounted]:
+def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
     """A mount to look at: odd names, links, an empty file, folders, modes, times, large files."""
     source = tmp_path_factory.mktemp("tree") / "source"
     source.mkdir()

@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diesel_fs.fuse.daemon import main
-from diesel_fs.fuse.kernel_news import KernelNews
+from diesel_fs.fuse.kernel_news import SwitchInvalidation
 
 DIES = "TEST_DIES"
 
-tell = KernelNews.tell
+tell = SwitchInvalidation.send
 
 
-def told_in_part(self: KernelNews, device: int) -> Iterator[None]:
+def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
     """Kills, once the kernel knows a part."""
     for _ in tell(self, device):
         yield
-        if pid := victim():
+        if pid := process_to_kill():
             os.kill(pid, signal.SIGKILL)
 
 
-def victim() -> int:
+def process_to_kill() -> int:
     """Who tells is the helper, or where there is none, the server; both are the supervisor's. 0:
 
     it has been killed already.
@@ -42,7 +42,7 @@ def victim() -> int:
 
 
 if __name__ == "__main__":
-    setattr(KernelNews, "tell", told_in_part)  # noqa: B010  # mypy forbids =
+    setattr(SwitchInvalidation, "tell", send_in_part)  # noqa: B010  # mypy forbids =
     code = main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)

@@ -18,10 +18,10 @@ from diesel_fs.errors import NoSuchDataset
 from diesel_fs.fuse import protocol, server
 from diesel_fs.fuse.daemon import WATCHDOG_S, main
 from diesel_fs.fuse.request import MountRequest
-from diesel_fs.fuse.source import Source, SourceOpener
+from diesel_fs.fuse.source import MountSource, OpenedSnapshot
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
-from tests.fuse.folder_dataset import MANY, FolderPieces, FolderReader, many, snapshot_of
+from tests.fuse.folder_dataset import MANY, FolderBatchSource, FolderReader, many, snapshot_of
 
 WATCHDOG = "TEST_WATCHDOG_S"
 GRACE = "TEST_GRACE_S"
@@ -70,10 +70,10 @@ def cancelled() -> trio.Cancelled:
     return caught[0]
 
 
-class FolderOpener(SourceOpener):
+class FolderMountSource(MountSource):
     """The folder that the URL names, as a dataset."""
 
-    def open(self, request: MountRequest) -> Source:
+    def open(self, request: MountRequest) -> OpenedSnapshot:
         """The snapshot, or the fault that the dataset's name asks for."""
         if request.dataset == "absent":
             raise NoSuchDataset("no dataset absent", advice="put it first")
@@ -84,8 +84,10 @@ class FolderOpener(SourceOpener):
         if request.dataset == "slow":
             time.sleep(60)
         if request.dataset == MANY:
-            return Source(Snapshot(many()))
-        return Source(FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset)))
+            return OpenedSnapshot(Snapshot(many()))
+        return OpenedSnapshot(
+            FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset))
+        )
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> None:
         """A folder has no purge."""
@@ -96,9 +98,9 @@ class FolderOpener(SourceOpener):
         """Contents from the folder itself."""
         return FolderReader(snapshot, parse_url(request.url).path)
 
-    def pieces(self, request: MountRequest, snapshot: Snapshot) -> FolderPieces:
+    def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
         """The same, for the helper."""
-        return FolderPieces(snapshot, parse_url(request.url).path)
+        return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 
 def offer_lacking(lacking: protocol.Flag) -> Callable[[memoryview], protocol.Offer]:
@@ -119,7 +121,7 @@ if __name__ == "__main__":
     if GRACE in os.environ:
         setattr(server, "GRACE_S", float(os.environ[GRACE]))  # noqa: B010  # mypy forbids =
     code = main(
-        sys.argv[1:], FolderOpener(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
+        sys.argv[1:], FolderMountSource(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
     )
     logging.shutdown()
     os._exit(code)

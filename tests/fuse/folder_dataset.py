@@ -18,11 +18,11 @@ from diesel_fs.cache.extents import Batch
 from diesel_fs.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshot_merge import merge
+from diesel_fs.snapshot_merge import build_snapshot
 
 IDENTITY = UUID("0123456789abcdef0123456789abcdef")
 CHUNK = ChunkId(bytes(range(16)))
-GO = ".go"
+RELEASE_SUFFIX = ".go"
 """While the file `SOURCE.go` beside the source is missing, reads of files called `wait*` hang, and
 second reads of files called `retry*`, whose first one fails.
 """
@@ -88,7 +88,9 @@ def _merged(
         tails=tails,
     )
     chunks = [ChunkInfo(CHUNK, 1 << 32)]
-    parts = merge(None, rows, chunks, identity=IDENTITY, dataset=dataset, version=version, digest=0)
+    parts = build_snapshot(
+        None, rows, chunks, identity=IDENTITY, dataset=dataset, version=version, digest=0
+    )
     return b"".join(parts)
 
 
@@ -108,8 +110,8 @@ def many() -> bytes:
     return _merged([b"", b"many"], places, names, records, {}, MANY, 1)
 
 
-class FolderPieces:
-    """What the helper is given: files of the source folder, whole. A `Pieces`."""
+class FolderBatchSource:
+    """What the helper is given: files of the source folder, whole. A `BatchSource`."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -123,7 +125,7 @@ class FolderPieces:
                 os.fsdecode(os.path.join(os.fsencode(self._source), self._snapshot.path(entry)))
             )
             name = path.name
-            while name.startswith(HANG) and not Path(f"{self._source}{GO}").exists():
+            while name.startswith(HANG) and not Path(f"{self._source}{RELEASE_SUFFIX}").exists():
                 time.sleep(0.01)
             if name.startswith(LEFT_OUT) and not name.startswith(PUSHED):
                 continue
@@ -134,7 +136,7 @@ class FolderPieces:
             self._given += 1
             yield Batch(np.array([entry]), np.zeros(1, np.int64), [memoryview(content)])
 
-    def ahead(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
+    def prefetch(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
         """A folder is fast."""
 
     def stats(self) -> dict[str, int]:
@@ -146,7 +148,7 @@ class FolderPieces:
 
 
 class FolderReader:
-    """A `ContentReader` over the source folder; what was read once is in memory."""
+    """A `EntryReader` over the source folder; what was read once is in memory."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -171,7 +173,7 @@ class FolderReader:
         path = self._snapshot.path(index)
         name = os.fsdecode(path.rpartition(b"/")[2])
         waits = name.startswith("wait") or (name.startswith("retry") and index in self._failed_once)
-        while waits and not self._source.with_name(self._source.name + GO).exists():
+        while waits and not self._source.with_name(self._source.name + RELEASE_SUFFIX).exists():
             time.sleep(0.01)  # a store that does not answer
         if name.startswith("slow"):
             time.sleep(0.1)
@@ -201,7 +203,7 @@ class FolderReader:
             self._contents[index] = content
         return content[offset : offset + size]
 
-    def cached(self, index: int, offset: int, size: int) -> memoryview | None:
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """What was read before."""
         content = self._contents.get(index)
         return None if content is None else content[offset : offset + size]

@@ -14,7 +14,7 @@ from diesel_fs.fuse import MountRequest, mount, umount
 from diesel_fs.fuse.launcher import DAEMON
 from diesel_fs.fuse.mountpoint import mounted_at
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 HOPE_S = 20.0
 FILE_BYTES = 200_000
 
@@ -24,7 +24,7 @@ def noise(seed: int, size: int = FILE_BYTES) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def soon(
+def wait_until(
     what: Callable[[], object],
     hope_s: float = HOPE_S,
     otherwise: Callable[[], str] = lambda: "it never came about",
@@ -47,7 +47,7 @@ def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
 
 
 @dataclass
-class Following:
+class FollowedMount:
     """A repository, and a mount that follows one dataset of it."""
 
     url: str
@@ -71,19 +71,19 @@ class Following:
         with self.connected() as dataset:
             return dataset.version
 
-    def told(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         """The statistics, as they are now."""
         with Control.connect(self.at) as control:
             return dict(control.stats())
 
     def follow(self) -> dict[str, object]:
-        found = self.told()["follow"]
+        found = self.stats()["follow"]
         assert isinstance(found, dict)
         return found
 
     def wait_for(self, version: int) -> None:
         """Until the mount is at a version, and the kernel knows it."""
-        soon(lambda: self.follow()["told"] == version)
+        wait_until(lambda: self.follow()["told"] == version)
 
     def change(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> None:
         """Puts and deletes, and waits until it shows."""
@@ -95,12 +95,12 @@ class Following:
 
     def read_bytes(self) -> int:
         """What READs that have reached the mount asked for."""
-        reads = self.told()["reads"]
+        reads = self.stats()["reads"]
         assert isinstance(reads, dict)
         return int(reads["bytes"])
 
     @contextmanager
-    def from_pages(self) -> Iterator[None]:
+    def served_by_page_cache(self) -> Iterator[None]:
         """What is read meanwhile is in the kernel's pages, so the mount is not asked for it.
 
         A machine may page out what is idle (see `tried`), mostly a page here and there; a file
@@ -133,8 +133,8 @@ def begin(
     session: str,
     url: str = "",
     credentials: Credentials | None = None,
-    made: type[Following] = Following,
-) -> Following:
+    made: type[FollowedMount] = FollowedMount,
+) -> FollowedMount:
     """A dataset, not mounted yet; by default of a repository in the folder."""
     at = folder / "mount"
     at.mkdir()
@@ -145,9 +145,9 @@ def begin(
         str(at),
         session=session,
         follow=True,
-        look_s=LOOK_S,
+        follow_interval_s=POLL_INTERVAL_S,
         log_file=str(folder / "log"),
-    ).made_by(credentials)
+    ).with_credentials(credentials)
     begun = made(url, at, folder / "log", request)
     begun.put(FILES)
     return begun

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.fuse.decisions import Drop, Idle, Push, Sample
-from diesel_fs.fuse.residency import Residency
+from diesel_fs.fuse.residency import PrefetchPlanner
 from diesel_fs.plans import Epoch, Stream
 
 ENTRY_BYTES = 4_096
@@ -32,12 +32,12 @@ def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArr
     return chunk, np.full(entries, ENTRY_BYTES - 7, np.int64)
 
 
-def residency(
+def make_planner(
     entries: int, budget: float, policy: str = "on-demand", chunk_entries: int = CHUNK_ENTRIES
-) -> Residency:
+) -> PrefetchPlanner:
     """Of a dataset of equal files; the budget is a part of its bytes."""
     chunk, size = columns(entries, chunk_entries)
-    return Residency(
+    return PrefetchPlanner(
         chunk,
         size,
         int(chunk[-1]) + 1,
@@ -100,7 +100,7 @@ class Reader:
 class Machine:
     """The kernel, the helper and the readers of one mount."""
 
-    residency: Residency
+    planner: PrefetchPlanner
     entry_count: int
     helper_files_per_s: float = 100_000.0
     now_s: float = 100.0
@@ -113,13 +113,13 @@ class Machine:
     reads: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     busy_until_s: float = 0.0
-    held_max: int = 0
+    resident_bytes_max: int = 0
     unknown: set[int] = field(default_factory=set)
     failing: bool = False  # the store: half of each push
 
-    def help(self) -> bool:
+    def run_decision(self) -> bool:
         """Carry out one decision. Whether there was one."""
-        decision = self.residency.next(self.now_s)
+        decision = self.planner.next(self.now_s)
         self.decisions += 1
         match decision:
             case Idle():
@@ -127,7 +127,7 @@ class Machine:
             case Push():
                 entries = decision.entries.tolist()
                 assert len(set(entries)) == len(entries)
-                assert not self.residency.resident(decision.entries).any()
+                assert not self.planner.resident(decision.entries).any()
                 self.watched.update(decision.markers.tolist())
                 seen = entries[: len(entries) // 2] if self.failing else entries
                 done = [entry for entry in seen if entry not in self.unknown]
@@ -139,7 +139,7 @@ class Machine:
                 for chunk in {entry // CHUNK_ENTRIES for entry in entries}:
                     self.pushes_of[chunk] += 1
                 self.busy_until_s = self.now_s + len(entries) / self.helper_files_per_s
-                self.residency.pushed(
+                self.planner.pushed(
                     decision, done, absent, self.now_s, failed=self.failing and len(entries) > 0
                 )
             case Drop():
@@ -147,31 +147,31 @@ class Machine:
                 assert self.watched.issuperset(markers)
                 self.watched.difference_update(markers)
                 assert len(set(entries)) == len(entries)
-                assert self.residency.resident(decision.entries).all()
+                assert self.planner.resident(decision.entries).all()
                 self.cached.difference_update(entries)
                 self.dropped += len(entries)
-                self.residency.dropped(decision)
+                self.planner.dropped(decision)
             case Sample():
                 assert not self.watched.intersection(decision.entries.tolist())
                 mask = np.array([e in self.cached for e in decision.entries.tolist()])
-                self.residency.sampled(decision.entries, mask)
-        self.held_max = max(self.held_max, self.residency.held_bytes)
+                self.planner.sampled(decision.entries, mask)
+        self.resident_bytes_max = max(self.resident_bytes_max, self.planner.resident_bytes)
         return True
 
-    def settle(self, most: int = 20_000) -> None:
+    def run_until_idle(self, most: int = 20_000) -> None:
         """Let the helper work until it is idle."""
         for _ in range(most):
-            if not self.help():
+            if not self.run_decision():
                 return
         raise AssertionError("the helper never comes to rest")
 
     def open_and_read(self, name: str, entry: int) -> None:
         if entry in self.watched:
-            self.residency.opened(entry, self.now_s)
+            self.planner.opened(entry, self.now_s)
         self.reads[name] += 1
         if entry not in self.cached:
             self.misses[name] += 1
-            self.residency.missed(entry, self.now_s)
+            self.planner.missed(entry, self.now_s)
             self.cached.add(entry)
 
     def run(self, readers: dict[str, Reader], pressure: float = 0.0, seed: int = 1) -> None:
@@ -191,7 +191,7 @@ class Machine:
                 for entry in rng.sample(sorted(self.cached), len(self.cached) // 100):
                     self.cached.discard(entry)
             while not idle and self.busy_until_s <= self.now_s:
-                idle = not self.help()
+                idle = not self.run_decision()
 
 
 def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0) -> Stream:

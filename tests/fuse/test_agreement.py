@@ -21,7 +21,7 @@ from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.launcher import default_log
 from diesel_fs.fuse.protocol import Flag
 from diesel_fs.fuse.server import SESSIONS
-from tests.fuse.conftest import ODD_NAMES, Mounted, mounting, request_for
+from tests.fuse.conftest import ODD_NAMES, LiveMount, mounting, request_for
 from tests.fuse.folder_daemon import LACKING
 from tests.fuse.folder_dataset import MANY, many_names
 from tests.fuse.test_folders import Folder
@@ -303,7 +303,7 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
 @pytest.fixture(scope="module", params=sorted(SESSIONS))
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mounted]:
+) -> Iterator[LiveMount]:
     """A folder of 100,000 entries, of which there are no files."""
     base = tmp_path_factory.mktemp("many")
     (base / "source").mkdir()
@@ -318,7 +318,7 @@ def memory_bytes(pid: int) -> int:
     return 0
 
 
-def test_H8_a_folder_of_100_000_entries(many: Mounted) -> None:
+def test_H8_a_folder_of_100_000_entries(many: LiveMount) -> None:
     """All names come in order, from any place, and take no memory."""
     server = stats(many.at)["server_pid"]
     assert isinstance(server, int)

@@ -27,7 +27,7 @@ from diesel_fs.errors import (
 from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse import control_socket as module
 from diesel_fs.fuse.control_socket import CONNECTIONS_MAX, ControlSocket
-from diesel_fs.fuse.helper_link import HelperLink
+from diesel_fs.fuse.helper_link import WorkerLink
 from diesel_fs.fuse.holders import children_of
 from diesel_fs.fuse.mountpoint import mounted_at
 from diesel_fs.settings import runtime_folder
@@ -502,7 +502,7 @@ def test_a_frame_that_does_not_end_is_given_up(
     monkeypatch.setattr(module, "FRAME_DEADLINE_S", 0.3)
     tmp_path.chmod(0o700)
     ours, theirs = socket.socketpair()
-    made = ControlSocket(tmp_path, {"dataset": "ds"}, dict, HelperLink(ours))
+    made = ControlSocket(tmp_path, {"dataset": "ds"}, dict, WorkerLink(ours))
     made.listen()
 
     async def talk(first: bytes, rest: bytes) -> bytes:

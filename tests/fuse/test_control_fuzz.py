@@ -1,6 +1,6 @@
 """Whatever is sent to the control socket, it answers, or ends that conversation; nothing else ends.
 
-The socket is the real one, in this process; the helper behind it is a real `PlanMessages`.
+The socket is the real one, in this process; the helper behind it is a real `PlanCommands`.
 """
 
 import os
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from diesel_fs.control_wire import LENGTH, PROTOCOL
 from diesel_fs.fuse.control_socket import REQUESTS, ControlSocket
-from diesel_fs.fuse.helper import residency_of
-from diesel_fs.fuse.helper_link import Frames, HelperLink, frame
-from diesel_fs.fuse.plan_messages import PlanMessages
-from diesel_fs.messages import Message, unpacked
+from diesel_fs.fuse.helper import planner_for
+from diesel_fs.fuse.helper_link import Frames, WorkerLink, frame
+from diesel_fs.fuse.plan_messages import PlanCommands
+from diesel_fs.messages import Message, unpack
 from tests.fuse.test_plan_messages import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
 
 DEADLINE_S = 20.0
@@ -48,10 +48,10 @@ class Fuzzed:
 
     def __init__(self, folder: Path) -> None:
         self._ours, self._theirs = socket.socketpair()
-        self._link = HelperLink(self._ours)
-        self._plans = PlanMessages(SNAPSHOT, residency_of(SNAPSHOT, 1 << 30, "on-demand"))
+        self._link = WorkerLink(self._ours)
+        self._plans = PlanCommands(SNAPSHOT, planner_for(SNAPSHOT, 1 << 30, "on-demand"))
         self.socket = ControlSocket(folder, {"dataset": "ds"}, dict, self._link)
-        self.socket.has_helper = True
+        self.socket.has_worker = True
 
     def talk(self, talk: Talk) -> None:
         """Runs one conversation, and after it a good one, to see that all is well."""
@@ -102,7 +102,7 @@ async def answer_of(stream: trio.SocketStream) -> Message | None:
         if not more:
             return None
         received += more
-    return unpacked(received[LENGTH.size :])
+    return unpack(received[LENGTH.size :])
 
 
 async def well(stream: trio.SocketStream) -> None:

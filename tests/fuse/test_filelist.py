@@ -18,12 +18,12 @@ from diesel_fs.control import Control
 from diesel_fs.errors import UsageError
 from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.mountpoint import mounted_at
-from diesel_fs.hidden import FILELIST, HiddenFolder, ListRef, OneEpoch
-from diesel_fs.nodes import HIDDEN_ROOT, Owner, Refused
+from diesel_fs.hidden import FILELIST, FixedList, HiddenFolder, ListRef
+from diesel_fs.nodes import HIDDEN_ROOT, FuseErrno, Owner
 from diesel_fs.order_lists import ListName, PathLists
 from diesel_fs.shuffle import SEED_MAX, WORLD_MAX, chunk_shuffle
 from diesel_fs.snapshot import Snapshot
-from tests.fuse.conftest import Mounted
+from tests.fuse.conftest import LiveMount
 from tests.fuse.folder_dataset import snapshot_of
 from tests.shuffle.datasets import dataset, odd_dataset
 
@@ -97,46 +97,46 @@ def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> N
     assert sorted(found.split(b"\0")) == [b"", b"a", b"em\npty/deep/b"]
 
 
-class Counting(OneEpoch):
+class CountingObserver(FixedList):
     """Readers that count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
 
-    async def looked_up(self, ref: ListRef) -> None:
+    async def on_lookup(self, ref: ListRef) -> None:
         """A list that had been read."""
         self.events.append("looked up")
 
-    def reading(self, ref: ListRef) -> None:
+    def on_read(self, ref: ListRef) -> None:
         """From its start."""
         self.events.append("reading")
 
-    def made(self, ref: ListRef, tail: list[int]) -> None:
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """Its content."""
         self.events.append("made")
 
 
 def test_a_list_is_made_when_it_is_read_and_its_reading_is_told() -> None:
-    snapshot, readers = dataset(5, 40), Counting()
-    folder = HiddenFolder(snapshot, {}, Owner(0, 0), readers=readers)
+    snapshot, readers = dataset(5, 40), CountingObserver()
+    folder = HiddenFolder(snapshot, {}, Owner(0, 0), list_observer=readers)
 
     async def read() -> None:
         found = await folder.lookup(HIDDEN_ROOT, FILELIST)
-        folder.remember(found.node)
+        folder.count_lookup(found.node)
         assert await folder.lookup(HIDDEN_ROOT, FILELIST) == found
         assert readers.events == [], "looking is not reading"
-        assert folder.read_now(found.node, 0, 10) is None
+        assert folder.read_nowait(found.node, 0, 10) is None
         first = await folder.read(found.node, 0, 10)
         assert readers.events == ["reading", "made"]
-        assert folder.read_now(found.node, 0, 10) == first
-        assert folder.read_now(found.node, found.size, 10) == b""
+        assert folder.read_nowait(found.node, 0, 10) == first
+        assert folder.read_nowait(found.node, found.size, 10) == b""
         await folder.lookup(HIDDEN_ROOT, FILELIST)
         await folder.lookup(HIDDEN_ROOT, FILELIST)
         assert readers.events == ["reading", "made", "reading", "looked up"]
         folder.forget(found.node, 1)
-        with pytest.raises(Refused):
-            folder.read_now(found.node, 0, 10)
+        with pytest.raises(FuseErrno):
+            folder.read_nowait(found.node, 0, 10)
         again = await folder.lookup(HIDDEN_ROOT, FILELIST)
         assert again.node == found.node, "the same content has the same node"
         assert folder.stats()["held"] == 0
@@ -155,7 +155,7 @@ def test_lists_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixtur
         contents = {}
         for epoch in range(6):
             found = await folder.lookup(shuffle, b"seed=1,epoch=%d" % epoch)
-            folder.remember(found.node)
+            folder.count_lookup(found.node)
             contents[found.node] = bytes(await folder.read(found.node, 0, size))
             held = folder.stats()["held_bytes"]
             assert isinstance(held, int)
@@ -170,7 +170,7 @@ def test_lists_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixtur
         for node in contents:
             folder.forget(node, 1)
         found = await folder.lookup(shuffle, b"seed=1,epoch=9")
-        with pytest.raises(Refused) as raised:
+        with pytest.raises(FuseErrno) as raised:
             await folder.read(found.node, 0, 5)
         assert raised.value.errno == errno.ENOMEM
         assert folder.stats()["held_bytes"] == 0
@@ -366,7 +366,7 @@ def test_lists_from_python(at: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_a_name_with_a_newline_needs_the_other_list(tree: Mounted) -> None:
+def test_a_name_with_a_newline_needs_the_other_list(tree: LiveMount) -> None:
     """The list by lines is an error, and never shows a path that is none."""
     with pytest.raises(OSError, match=r".") as raised:
         (tree.at / ".diesel/filelist").read_bytes()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.conftest import Mounted, mounting
+from tests.fuse.conftest import LiveMount, mounting
 
 pytestmark = pytest.mark.fuse
 
@@ -57,7 +57,7 @@ class Folder:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Mounted]:
+def large(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
     """A mount with a folder of many files."""
     source = tmp_path_factory.mktemp("large") / "source"
     (source / "many").mkdir(parents=True)
@@ -70,7 +70,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Mo
 NAMES = [b".", b"..", *(b"%05d" % number for number in range(ENTRIES))]
 
 
-def test_H8_a_listing_is_complete_and_sorted(large: Mounted) -> None:
+def test_H8_a_listing_is_complete_and_sorted(large: LiveMount) -> None:
     """A folder gives `.`, `..`, then its entries by name, each once, each time the same."""
     folder = Folder(large.at / "many")
     assert folder.rest() == NAMES
@@ -80,7 +80,7 @@ def test_H8_a_listing_is_complete_and_sorted(large: Mounted) -> None:
     folder.close()
 
 
-def test_H8_seekdir_leads_back_to_the_entry(large: Mounted) -> None:
+def test_H8_seekdir_leads_back_to_the_entry(large: LiveMount) -> None:
     """telldir's positions stay valid, in the same stream and in another."""
     folder, other = Folder(large.at / "many"), Folder(large.at / "many")
     positions = [folder.tell()]
@@ -95,7 +95,7 @@ def test_H8_seekdir_leads_back_to_the_entry(large: Mounted) -> None:
     other.close()
 
 
-def test_H8_two_readers_at_once(large: Mounted) -> None:
+def test_H8_two_readers_at_once(large: LiveMount) -> None:
     """Readers at different places of one folder do not disturb each other."""
     one, two = Folder(large.at / "many"), Folder(large.at / "many")
     found: tuple[list[bytes], list[bytes]] = ([], [])

@@ -17,32 +17,32 @@ from diesel_fs.control import Control, explicit
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.fuse import MountRequest, mount, umount
 from diesel_fs.fuse.kernel import cached_bytes
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
 from tests.fuse.followed_dataset import (
     FILE_BYTES,
     FILES,
-    LOOK_S,
-    Following,
+    POLL_INTERVAL_S,
+    FollowedMount,
     begin,
     mounted,
     noise,
-    soon,
     tried,
+    wait_until,
 )
 
 pytestmark = pytest.mark.fuse
 
 
 @pytest.fixture
-def begun(tmp_path: Path, session: str) -> Following:
+def prepared(tmp_path: Path, session: str) -> FollowedMount:
     """A dataset, not mounted yet."""
     return begin(tmp_path, session)
 
 
 @pytest.fixture
-def ds(begun: Following) -> Iterator[Following]:
+def followed_mount(begun: FollowedMount) -> Iterator[FollowedMount]:
     with mounted(begun.request):
         yield begun
 
@@ -51,7 +51,7 @@ def content_of(descriptor: int) -> bytes:
     return os.pread(descriptor, FILE_BYTES + 1, 0)
 
 
-def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Following) -> None:
+def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: FollowedMount) -> None:
     """Entries are added before others, changed, removed, renamed, of another kind."""
     at = ds.at
     held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
@@ -94,17 +94,17 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Follow
         each.close()
     for descriptor in held.values():
         os.close(descriptor)
-    soon(lambda: ds.follow()["retired_versions"] == [])
+    wait_until(lambda: ds.follow()["retired_versions"] == [])
 
 
 UNCHANGED = ("kept", "d/kept", "kind", "left/inner/f", "z")
 
 
-def cached(descriptor: int) -> int:
+def read_nowait(descriptor: int) -> int:
     return cached_bytes(descriptor, FILE_BYTES)
 
 
-def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: Following) -> None:
+def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: FollowedMount) -> None:
     """The same file is in other positions, and after a purge even in another chunk."""
     at = ds.at
 
@@ -114,7 +114,7 @@ def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: Following) -> None:
         time.sleep(0.2)
         new = noise(21 + number)
         ds.change({"changed": new, f"0{number}": b"0", f"d/0{number}": b"0"})
-        with ds.from_pages():
+        with ds.served_by_page_cache():
             for name in UNCHANGED:
                 assert (at / name).read_bytes() == FILES[name]
         before = ds.read_bytes()
@@ -127,7 +127,7 @@ def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: Following) -> None:
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: Following) -> None:
+def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: FollowedMount) -> None:
     """The helper goes on where it was: with other positions, and nodes that are no positions."""
     at = ds.at
 
@@ -139,8 +139,8 @@ def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: Following) -> N
         with Control.connect(at) as control:
             entries = positions(at, names)
             control.announce("s", [explicit(epoch=0, entries=entries)])
-            soon(lambda: control.resident(entries).all())
-            with ds.from_pages():
+            wait_until(lambda: control.resident(entries).all())
+            with ds.served_by_page_cache():
                 for name in new:
                     assert (at / name).read_bytes() == noise(100 + int(name))
                 assert (at / "kept").read_bytes() == FILES["kept"]
@@ -149,7 +149,7 @@ def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: Following) -> N
             entries = positions(at, names)
         with Control.connect(at) as control:
             assert control.resident(entries).tolist() == [False, True, True, True, True]
-        with ds.from_pages():
+        with ds.served_by_page_cache():
             assert (at / new[3]).read_bytes() == noise(100 + int(new[3]))
         assert (at / new[0]).read_bytes() == noise(200)
 
@@ -164,7 +164,7 @@ def positions(at: Path, names: list[str]) -> list[int]:
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: Following) -> None:
+def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: FollowedMount) -> None:
     """The mount is told of nodes, which are no positions any more."""
     names = [f"mate{number}" for number in range(10)]
     with connect("ds", ds.url) as dataset:
@@ -182,10 +182,10 @@ def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: Following) -> No
     assert (ds.at / names[3]).read_bytes() == noise(7, 1000)
     with Control.connect(ds.at) as control:
         entries = [snapshot.lookup(name.encode()) for name in names]
-        soon(lambda: int(control.resident(entries).sum()) >= len(names) - 1)
+        wait_until(lambda: int(control.resident(entries).sum()) >= len(names) - 1)
 
 
-def test_nodes_are_never_given_again(ds: Following) -> None:
+def test_nodes_are_never_given_again(ds: FollowedMount) -> None:
     """Over ten versions, in which entries come, go, come back and change."""
     at = ds.at
     seen: dict[int, tuple[str, int, int]] = {}
@@ -202,7 +202,7 @@ def test_nodes_are_never_given_again(ds: Following) -> None:
     assert len(seen) > 30
 
 
-def test_a_listing_goes_on_across_a_switch(ds: Following) -> None:
+def test_a_listing_goes_on_across_a_switch(ds: FollowedMount) -> None:
     """What was neither added nor removed is listed once, wherever the reader was."""
     at = ds.at
     names = [f"{number:04}" for number in range(2000)]
@@ -225,7 +225,7 @@ def test_a_listing_goes_on_across_a_switch(ds: Following) -> None:
     assert set(names) - {"1500"} <= set(found) | {"0007"}
 
 
-def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: Following) -> None:
+def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: FollowedMount) -> None:
     at = ds.at
     inside = os.open(at / "left", os.O_RDONLY | os.O_DIRECTORY)
     ds.change({"0": b"0"}, gone=("left",))
@@ -241,11 +241,11 @@ def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: Following) -> None
     assert len(versions) == 1
     os.close(inside)
     ds.change({"2": b"2"})
-    soon(lambda: ds.follow()["retired_versions"] == [])
+    wait_until(lambda: ds.follow()["retired_versions"] == [])
 
 
 def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
-    ds: Following, tmp_path: Path
+    ds: FollowedMount, tmp_path: Path
 ) -> None:
     """Where the folder above lists the same names as before: its listing has attributes, too."""
     (source := tmp_path / "source").mkdir()
@@ -256,7 +256,7 @@ def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
         os.chmod(source / "above/inner", mode)
         for path in ("above", "above/inner"):
             os.utime(source / path, (time_s, time_s))
-        with Repository.open(ds.url) as repository:
+        with LocalRepository.open(ds.url) as repository:
             put_tree(repository, "ds", source, options=PutOptions(jobs=1))
             version = repository.view("ds").version
         ds.wait_for(version)
@@ -287,16 +287,16 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(ds: Following) -> None:
+def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(ds: FollowedMount) -> None:
     """It is gone over to once the helper goes on."""
-    soon(lambda: ds.told()["residency"])
-    residency = ds.told()["residency"]
+    wait_until(lambda: ds.stats()["residency"])
+    residency = ds.stats()["residency"]
     assert isinstance(residency, dict)
     assert isinstance(residency["pid"], int)
     os.kill(residency["pid"], signal.SIGSTOP)
     try:
         version = ds.put({"0new": b"0"})
-        time.sleep(10 * LOOK_S)
+        time.sleep(10 * POLL_INTERVAL_S)
         for name in FILES:
             assert (ds.at / name).read_bytes() == FILES[name]
     finally:
@@ -305,7 +305,7 @@ def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(ds: Followi
     assert (ds.at / "0new").read_bytes() == b"0"
 
 
-def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: Following) -> None:
+def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: FollowedMount) -> None:
     at = ds.at
     with (
         open(at / ".diesel/filelist", "rb") as before,
@@ -326,7 +326,7 @@ def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: Following) -> N
 
 
 @pytest.mark.only_session("kernel")
-def test_a_running_plan_puts_the_switch_off(ds: Following) -> None:
+def test_a_running_plan_puts_the_switch_off(ds: FollowedMount) -> None:
     """A client knows of the switch by the version in answers; its plan is of the old one."""
     with Control.connect(ds.at) as control:
         view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
@@ -334,9 +334,9 @@ def test_a_running_plan_puts_the_switch_off(ds: Following) -> None:
         old = control.version
         control.announce("job", [explicit(epoch=0, entries=entries)])
         version = ds.put({"0new": b"0"})
-        soon(lambda: ds.follow()["put_off_by"] == ["job"])
-        time.sleep(20 * LOOK_S)
-        assert ds.told()["version"] == old
+        wait_until(lambda: ds.follow()["put_off_by"] == ["job"])
+        time.sleep(20 * POLL_INTERVAL_S)
+        assert ds.stats()["version"] == old
         assert not (ds.at / "0new").exists()
         control.extend("job", [explicit(epoch=1, entries=entries)])
         control.withdraw("job")
@@ -352,20 +352,20 @@ def test_a_running_plan_puts_the_switch_off(ds: Following) -> None:
 
 
 @pytest.mark.only_session("kernel")
-def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(ds: Following) -> None:
+def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(ds: FollowedMount) -> None:
     with Control.connect(ds.at) as control:
         view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
         entries = [view.lookup(name.encode()) for name in FILES]
         control.announce("job", [explicit(epoch=0, entries=entries)])
         version = ds.put({"0new": b"0"})
-        soon(lambda: ds.follow()["put_off_by"] == ["job"])
+        wait_until(lambda: ds.follow()["put_off_by"] == ["job"])
         for name in FILES:
             assert (ds.at / name).read_bytes() == FILES[name]
     ds.wait_for(version)
 
 
 @pytest.mark.only_session("kernel")
-def test_a_list_that_somebody_looked_at_puts_nothing_off(ds: Following) -> None:
+def test_a_list_that_somebody_looked_at_puts_nothing_off(ds: FollowedMount) -> None:
     assert len((ds.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
     ds.change({"0new": b"0"})
 
@@ -373,15 +373,15 @@ def test_a_list_that_somebody_looked_at_puts_nothing_off(ds: Following) -> None:
 # when the dataset cannot be followed --------------------------------------------------------------
 
 
-def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(ds: Following) -> None:
+def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(ds: FollowedMount) -> None:
     at = ds.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     with connect("ds", ds.url) as dataset:
         dataset.delete_dataset()
-    soon(lambda: ds.warnings("ds has been deleted; the mount stays at version"))
+    wait_until(lambda: ds.warnings("ds has been deleted; the mount stays at version"))
     ds.put({"kept": noise(50), "other": b"x"})
-    soon(lambda: ds.warnings("is another dataset now"))
-    time.sleep(10 * LOOK_S)
+    wait_until(lambda: ds.warnings("is another dataset now"))
+    time.sleep(10 * POLL_INTERVAL_S)
     assert ds.warnings("has been deleted") == 1
     assert ds.warnings("is another dataset now") == 1
     assert (at / "kept").read_bytes() == FILES["kept"]
@@ -389,22 +389,22 @@ def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(ds: Following)
     assert sorted(os.listdir(at)) == sorted({name.split("/")[0] for name in FILES})
 
 
-def test_a_store_that_has_gone_changes_nothing_and_is_told_once(ds: Following) -> None:
+def test_a_store_that_has_gone_changes_nothing_and_is_told_once(ds: FollowedMount) -> None:
     at, store = ds.at, Path(ds.url.removeprefix("file://"))
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.rename(store.with_name("away"))
-    soon(lambda: ds.warnings("cannot follow"))
-    time.sleep(10 * LOOK_S)
+    wait_until(lambda: ds.warnings("cannot follow"))
+    time.sleep(10 * POLL_INTERVAL_S)
     assert ds.warnings("cannot follow") == 1
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.with_name("away").rename(store)
-    soon(lambda: ds.warnings("following ds again"))
+    wait_until(lambda: ds.warnings("following ds again"))
     ds.change({"0new": b"0"})
     assert (at / "0new").read_bytes() == b"0"
 
 
 def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_old(
-    ds: Following,
+    ds: FollowedMount,
 ) -> None:
     """Never other bytes: also where a file of the same name and size has taken its place."""
     store = Path(ds.url.removeprefix("file://"))
@@ -427,7 +427,7 @@ def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_ol
     assert (ds.at / "gone").read_bytes() == noise(77)
 
 
-def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(ds: Following) -> None:
+def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(ds: FollowedMount) -> None:
     """What is asked of the store in a thread keeps nobody from leaving."""
     store = Path(ds.url.removeprefix("file://"))
     assert (ds.at / "kept").read_bytes() == FILES["kept"]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from diesel_fs.fuse.holders import children_of
-from diesel_fs.task.client_connection import connect_to
+from diesel_fs.task.client_connection import connect_unix
 from diesel_fs.task.request import TaskOptions
-from tests.fuse.followed_dataset import FILES, Following, begin, mounted, noise, soon
+from tests.fuse.followed_dataset import FILES, FollowedMount, begin, mounted, noise, wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -62,7 +62,7 @@ def master_of(runtime: Path) -> int:
     """The process of the only master whose socket lies in this runtime folder."""
     [place] = runtime.glob("diesel/tasks/*/0/socket")
     with socket.socket(socket.AF_UNIX) as link:
-        connect_to(link, str(place))
+        connect_unix(link, str(place))
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", credentials)[0])
 
@@ -78,21 +78,21 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.kill(master_of(folder), signal.SIGKILL)
 
 
-def processes_of(ds: Following, runtime: Path) -> dict[str, int]:
+def processes_of(ds: FollowedMount, runtime: Path) -> dict[str, int]:
     """The mount's processes, and the task's master on this node."""
-    told = ds.told()
+    told = ds.stats()
     supervisor, server = told["pid"], told["server_pid"]
     assert isinstance(supervisor, int)
     assert isinstance(server, int)
     found = {"supervisor": supervisor, "server": server}
     if ds.request.session == "kernel":
         [found["helper"]] = [pid for pid in children_of(supervisor) if pid != server]
-    if ds.request.joins:
+    if ds.request.task_options:
         found["master"] = master_of(runtime)
     return found
 
 
-def switch(ds: Following, number: int) -> None:
+def switch(ds: FollowedMount, number: int) -> None:
     """Goes over to another version, and reads all of it."""
     changed = noise(number, CHANGED_BYTES)
     ds.change({"changed": changed})
@@ -107,7 +107,7 @@ def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
     """Descriptors, threads, mappings and memory of the server, helper, supervisor and master."""
     ds = begin(tmp_path, session)
     joins = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
-    ds.request = replace(ds.request, joins=joins, memory_bytes=MEMORY_BYTES)
+    ds.request = replace(ds.request, task_options=joins, memory_bytes=MEMORY_BYTES)
     with mounted(ds.request):
         for number in range(FIRST_SWITCHES):
             switch(ds, number)
@@ -123,4 +123,4 @@ def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
                 name: (before[name], now[name]) for name in now if now[name].has_grown(before[name])
             }
 
-        soon(lambda: not grown(), SETTLED_S, lambda: f"these have grown: {grown()}")
+        wait_until(lambda: not grown(), SETTLED_S, lambda: f"these have grown: {grown()}")

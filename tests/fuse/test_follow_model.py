@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.fuse import MountRequest
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 from tests.fuse.followed_dataset import (
-    LOOK_S,
-    Following,
+    POLL_INTERVAL_S,
+    FollowedMount,
     mounted,
-    soon,
+    wait_until,
 )
 from tests.trees import facts
 
@@ -75,7 +75,7 @@ def write_tree(top: Path, tree: dict[str, Entry]) -> None:
 
 
 @dataclass
-class Held:
+class OpenFile:
     """A file that somebody has open, and what it held then."""
 
     descriptor: int
@@ -83,7 +83,7 @@ class Held:
     mapped: "mmap.mmap | None"
 
     @classmethod
-    def of(cls, path: bytes) -> "Held":
+    def of(cls, path: bytes) -> "OpenFile":
         descriptor = os.open(path, os.O_RDONLY)
         size = os.fstat(descriptor).st_size
         is_mapped = size > 0 and len(path) % 2 == 0  # what is mapped keeps its pages
@@ -116,12 +116,18 @@ def test_after_each_switch_the_mount_is_the_tree(
     (at := base / "mount").mkdir()
     url, source = (base / "store").as_uri(), base / "source"
     request = MountRequest(
-        url, "ds", str(at), session=session, follow=True, look_s=LOOK_S, log_file=str(base / "log")
+        url,
+        "ds",
+        str(at),
+        session=session,
+        follow=True,
+        follow_interval_s=POLL_INTERVAL_S,
+        log_file=str(base / "log"),
     )
-    ds = Following(url, at, base / "log", request)
+    ds = FollowedMount(url, at, base / "log", request)
     tree: dict[str, Entry] = {"always": ("file", b"always" * 1000, 0o644, 1)}
     options = PutOptions(jobs=1, delete=True)
-    held: list[Held] = []
+    held: list[OpenFile] = []
     last: dict[bytes, tuple[object, ...]] = {}
     nodes: dict[bytes, int] = {}
     used: set[int] = set()
@@ -129,7 +135,7 @@ def test_after_each_switch_the_mount_is_the_tree(
         for number, change in enumerate([{}, *steps]):
             tree = changed_tree(tree, change)
             write_tree(source, tree)
-            with Repository.open(url, create=True) as repository:
+            with LocalRepository.open(url, create=True) as repository:
                 put_tree(repository, "ds", source, options=options)
                 version = repository.view("ds").version
             if not number:
@@ -150,7 +156,9 @@ def test_after_each_switch_the_mount_is_the_tree(
             last, nodes = found, now
             for each in held:
                 each.check()
-            held += [Held.of(os.path.join(top, path)) for path in found if found[path][0] == "file"]
+            held += [
+                OpenFile.of(os.path.join(top, path)) for path in found if found[path][0] == "file"
+            ]
         for each in held:
             each.close()
-        soon(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: ds.follow()["retired_versions"] == [])

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.client import connect
-from diesel_fs.fuse.holders import ended
-from diesel_fs.repository import Repository
+from diesel_fs.fuse.holders import ends_within
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from tests.fuse.dying_daemon import DIES
 from tests.fuse.followed_dataset import (
     FILES,
     HOPE_S,
-    Following,
+    FollowedMount,
     begin,
     mounted,
     noise,
-    soon,
+    wait_until,
 )
 
 pytestmark = pytest.mark.fuse
@@ -34,22 +34,22 @@ DYING = (sys.executable, "-m", "tests.fuse.dying_daemon")
 
 
 @pytest.fixture
-def begun(tmp_path: Path, session: str) -> Following:
+def prepared(tmp_path: Path, session: str) -> FollowedMount:
     """A dataset, not mounted yet."""
     return begin(tmp_path, session)
 
 
 @pytest.fixture
-def ds(begun: Following) -> Iterator[Following]:
+def followed_mount(begun: FollowedMount) -> Iterator[FollowedMount]:
     with mounted(begun.request):
         yield begun
 
 
-def processes(ds: Following) -> dict[str, int]:
+def processes(ds: FollowedMount) -> dict[str, int]:
     """The mount's own."""
     if ds.request.session == "kernel":
-        soon(lambda: ds.told()["residency"])
-    told = ds.told()
+        wait_until(lambda: ds.stats()["residency"])
+    told = ds.stats()
     residency = told.get("residency")
     found = {"supervisor": told["pid"], "server": told["server_pid"]}
     if isinstance(residency, dict) and "pid" in residency:
@@ -77,7 +77,7 @@ READERS = """if True:
 
 
 @contextmanager
-def reading(ds: Following) -> Iterator[None]:
+def reading(ds: FollowedMount) -> Iterator[None]:
     """Processes that list, look up and read all the while; none of them may hang."""
     command = [sys.executable, "-c", READERS, str(ds.at)]
     readers = [subprocess.Popen(command) for _ in range(2)]
@@ -94,7 +94,7 @@ def reading(ds: Following) -> Iterator[None]:
 
 @pytest.mark.parametrize("victim", ["helper", "server", "supervisor"])
 def test_whoever_is_killed_during_a_switch_leaves_no_hang(
-    begun: Following, victim: str, monkeypatch: pytest.MonkeyPatch
+    begun: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a part of the names has been told. Where it is the helper, the server tells the rest."""
     ds = begun
@@ -111,7 +111,7 @@ def test_whoever_is_killed_during_a_switch_leaves_no_hang(
             dataset.delete("many", recursive=True)
             for name, content in many_names(6000, "b").items():
                 dataset.put(content, name)
-        assert ended(pids[victim], HOPE_S)
+        assert ends_within(pids[victim], HOPE_S)
         if victim == "helper":
             with connect("ds", ds.url) as dataset:
                 ds.wait_for(dataset.version)
@@ -122,13 +122,13 @@ def test_whoever_is_killed_during_a_switch_leaves_no_hang(
             assert (ds.at / "0new").read_bytes() == b"0"
         else:
             for pid in pids.values():
-                assert ended(pid, 5.0)
+                assert ends_within(pid, 5.0)
             with pytest.raises(OSError, match=r".") as raised:
                 os.statvfs(ds.at)
             assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def test_readers_meet_no_error_but_absence_while_versions_go_by(ds: Following) -> None:
+def test_readers_meet_no_error_but_absence_while_versions_go_by(ds: FollowedMount) -> None:
     """Half of the names come and go; who has opened one reads it whole, of one version."""
     at = ds.at
     ds.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
@@ -181,7 +181,7 @@ OPENERS = """if True:
 
 @pytest.mark.only_session("kernel")
 def test_many_processes_open_one_snapshot_at_once(
-    begun: Following, monkeypatch: pytest.MonkeyPatch
+    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes whose cache folder lies on a shared file system: all have the version, and one copy of
     it is left, whole.
@@ -194,7 +194,7 @@ def test_many_processes_open_one_snapshot_at_once(
     go.touch()
     found = {opener.communicate(timeout=60)[0] for opener in openers}
     assert [opener.returncode for opener in openers] == [0] * len(openers)
-    with Repository.open(begun.url) as repository:
+    with LocalRepository.open(begun.url) as repository:
         view = repository.view("ds")
         assert found == {f"{view.version} {view.lookup(b'kept')} {view.entry_count}\n"}
         identity = view.identity
@@ -205,7 +205,7 @@ def test_many_processes_open_one_snapshot_at_once(
 
 @pytest.mark.only_session("kernel")
 def test_the_current_snapshot_is_fetched_once_for_a_node(
-    begun: Following, monkeypatch: pytest.MonkeyPatch
+    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By identity and version: a second mount finds it, even where the store's copy is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(begun.at.with_name("cache")))

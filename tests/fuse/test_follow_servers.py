@@ -21,15 +21,15 @@ from diesel_fs.fuse.kernel import cached_bytes
 from tests.fuse.followed_dataset import (
     FILE_BYTES,
     FILES,
-    LOOK_S,
-    Following,
+    POLL_INTERVAL_S,
+    FollowedMount,
     begin,
     mounted,
     noise,
-    soon,
     tried,
+    wait_until,
 )
-from tests.server.behind import Behind
+from tests.server.behind import ServerWithRedis
 from tests.server.program import Server
 from tests.storage.conftest import s3 as s3
 from tests.storage.redis_servers import RedisServer
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.fuse
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    made = Behind(tmp_path_factory.mktemp("behind"), workers=1)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
+    made = ServerWithRedis(tmp_path_factory.mktemp("behind"), workers=1)
     try:
         yield made
     finally:
@@ -48,12 +48,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
 
 
 @pytest.fixture
-def ds(server: Behind, tmp_path: Path, session: str) -> Following:
+def followed_mount(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
     """A dataset behind the server, not mounted yet."""
     server.empty()
     for left in leases(server):  # by mounts that were ended by force
         left.unlink()
-    return begin(tmp_path, session, server.url, server.who["root"])
+    return begin(tmp_path, session, server.url, server.credentials["root"])
 
 
 @pytest.fixture
@@ -64,19 +64,19 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def leases(server: Behind) -> list[Path]:
+def leases(server: ServerWithRedis) -> list[Path]:
     """Those that mounts hold."""
     return [*server.store.glob("datasets/*/leases/*")]
 
 
-def check_pages_stay(ds: Following, number: int) -> None:
+def check_pages_stay(ds: FollowedMount, number: int) -> None:
     assert (ds.at / "kept").read_bytes() == FILES["kept"]
     ds.change({f"0newer{number}": b"0"})
-    with ds.from_pages():
+    with ds.served_by_page_cache():
         assert (ds.at / "kept").read_bytes() == FILES["kept"]
 
 
-def check_following(ds: Following) -> None:
+def check_following(ds: FollowedMount) -> None:
     """What is open stays, names lead to the new; of what is unchanged the pages stay."""
     at = ds.at
     assert (at / "kept").read_bytes() == FILES["kept"]
@@ -94,14 +94,14 @@ def check_following(ds: Following) -> None:
 
 
 def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
-    ds: Following, server: Behind
+    ds: FollowedMount, server: ServerWithRedis
 ) -> None:
     """Meanwhile what is in memory is read; a lease is held on each version that is answered for."""
     with mounted(ds.request):
         held = os.open(ds.at / "d/gone", os.O_RDONLY)
         check_following(ds)
         ds.change({"1new": b"1"}, gone=("d/gone",))
-        soon(lambda: len(leases(server)) == 2)
+        wait_until(lambda: len(leases(server)) == 2)
         (crashed,) = server.servers
         crashed.kill()
         server.servers.clear()
@@ -115,17 +115,17 @@ def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
         assert (ds.at / "kept").read_bytes() == noise(91)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["d/gone"]
         os.close(held)
-        soon(lambda: ds.follow()["retired_versions"] == [])
-        soon(lambda: len(leases(server)) == 1)
+        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: len(leases(server)) == 1)
         if ds.request.session == "kernel":
-            assert ds.told()["residency"]
+            assert ds.stats()["residency"]
         umount(ds.at)
-    soon(lambda: not leases(server))
+    wait_until(lambda: not leases(server))
 
 
 @pytest.mark.only_session("kernel")
 def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
-    ds: Following, server: Behind
+    ds: FollowedMount, server: ServerWithRedis
 ) -> None:
     with mounted(ds.request):
         held = os.open(ds.at / "changed", os.O_RDONLY)
@@ -134,8 +134,8 @@ def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
             dataset.purge(grace_s=0)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
         os.close(held)
-        soon(lambda: ds.follow()["retired_versions"] == [])
-        soon(lambda: len(leases(server)) == 1)
+        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: len(leases(server)) == 1)
         with ds.connected() as dataset:
             dataset.purge(grace_s=0)
         assert (ds.at / "changed").read_bytes() == noise(92)
@@ -143,23 +143,25 @@ def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_redis_that_has_gone_changes_nothing(ds: Following, server: Behind) -> None:
+def test_a_redis_that_has_gone_changes_nothing(ds: FollowedMount, server: ServerWithRedis) -> None:
     """Whether the server can tell the newest version or not: it is followed again afterwards."""
     with mounted(ds.request):
         assert (ds.at / "kept").read_bytes() == FILES["kept"]
         server.redis.kill()
         try:
-            time.sleep(10 * LOOK_S)
+            time.sleep(10 * POLL_INTERVAL_S)
             assert (ds.at / "d/kept").read_bytes() == FILES["d/kept"]
         finally:
             server.redis.start()
         ds.change({"0new": b"0"})
         assert ds.warnings("cannot follow") <= 1
-        assert ds.told()["residency"]
+        assert ds.stats()["residency"]
 
 
 @pytest.mark.only_session("kernel")
-def test_a_server_that_has_gone_keeps_nobody_from_leaving(ds: Following, server: Behind) -> None:
+def test_a_server_that_has_gone_keeps_nobody_from_leaving(
+    ds: FollowedMount, server: ServerWithRedis
+) -> None:
     """Also while it is asked for the newest version, and does not answer."""
     (stopped,) = server.servers
     with mounted(ds.request):
@@ -181,7 +183,7 @@ def test_a_server_that_has_gone_keeps_nobody_from_leaving(ds: Following, server:
 
 @pytest.mark.only_session("kernel")
 def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
-    server: Behind, ds: Following, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By identity and version: the second mount asks whether it is current, and gets no byte."""
     with ds.connected() as dataset:
@@ -191,7 +193,7 @@ def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
     stores = ("--store", server.store.as_uri(), "--meta", server.redis.url)
     sent = []
     with Server(tmp_path / "counting", *stores, "--metrics", "0") as counting:
-        soon(lambda: "metrics at" in counting.log)
+        wait_until(lambda: "metrics at" in counting.log)
         request = replace(ds.request, url=counting.url, follow=False)
         for _ in range(2):
             before = sent_bytes(counting)
@@ -254,7 +256,7 @@ PUTS = """if True:
 """
 
 
-class InBucket(Following):
+class InBucket(FollowedMount):
     """A dataset in a bucket: other processes write it, since this one may fork."""
 
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
@@ -303,7 +305,7 @@ def test_a_mount_follows_with_its_metadata_in_a_redis(
 
 @pytest.mark.only_session("kernel")
 def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
-    server: Behind, ds: Following, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it is stale the warning names both versions; where nobody can tell, exit 14."""
     saved = tmp_path / "saved"

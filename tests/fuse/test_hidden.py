@@ -12,8 +12,8 @@ from diesel_fs.errors import UsageError
 from diesel_fs.fuse import stats
 from diesel_fs.nodes import HIDDEN_ROOT
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.vfs import STATS_STILL_S
-from tests.fuse.conftest import Mounted
+from diesel_fs.vfs import STATS_MAX_AGE_S
+from tests.fuse.conftest import LiveMount
 from tests.fuse.folder_dataset import IDENTITY, snapshot_of
 
 pytestmark = pytest.mark.fuse
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.fuse
 NAMES = ["control", "filelist", "filelist0", "shuffle", "shuffle0", "snapshot", "stats"]
 
 
-def fresh_stats(mounted: Mounted) -> dict[str, object]:
+def fresh_stats(mounted: LiveMount) -> dict[str, object]:
     """The statistics, made after this call began. It waits, since looking would count requests."""
-    time.sleep(STATS_STILL_S + 0.02)
+    time.sleep(STATS_MAX_AGE_S + 0.02)
     values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
     assert isinstance(values, dict)
     return values
 
 
-def test_the_folder_is_reached_but_not_listed(tree: Mounted) -> None:
+def test_the_folder_is_reached_but_not_listed(tree: LiveMount) -> None:
     """`.diesel` is no name of the root's listing: ImageFolder takes every folder for a class."""
     assert ".diesel" not in os.listdir(tree.at)
     assert sorted(os.listdir(tree.at / ".diesel")) == NAMES
@@ -47,7 +47,7 @@ def test_the_folder_is_reached_but_not_listed(tree: Mounted) -> None:
     assert min(numbers) == HIDDEN_ROOT
 
 
-def test_stats_say_what_the_mount_is_and_did(tree: Mounted, session: str) -> None:
+def test_stats_say_what_the_mount_is_and_did(tree: LiveMount, session: str) -> None:
     (tree.at / "page").read_bytes()
     fresh_stats(tree)
     told = stats(tree.at)
@@ -60,7 +60,7 @@ def test_stats_say_what_the_mount_is_and_did(tree: Mounted, session: str) -> Non
     assert {"uptime_s", "requests", "cache", "waiting"} <= set(told)
 
 
-def test_stats_stand_still_and_are_whole(tree: Mounted, tmp_path: Path) -> None:
+def test_stats_stand_still_and_are_whole(tree: LiveMount, tmp_path: Path) -> None:
     """For a second the statistics are one content under one node; then they are another."""
     path = tree.at / ".diesel" / "stats"
     fresh_stats(tree)
@@ -78,9 +78,9 @@ def test_stats_stand_still_and_are_whole(tree: Mounted, tmp_path: Path) -> None:
     json.loads((tmp_path / "copy").read_bytes())
 
 
-def test_stats_are_whole_whenever_they_are_read(tree: Mounted) -> None:
+def test_stats_are_whole_whenever_they_are_read(tree: LiveMount) -> None:
     """Also over the moment in which they change: no reader sees a mixture or a part."""
-    end_s = time.monotonic() + 2.2 * STATS_STILL_S
+    end_s = time.monotonic() + 2.2 * STATS_MAX_AGE_S
     contents = set()
     while time.monotonic() < end_s:
         content = (tree.at / ".diesel" / "stats").read_bytes()
@@ -89,7 +89,7 @@ def test_stats_are_whole_whenever_they_are_read(tree: Mounted) -> None:
     assert 2 <= len(contents) <= 4
 
 
-def test_the_snapshot_file_is_the_snapshot(tree: Mounted) -> None:
+def test_the_snapshot_file_is_the_snapshot(tree: LiveMount) -> None:
     """`.diesel/snapshot` is the mounted snapshot, byte for byte, under one node for ever."""
     path = tree.at / ".diesel" / "snapshot"
     node = path.stat().st_ino

@@ -13,9 +13,9 @@ import pytest
 from diesel_fs.control import Control
 from diesel_fs.entries import RECORD, ChunkInfo, Kind, Rows
 from diesel_fs.fuse import MountRequest, launcher, stats
-from diesel_fs.fuse.holders import children_of, ended
-from diesel_fs.repository import Repository
-from diesel_fs.snapshot_merge import merge
+from diesel_fs.fuse.holders import children_of, ends_within
+from diesel_fs.repository import LocalRepository
+from diesel_fs.snapshot_merge import build_snapshot
 
 from .folder_dataset import CHUNK
 from .test_repository import mounted
@@ -58,11 +58,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     files takes minutes, and a mount does not see the difference."""
     folder = tmp_path_factory.mktemp("huge")
     url = (folder / "store").as_uri()
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         repository.begin("ds").finish()
         identity = repository.dataset("ds").identity
     chunks = [ChunkInfo(CHUNK, 1 << 20)]
-    parts = merge(None, rows(), chunks, identity=identity, dataset="ds", version=1 << 60, digest=0)
+    parts = build_snapshot(
+        None, rows(), chunks, identity=identity, dataset="ds", version=1 << 60, digest=0
+    )
     (folder / "saved").write_bytes(b"".join(parts))
     return url, folder / "saved"
 
@@ -125,9 +127,9 @@ def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Longer than a daemon may do nothing: it works all the while, and whoever waits is told."""
-    monkeypatch.setattr(launcher, "UNHELD_S", 0.05)
+    monkeypatch.setattr(launcher, "DETACHED_END_S", 0.05)
     monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
-    monkeypatch.setattr(launcher, "STILL_ENDING_S", 0.2)
+    monkeypatch.setattr(launcher, "PROGRESS_INTERVAL_S", 0.2)
     (tmp_path / "mount").mkdir()
     url, snapshot = saved
     at = str(tmp_path / "mount")
@@ -137,7 +139,7 @@ def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
         subprocess.run(["find", at, "-size", "+0"], check=True)
         with caplog.at_level(logging.WARNING, "diesel.mount"):
             launcher.umount(mount)
-        assert ended(pid, 0)
+        assert ends_within(pid, 0)
         assert "let go of the files that the kernel knew" in caplog.text
 
 

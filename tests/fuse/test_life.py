@@ -14,10 +14,10 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
 from diesel_fs.fuse import mount, stats, umount
-from diesel_fs.fuse.holders import children_of, ended
+from diesel_fs.fuse.holders import children_of, ends_within
 from diesel_fs.fuse.launcher import default_log
 from diesel_fs.fuse.mountpoint import is_alive, mounted_at
-from tests.fuse.conftest import PROGRAM, Mounted, mounting, request_for
+from tests.fuse.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.fuse.folder_daemon import GRACE
 
 pytestmark = pytest.mark.fuse
@@ -66,7 +66,7 @@ def state_of(pid: int) -> str:
 
 
 @pytest.fixture
-def held(source: Path, tmp_path: Path, session: str) -> Iterator[Mounted]:
+def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount]:
     """A mount of a test's own, with a file whose reads wait."""
     (source / "wait").write_bytes(b"w" * 5000)
     with mounting(source, tmp_path / "mount", session, read_deadline_s=NEVER_S) as mounted:
@@ -128,7 +128,7 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, 0])
 def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
-    held: Mounted, number: int
+    held: LiveMount, number: int
 ) -> None:
     """Told to end by a signal, or taken out of the tree: the helper goes, as it should."""
     holder = Holder(f"f = open('{held.at}/a', 'rb')")
@@ -139,35 +139,35 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
         umount(held.at, lazy=True)
         wait_until(lambda: len(children_of(held.pid)) < 2)  # the server alone
     holder.stop()
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     assert "is mounted on" in log.read_text()
     assert " ERROR " not in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_H4_a_signal_unmounts_and_ends(held: Mounted, number: signal.Signals) -> None:
+def test_H4_a_signal_unmounts_and_ends(held: LiveMount, number: signal.Signals) -> None:
     """SIGTERM and SIGINT unmount and end the daemon."""
     os.kill(held.pid, number)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     assert mounted_at(str(held.at)) is None
 
 
-def test_H4_SIGHUP_is_ignored_in_the_background(held: Mounted) -> None:
+def test_H4_SIGHUP_is_ignored_in_the_background(held: LiveMount) -> None:
     os.kill(held.pid, signal.SIGHUP)
     assert (held.at / "b").read_bytes() == b"beta"
-    assert not ended(held.pid, 0.3)
+    assert not ends_within(held.pid, 0.3)
 
 
-def test_H4_a_signal_while_a_file_is_open_detaches(held: Mounted) -> None:
+def test_H4_a_signal_while_a_file_is_open_detaches(held: LiveMount) -> None:
     """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
     holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
     os.kill(held.pid, signal.SIGTERM)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     assert mounted_at(str(held.at)) is None
     assert "[Errno" in holder.stop()
 
 
-def test_H4_reads_under_way_finish(held: Mounted) -> None:
+def test_H4_reads_under_way_finish(held: LiveMount) -> None:
     """A read that gets its bytes within the grace gets them, though the daemon has been told."""
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append((held.at / "wait").read_bytes()))
@@ -175,13 +175,13 @@ def test_H4_reads_under_way_finish(held: Mounted) -> None:
     wait_until(lambda: reads_that_wait(held))
     os.kill(held.pid, signal.SIGTERM)
     wait_until(lambda: mounted_at(str(held.at)) is None)
-    held.let_go()
+    held.release_reads()
     reader.join()
     assert found == [b"w" * 5000]
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
 
 
-def test_H4_reads_that_do_not_finish_get_an_error(held: Mounted) -> None:
+def test_H4_reads_that_do_not_finish_get_an_error(held: LiveMount) -> None:
     found: list[int] = []
 
     def read() -> None:
@@ -194,33 +194,33 @@ def test_H4_reads_that_do_not_finish_get_an_error(held: Mounted) -> None:
     reader.start()
     wait_until(lambda: reads_that_wait(held))
     os.kill(held.pid, signal.SIGTERM)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     reader.join(2.0)
     assert not reader.is_alive()
     assert found[0] in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that is told to end waits for reads as long as these take."""
     monkeypatch.setenv(GRACE, str(NEVER_S))
 
 
 @pytest.mark.usefixtures("patient")
-def test_H4_a_second_signal_ends_at_once(held: Mounted) -> None:
+def test_H4_a_second_signal_ends_at_once(held: LiveMount) -> None:
     reader = Holder(
         f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
     )
     wait_until(lambda: reads_that_wait(held))
     os.kill(held.pid, signal.SIGTERM)
     wait_until(lambda: mounted_at(str(held.at)) is None)
-    assert not ended(held.pid, 0.5), "it had patience with reads"
+    assert not ends_within(held.pid, 0.5), "it had patience with reads"
     os.kill(held.pid, signal.SIGTERM)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     assert "[Errno" in reader.stop()
 
 
-def reads_that_wait(mounted: Mounted) -> int:
+def reads_that_wait(mounted: LiveMount) -> int:
     """How many READs have come that are not answered from memory."""
     reads = stats(mounted.at)["reads"]
     assert isinstance(reads, dict)
@@ -245,7 +245,7 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("way", sorted(HOLDING))
-def test_umount_of_a_busy_mount_names_the_processes(held: Mounted, way: str) -> None:
+def test_umount_of_a_busy_mount_names_the_processes(held: LiveMount, way: str) -> None:
     """Busy: exit 11 with the process IDs, and it goes on serving."""
     holder = Holder(HOLDING[way].format(at=held.at))
     with pytest.raises(BusyError) as raised:
@@ -255,25 +255,25 @@ def test_umount_of_a_busy_mount_names_the_processes(held: Mounted, way: str) -> 
     assert (held.at / "b").read_bytes() == b"beta"
     holder.stop()
     umount(held.at)
-    assert ended(held.pid, 0)
+    assert ends_within(held.pid, 0)
 
 
-def test_umount_lazily_detaches_and_serves_who_holds_it(held: Mounted) -> None:
+def test_umount_lazily_detaches_and_serves_who_holds_it(held: LiveMount) -> None:
     holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(len(f.read()))")
     umount(held.at, lazy=True)
     assert mounted_at(str(held.at)) is None
-    assert not ended(held.pid, 0.1)
+    assert not ends_within(held.pid, 0.1)
     assert holder.stop() == "5000\n"
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
 
 
-def test_umount_lazily_of_an_idle_mount_ends_it(held: Mounted) -> None:
+def test_umount_lazily_of_an_idle_mount_ends_it(held: LiveMount) -> None:
     umount(held.at, lazy=True)
-    assert ended(held.pid, 0)
+    assert ends_within(held.pid, 0)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_H6_umount_by_force_ends_a_mount_that_hangs(held: Mounted, stopped: bool) -> None:
+def test_H6_umount_by_force_ends_a_mount_that_hangs(held: LiveMount, stopped: bool) -> None:
     """Force aborts: readers get an error, though neither store nor daemon answers."""
     reader = Holder(
         f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
@@ -283,7 +283,7 @@ def test_H6_umount_by_force_ends_a_mount_that_hangs(held: Mounted, stopped: bool
         os.kill(held.pid, signal.SIGSTOP)
     umount(held.at, force=True)
     assert mounted_at(str(held.at)) is None
-    assert ended(held.pid, 0)
+    assert ends_within(held.pid, 0)
     assert "[Errno" in reader.stop()
 
 
@@ -295,7 +295,9 @@ def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whom", ["pid", "server_pid"])
-def test_H1_readers_of_a_killed_daemon_get_an_error(held: Mounted, session: str, whom: str) -> None:
+def test_H1_readers_of_a_killed_daemon_get_an_error(
+    held: LiveMount, session: str, whom: str
+) -> None:
     """After kill -9, also while reads are unanswered: errors, and nobody in D state."""
     victim = stats(held.at)[whom]
     assert isinstance(victim, int)
@@ -308,7 +310,7 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(held: Mounted, session: str,
     os.kill(victim, signal.SIGKILL)
     assert readers.stop().count("[Errno") == 8
     assert state_of(readers.process.pid) == ""
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     calls: list[Callable[[], object]] = [lambda: os.statvfs(held.at)]
     if session == "pyfuse3":  # else the kernel opens what it knows by itself
         calls.append(lambda: os.open(held.at / "b", os.O_RDONLY))
@@ -322,13 +324,13 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(held: Mounted, session: str,
         stats(held.at)
 
 
-def test_H2_mounting_again_on_a_dead_mount(held: Mounted, session: str) -> None:
+def test_H2_mounting_again_on_a_dead_mount(held: LiveMount, session: str) -> None:
     """A dead mount of ours is detached and mounted again; a living one is refused."""
     again = request_for(held.source, held.at, session)
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)
     os.kill(held.pid, signal.SIGKILL)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     mount(again, program=PROGRAM)
     assert (held.at / "b").read_bytes() == b"beta"
     assert Path("/proc/self/mounts").read_text().count(str(held.at)) == 1
@@ -336,14 +338,14 @@ def test_H2_mounting_again_on_a_dead_mount(held: Mounted, session: str) -> None:
     assert mounted_at(str(held.at)) is None
 
 
-def test_umount_of_a_dead_mount(held: Mounted) -> None:
+def test_umount_of_a_dead_mount(held: LiveMount) -> None:
     os.kill(held.pid, signal.SIGKILL)
-    assert ended(held.pid, HOPE_S)
+    assert ends_within(held.pid, HOPE_S)
     umount(held.at)
     assert mounted_at(str(held.at)) is None
 
 
-def test_two_mounts_of_one_dataset(held: Mounted, tmp_path: Path, session: str) -> None:
+def test_two_mounts_of_one_dataset(held: LiveMount, tmp_path: Path, session: str) -> None:
     """Each has its own daemon; one's end is nothing to the other."""
     with mounting(held.source, tmp_path / "second", session) as second:
         assert second.pid != held.pid

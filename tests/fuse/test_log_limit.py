@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.fuse.launcher import default_log
-from diesel_fs.fuse.log_limit import LINES_AT_ONCE, LogLimit
+from diesel_fs.fuse.log_limit import LINES_AT_ONCE, LogRateLimit
 from tests.fuse.conftest import mounting, request_for
 
 
@@ -18,7 +18,7 @@ def line(number: int, place: int = 1) -> logging.LogRecord:
 
 def test_a_kind_of_line_comes_at_most_once_a_second_and_none_is_forgotten() -> None:
     now = [100.0]
-    limit = LogLimit(lambda: now[0])
+    limit = LogRateLimit(lambda: now[0])
     written = [n for n in range(1000) if limit.filter(line(n))]
     assert written == list(range(LINES_AT_ONCE))
     assert limit.filter(line(0, place=2)), "another kind"

@@ -9,7 +9,7 @@ import pyfuse3
 import pytest
 import trio
 
-from diesel_fs.fuse.pyfuse3_loop import Loop, installed
+from diesel_fs.fuse.pyfuse3_loop import TrioStandIn, installed
 from diesel_fs.fuse.request_wait import POLL_S, SLICE_S
 
 LATE_S = 20 * (SLICE_S + POLL_S)  # a busy machine adds what it likes; a hang adds for ever
@@ -29,7 +29,7 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
     os.write(pipe[1], b"request")
 
     async def serve() -> tuple[int, int]:
-        loop, requests, turns = Loop(lambda: True), 0, 0
+        loop, requests, turns = TrioStandIn(lambda: True), 0, 0
 
         async def others() -> None:
             nonlocal turns
@@ -53,7 +53,7 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
 
 def test_a_wait_for_the_next_request_holds_nothing_up_for_long(pipe: tuple[int, int]) -> None:
     async def serve() -> float:
-        loop = Loop(lambda: True)
+        loop = TrioStandIn(lambda: True)
         with trio.move_on_after(0.05):
             while True:
                 await loop.wait_readable(pipe[0])  # none comes
@@ -76,7 +76,7 @@ def test_while_a_read_waits_the_next_request_is_not_polled_for(
     monkeypatch.setattr("diesel_fs.fuse.request_wait.SLICE_S", 1e6)
 
     async def serve() -> bool:
-        loop = Loop(lambda: False)
+        loop = TrioStandIn(lambda: False)
         os.write(pipe[1], b"one")
         await loop.wait_readable(pipe[0])  # a slice begins
         os.read(pipe[0], 3)
@@ -89,7 +89,7 @@ def test_while_a_read_waits_the_next_request_is_not_polled_for(
 
 def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
     async def run() -> list[str]:
-        lock, told = Loop.Lock(), []
+        lock, told = TrioStandIn.Lock(), []
 
         async def worker(name: str) -> None:
             for turn in range(3):
@@ -115,7 +115,7 @@ def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
 
 def test_pyfuse3_has_trio_back_afterwards() -> None:
     """The attribute is what its own asyncio mode sets too; were it gone, this would say so."""
-    loop = Loop(lambda: True)
+    loop = TrioStandIn(lambda: True)
     assert vars(pyfuse3)["trio"] is trio
     with installed(loop):
         assert vars(pyfuse3)["trio"] is loop

@@ -51,7 +51,7 @@ def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
     assert "lie in one another" in str(refused(request_for(outside / "repository", outside)))
     for cache in (outside, outside / "cache", outside.parent):
         request = replace(
-            request_for(source, outside), joins=TaskOptions(task="t", cache_dir=str(cache))
+            request_for(source, outside), task_options=TaskOptions(task="t", cache_dir=str(cache))
         )
         assert "lie in one another" in str(refused(request))
         assert not any(outside.iterdir())
@@ -119,7 +119,9 @@ def test_a_request_travels_whole() -> None:
     request = MountRequest("file:///x", "d", os.fsdecode(b"/m/\xff"), umask=0o22, offline=True)
     assert MountRequest.from_json(request.to_json()) == request
     joins = TaskOptions(task="t", peers=("a:1", "b:2"), rank=0)
-    assert MountRequest.from_json(replace(request, joins=joins).to_json()).joins == joins
+    assert (
+        MountRequest.from_json(replace(request, task_options=joins).to_json()).task_options == joins
+    )
     other = json.dumps({**asdict(request), "joins": {"task": "t"}}).encode()
     for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode(), other):
         with pytest.raises(UsageError):

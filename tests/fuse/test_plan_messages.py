@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.control import drawn, explicit
-from diesel_fs.control_wire import packed_entries
+from diesel_fs.control_wire import pack_entries
 from diesel_fs.errors import ConflictError, CorruptError, UsageError
 from diesel_fs.fuse.decisions import Drop, Idle, Push, Sample, StreamStats
-from diesel_fs.fuse.helper import residency_of
+from diesel_fs.fuse.helper import planner_for
 from diesel_fs.fuse.plan_messages import (
     FINISHED_S,
-    FORESEE_ENTRIES_MIN,
-    LISTS_FOLLOWED_MAX,
-    PlanMessages,
+    LIST_STREAMS_MAX,
+    PREDICT_ENTRIES_MIN,
+    PlanCommands,
 )
-from diesel_fs.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, error_in, unpacked
+from diesel_fs.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, parse_error, unpack
 from diesel_fs.shuffle import chunk_shuffle, full_shuffle
 from diesel_fs.snapshot import Snapshot
 from tests.shuffle.datasets import dataset
@@ -29,18 +29,18 @@ OF_VERSION: Message = {"identity": str(SNAPSHOT.identity), "version": SNAPSHOT.v
 
 
 class Bench:
-    """Messages over a real `Residency`, whose decisions are carried out by doing nothing."""
+    """Messages over a real `PrefetchPlanner`, whose decisions are carried out by doing nothing."""
 
     def __init__(self, snapshot: Snapshot = SNAPSHOT) -> None:
         self.snapshot = snapshot
-        self.residency = residency_of(snapshot, 1 << 30, "on-demand")
-        self.messages = PlanMessages(snapshot, self.residency)
+        self.residency = planner_for(snapshot, 1 << 30, "on-demand")
+        self.messages = PlanCommands(snapshot, self.residency)
         self.now_s = 1.0
 
     def ask(self, **message: Value) -> Message:
         """An answer. Raises the error that it is."""
         answer = self.messages.answer(message, self.now_s)
-        if (error := error_in(answer)) is not None:
+        if (error := parse_error(answer)) is not None:
             raise error
         return answer
 
@@ -83,7 +83,7 @@ def test_an_announced_order_is_pushed(bench: Bench) -> None:
     files = SNAPSHOT.files()[::-1]
     assert bench.ask(**announce(epochs=[explicit(epoch=0, entries=files)])) == {"entries": 300}
     assert sorted(bench.settle()) == sorted(files.tolist())
-    answer = bench.ask(do="resident", **OF_VERSION, **packed_entries(files))
+    answer = bench.ask(do="resident", **OF_VERSION, **pack_entries(files))
     assert answer["count"] == 300
     bitmap = answer["bitmap"]
     assert isinstance(bitmap, bytes)
@@ -97,7 +97,7 @@ def test_an_announced_order_is_pushed(bench: Bench) -> None:
     bench.ask(
         do="replace", stream="s", position=5, **OF_VERSION, **explicit(epoch=1, entries=files[:7])
     )
-    bench.ask(do="value", **OF_VERSION, **packed_entries(files[:3]), importance=0.5)
+    bench.ask(do="value", **OF_VERSION, **pack_entries(files[:3]), importance=0.5)
     bench.ask(do="withdraw", stream="s")
     assert bench.stream("s") is None
     streams = bench.ask(do="stats")["residency"]
@@ -151,7 +151,7 @@ def test_a_plan_for_another_version_is_refused_and_both_are_named(bench: Bench) 
     assert bench.stream("s") is None
 
 
-ENTRIES = packed_entries([1, 2])
+ENTRIES = pack_entries([1, 2])
 LONG: list[Value] = [drawn(epoch=each, seed=1) for each in range(9)]
 
 
@@ -228,24 +228,24 @@ def nested(depth: int) -> Message:
 )  # fmt: skip
 def test_N1_N2_N3_N4_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(CorruptError):
-        unpacked(body)
+        unpack(body)
 
 
 def test_a_message_that_is_one_passes() -> None:
     deep = nested(DEPTH_MAX - 1)
-    assert unpacked(msgpack.packb(deep)) == deep
+    assert unpack(msgpack.packb(deep)) == deep
     full = {"a": [None] * (ITEMS_MAX - 3), "b": {}}
     assert len(msgpack.packb(full)) > 0
-    assert unpacked(msgpack.packb({"a": bytes(1 << 20)})) == {"a": bytes(1 << 20)}
+    assert unpack(msgpack.packb({"a": bytes(1 << 20)})) == {"a": bytes(1 << 20)}
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_give_a_message_or_one_error(body: bytes) -> None:
     try:
-        found = unpacked(body)
+        found = unpack(body)
     except CorruptError:
         return
-    assert unpacked(msgpack.packb(found)) == found or "nan" in repr(found)
+    assert unpack(msgpack.packb(found)) == found or "nan" in repr(found)
 
 
 VALUES = st.recursive(
@@ -269,12 +269,12 @@ def test_any_message_is_answered(message: Message) -> None:
     """By a result or an error with a name; nothing else leaves the handlers."""
     body = msgpack.packb(message)
     try:
-        read = unpacked(body)
+        read = unpack(body)
     except CorruptError:
         return
     answer = Bench().messages.answer({**read, **OF_VERSION}, 1.0)
     assert isinstance(answer, dict)
-    assert error_in(answer) is None or set(answer) == {"error", "message", "advice"}
+    assert parse_error(answer) is None or set(answer) == {"error", "message", "advice"}
 
 
 # lists --------------------------------------------------------------------------------------------
@@ -311,16 +311,16 @@ def test_a_list_that_is_followed_goes_on_to_the_next_epoch(bench: Bench) -> None
 
 
 def test_the_next_epoch_is_foreseen_and_read_lists_agree_with_it() -> None:
-    bench = Bench(dataset(10, FORESEE_ENTRIES_MIN // 10 + 1))
+    bench = Bench(dataset(10, PREDICT_ENTRIES_MIN // 10 + 1))
     orders = [chunk_shuffle(bench.snapshot, 1, epoch, group_size=2) for epoch in range(2)]
     read_list(bench, 0)
     bench.settle()
-    bench.messages.foresee(bench.now_s + 2)
+    bench.messages.predict_next_epochs(bench.now_s + 2)
     assert len(bench.residency._plan.stream("filelist").epochs) == 1, "nobody follows it yet"
     middle = len(orders[0]) // 2 + 600
     for entry in orders[0][:middle].tolist():
         bench.residency.opened(entry, bench.now_s)
-    bench.messages.foresee(bench.now_s + 4)
+    bench.messages.predict_next_epochs(bench.now_s + 4)
     first, second = bench.residency._plan.stream("filelist").epochs
     assert (first.number, second.number, second.exact) == (0, 1, False)
     assert second.entries.tolist() == orders[1].tolist()
@@ -347,8 +347,8 @@ def test_a_list_that_is_read_again_after_its_end_is_a_plan_again(bench: Bench) -
 def test_a_stream_that_is_over_gives_its_memory_up_but_not_its_place(bench: Bench) -> None:
     read_list(bench, 0)
     follow(bench, 0)
-    bench.messages.foresee(bench.now_s + 1)
-    bench.messages.foresee(bench.now_s + 3 + FINISHED_S)
+    bench.messages.predict_next_epochs(bench.now_s + 1)
+    bench.messages.predict_next_epochs(bench.now_s + 3 + FINISHED_S)
     assert bench.stream("filelist") is None
     assert looked_up(bench) == 1
     read_list(bench, 1)
@@ -358,8 +358,8 @@ def test_a_stream_that_is_over_gives_its_memory_up_but_not_its_place(bench: Benc
 
 
 def test_lists_never_take_all_streams(bench: Bench) -> None:
-    for number in range(3 * LISTS_FOLLOWED_MAX):
+    for number in range(3 * LIST_STREAMS_MAX):
         read_list(bench, 0, f"shuffle:{number}")
     names = {each["name"] for each in bench.residency.stats()["streams"]}
-    last = itertools.islice(range(3 * LISTS_FOLLOWED_MAX), 2 * LISTS_FOLLOWED_MAX, None)
+    last = itertools.islice(range(3 * LIST_STREAMS_MAX), 2 * LIST_STREAMS_MAX, None)
     assert names == {f"shuffle:{number}" for number in last}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.fuse import stats
-from tests.fuse.conftest import Mounted, mounting
+from tests.fuse.conftest import LiveMount, mounting
 from tests.fuse.test_hidden import fresh_stats
 
 pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # it drops the machine's caches
@@ -39,7 +39,7 @@ READ_ALL = f"""if True:
 @pytest.fixture(scope="module")
 def many_files(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Mounted]:
+) -> Iterator[LiveMount]:
     """A mount of some thousand files, each known by its content, pushed without being asked."""
     source = tmp_path_factory.mktemp("pressure") / "source"
     source.mkdir()
@@ -49,13 +49,13 @@ def many_files(
         yield mounted
 
 
-def residency(mounted: Mounted) -> dict[str, int]:
+def residency(mounted: LiveMount) -> dict[str, int]:
     found = fresh_stats(mounted)["residency"]
     assert isinstance(found, dict)
     return found
 
 
-def requests(mounted: Mounted, *names: str) -> int:
+def requests(mounted: LiveMount, *names: str) -> int:
     found = fresh_stats(mounted)["requests"]
     assert isinstance(found, dict)
     return sum(found.get(name, 0) for name in names)
@@ -89,7 +89,7 @@ def small_group() -> Iterator[Path]:
 
 
 def reader(
-    mounted: Mounted, seconds: float, seed: int, group: Path | None = None
+    mounted: LiveMount, seconds: float, seed: int, group: Path | None = None
 ) -> subprocess.Popen[str]:
     """A process that reads files in random order and checks every byte."""
 
@@ -120,7 +120,7 @@ def drop_caches() -> None:
         pytest.skip(f"the kernel's caches cannot be dropped here: {error}")
 
 
-def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: Mounted) -> None:
+def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: LiveMount) -> None:
     """What their group has no room for goes, and is read again. (Whether inodes go, too, is the
     kernel's choice; the next test makes it.)
     """
@@ -130,7 +130,7 @@ def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: Mounted)
     assert min(counts) > 100
 
 
-def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: Mounted) -> None:
+def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: LiveMount) -> None:
     """While all caches are dropped in a loop, readers are right; FORGETs come and the helper hears
     of them; what it pushes into forgotten inodes heals.
     """
@@ -154,7 +154,7 @@ def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: Mounted) -> 
     assert isinstance(stats(many_files.at)["server_pid"], int)
 
 
-def test_the_helper_hears_what_the_kernel_has_forgotten(many_files: Mounted) -> None:
+def test_the_helper_hears_what_the_kernel_has_forgotten(many_files: LiveMount) -> None:
     """Nothing is believed resident that is not: FORGET means so."""
     deadline_s = time.monotonic() + 20
     while residency(many_files)["resident_entries"] < FILES // 2:

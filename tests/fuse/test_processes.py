@@ -15,10 +15,10 @@ import pytest
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.fuse import kernel, mount, stats, umount
 from diesel_fs.fuse.held import READ_BYTES_MAX
-from diesel_fs.fuse.holders import children_of, ended
+from diesel_fs.fuse.holders import children_of, ends_within
 from diesel_fs.fuse.launcher import default_log
 from diesel_fs.fuse.mountpoint import mounted_at
-from tests.fuse.conftest import PROGRAM, Mounted, mounting, request_for
+from tests.fuse.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.fuse.folder_daemon import WATCHDOG
 from tests.fuse.folder_dataset import HANG, PUSHED
 from tests.fuse.test_hidden import fresh_stats
@@ -87,7 +87,7 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
 
 
-def processes_of(mounted: Mounted) -> Processes:
+def processes_of(mounted: LiveMount) -> Processes:
     told = stats(mounted.at)
     server = told["server_pid"]
     assert isinstance(server, int)
@@ -112,7 +112,7 @@ def where(pid: int) -> str:
 @pytest.fixture
 def mounted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Mounted, Processes]]:
+) -> Iterator[tuple[LiveMount, Processes]]:
     """A mount over the kernel session, its watchdog impatient."""
     monkeypatch.setenv(WATCHDOG, "3")
     (source / PUSHED).write_bytes(CONTENT)
@@ -169,7 +169,7 @@ VICTIMS = {
 
 @pytest.mark.parametrize("victims", sorted(VICTIMS))
 def test_Z1_killed_while_a_push_waits_for_a_READ(
-    mounted: tuple[Mounted, Processes], victims: str
+    mounted: tuple[LiveMount, Processes], victims: str
 ) -> None:
     """Readers get an error within 2 s, nothing stays in D state, and mounting again cleans up."""
     found, pids = mounted
@@ -181,7 +181,7 @@ def test_Z1_killed_while_a_push_waits_for_a_READ(
         look_at_the_end(readers, killed_s)
     for pid in pids.all():
         wait_until(lambda pid=pid: is_gone(pid), FREED_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-    found.let_go()
+    found.release_reads()
     mount(request_for(found.source, found.at, "kernel"), program=PROGRAM)
     assert (found.at / PUSHED).read_bytes() == CONTENT
     umount(found.at)
@@ -189,14 +189,14 @@ def test_Z1_killed_while_a_push_waits_for_a_READ(
 
 
 def test_Z1_a_killed_helper_that_can_end_leaves_the_mount_alone(
-    mounted: tuple[Mounted, Processes],
+    mounted: tuple[LiveMount, Processes],
 ) -> None:
     """Reads go on, nothing is pushed, and the log says so."""
     found, pids = mounted
     with reading(found.at) as readers:
         wait_for_the_push(found.at, pids.helper)
         os.kill(pids.helper, signal.SIGKILL)
-        found.let_go()
+        found.release_reads()
         assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
     wait_until(lambda: is_gone(pids.helper))
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
@@ -206,7 +206,7 @@ def test_Z1_a_killed_helper_that_can_end_leaves_the_mount_alone(
     assert all(map(is_gone, pids.all()))
 
 
-def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[Mounted, Processes]) -> None:
+def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, Processes]) -> None:
     found, pids = mounted
     with reading(found.at) as readers:
         wait_for_the_push(found.at, pids.helper)
@@ -217,12 +217,12 @@ def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[Mounted, Pr
         wait_until(lambda: readers.poll() is not None)
         look_at_the_end(readers, time.monotonic())
     for pid in pids.all():
-        assert ended(pid, FREED_S)
+        assert ends_within(pid, FREED_S)
     log = default_log(request_for(found.source, found.at)).read_text()
     assert "has not answered for 3 s" in log
 
 
-def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[Mounted, Processes]) -> None:
+def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[LiveMount, Processes]) -> None:
     """Its end does not wait for it, either."""
     found, pids = mounted
     os.kill(pids.helper, signal.SIGSTOP)
@@ -232,7 +232,7 @@ def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[Mounted, Processe
 
 
 def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
-    mounted: tuple[Mounted, Processes],
+    mounted: tuple[LiveMount, Processes],
 ) -> None:
     """Ctrl-Z, or a container that is frozen: afterwards everything goes on."""
     found, pids = mounted
@@ -260,11 +260,11 @@ def test_umount_ends_all_although_the_helper_waits_for_the_store(
         kernel.umount2(str(found.at))  # as umount(8) does, which waits for nobody
         assert mounted_at(str(found.at)) is None
         for pid in pids.all():
-            assert ended(pid, 3.0)
+            assert ends_within(pid, 3.0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lazy", "force"])
-def test_umount_while_a_push_waits(mounted: tuple[Mounted, Processes], kind: str) -> None:
+def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: str) -> None:
     """Busy is busy, lazily its readers are served to their end, and force ends all at once."""
     found, pids = mounted
     with reading(found.at) as readers:
@@ -273,7 +273,7 @@ def test_umount_while_a_push_waits(mounted: tuple[Mounted, Processes], kind: str
             with pytest.raises(BusyError, match=f"held by processes {readers.pid};"):
                 umount(found.at)
             assert readers.poll() is None
-            found.let_go()
+            found.release_reads()
             assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
             umount(found.at)
         elif kind == "lazy":
@@ -281,19 +281,19 @@ def test_umount_while_a_push_waits(mounted: tuple[Mounted, Processes], kind: str
             assert mounted_at(str(found.at)) is None
             time.sleep(0.3)
             assert readers.poll() is None
-            found.let_go()
+            found.release_reads()
             assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
         else:
             umount(found.at, force=True)
             look_at_the_end(readers, time.monotonic())
     for pid in pids.all():
-        assert ended(pid, FREED_S)
+        assert ends_within(pid, FREED_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("times", [1, 2])
 def test_H4_signals_while_a_push_waits(
-    mounted: tuple[Mounted, Processes], number: signal.Signals, times: int
+    mounted: tuple[LiveMount, Processes], number: signal.Signals, times: int
 ) -> None:
     found, pids = mounted
     with reading(found.at) as readers:
@@ -302,7 +302,7 @@ def test_H4_signals_while_a_push_waits(
         for _ in range(times):
             os.kill(pids.supervisor, number)
             time.sleep(0.1)
-        assert ended(pids.supervisor, 0.9 if times == 2 else FREED_S)
+        assert ends_within(pids.supervisor, 0.9 if times == 2 else FREED_S)
         look_at_the_end(readers, started_s + 0.1)
     assert all(map(is_gone, pids.all()))
     assert mounted_at(str(found.at)) is None
@@ -335,13 +335,13 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
     assert process.stderr is not None
     try:
         assert "is mounted on" in process.stderr.readline()
-        found = Mounted(source, at, process.pid)
+        found = LiveMount(source, at, process.pid)
         pids = processes_of(found)
         with reading(at, "wait", content) as readers:
             wait_until(lambda: reads_that_wait(at))
             os.killpg(process.pid, number)
             wait_until(lambda: mounted_at(str(at)) is None)
-            found.let_go()
+            found.release_reads()
             assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
         _, log = process.communicate(timeout=3)
         assert process.returncode == 0
@@ -375,5 +375,5 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
         assert isinstance(interrupts, dict)
         if name == "retry":
             assert interrupts.get("interrupt"), "no READ was interrupted"
-        found.let_go()
+        found.release_reads()
         assert (found.at / name).read_bytes() == CONTENT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.fuse.launcher import default_log
-from tests.fuse.conftest import Mounted, mounting, request_for
+from tests.fuse.conftest import LiveMount, mounting, request_for
 
 pytestmark = pytest.mark.fuse
 
@@ -20,7 +20,7 @@ FAULTS = ("missing", "keyerror", "oserror", "memory", "group", "exit", "short")
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Mounted]:
+def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
     """A mount in which some files cannot be read, and some make their readers wait."""
     source = tmp_path_factory.mktemp("faulty") / "source"
     source.mkdir()
@@ -30,7 +30,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[M
         yield mounted
 
 
-def log_of(mounted: Mounted) -> str:
+def log_of(mounted: LiveMount) -> str:
     return default_log(request_for(mounted.source, mounted.at)).read_text()
 
 
@@ -44,7 +44,7 @@ def errno_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: Mounted, fault: str) -> None:
+def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: str) -> None:
     """A read gives all the bytes that were asked for or EIO; the log names dataset, path, chunk."""
     assert errno_of(faulty.at / fault) == errno.EIO
     assert (faulty.at / "good").read_bytes() == b"good" * REPEATED
@@ -59,7 +59,7 @@ def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: Mounted, fault: str)
     "fault",
     "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split(),
 )
-def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: Mounted, fault: str) -> None:
+def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, fault: str) -> None:
     with pytest.raises(OSError, match=r".") as raised:
         os.stat(faulty.at / f"raise {fault}")
     assert raised.value.errno == errno.EIO
@@ -67,7 +67,7 @@ def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: Mounted, fau
     assert fault in log_of(faulty)
 
 
-def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: Mounted) -> None:
+def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: LiveMount) -> None:
     """Readers of a store that does not answer get EIO at the deadline; all others go on."""
     found: list[int] = []
     readers = [
@@ -88,7 +88,7 @@ def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: Moun
     assert others_s < 1.0
     assert 0.9 < time.monotonic() - started_s < 1.8, "the reader waited for two deadlines"
     assert "no answer within 1 s" in log_of(faulty)
-    faulty.let_go()
+    faulty.release_reads()
     assert errno_of(faulty.at / "wait0") == 0
 
 

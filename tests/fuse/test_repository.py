@@ -22,7 +22,7 @@ from diesel_fs.fuse import MountRequest, mount, stats, umount
 from diesel_fs.fuse.holders import holders_of
 from diesel_fs.fuse.mountpoint import mounted_at
 from diesel_fs.leases import leased_versions
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 pytestmark = pytest.mark.fuse
 
@@ -150,7 +150,7 @@ def test_a_mount_has_a_lease_on_its_version(
     url: str, at: Path, session: str, tmp_path: Path
 ) -> None:
     put(url, {"a": b"a"})
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         view, objects = repository.view("ds"), repository.objects
         with mounted(MountRequest(url, "ds", str(at), session=session)):
             assert leased_versions(objects, view.identity, time.time()) == {view.version}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.conftest import ODD_NAMES, Mounted, mounting
+from tests.fuse.conftest import ODD_NAMES, LiveMount, mounting
 from tests.fuse.test_hidden import fresh_stats
 
 pytestmark = pytest.mark.fuse
@@ -30,7 +30,7 @@ def everything_below(root: Path) -> Iterator[str]:
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: Mounted) -> None:
+def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: LiveMount) -> None:
     """A path shows the bytes, size, mode, mtime and link target that were put, and no others."""
     paths = sorted(everything_below(tree.at))
     assert paths == sorted(everything_below(tree.source))
@@ -45,20 +45,20 @@ def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: Mounted
             assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
 
 
-def test_a_copy_equals_the_source(tree: Mounted, tmp_path: Path) -> None:
+def test_a_copy_equals_the_source(tree: LiveMount, tmp_path: Path) -> None:
     subprocess.run(["cp", "-a", f"{tree.at}/.", tmp_path / "copy"], check=True)
     subprocess.run(["diff", "-r", "--no-dereference", tree.source, tmp_path / "copy"], check=True)
     assert not (tmp_path / "copy" / ".diesel").exists()
 
 
-def test_tar_reads_a_mount(tree: Mounted, tmp_path: Path) -> None:
+def test_tar_reads_a_mount(tree: LiveMount, tmp_path: Path) -> None:
     subprocess.run(["tar", "cf", tmp_path / "t.tar", "-C", tree.at, "."], check=True)
     with tarfile.open(tmp_path / "t.tar") as tar:
         assert len(tar.getmembers()) == len(list(everything_below(tree.source)))
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
-def test_H10_names_are_bytes(tree: Mounted, name: bytes) -> None:
+def test_H10_names_are_bytes(tree: LiveMount, name: bytes) -> None:
     """A name is a string of 1 to 255 bytes other than NUL and `/`; nothing folds or decodes it."""
     folder = os.path.join(os.fsencode(tree.at), b"odd")
     with open(os.path.join(folder, name), "rb") as file:
@@ -68,13 +68,13 @@ def test_H10_names_are_bytes(tree: Mounted, name: bytes) -> None:
         os.stat(os.path.join(folder, name[:-1] + b"!"))
 
 
-def test_H10_a_name_of_256_bytes_is_too_long(tree: Mounted) -> None:
+def test_H10_a_name_of_256_bytes_is_too_long(tree: LiveMount) -> None:
     with pytest.raises(OSError, match="too long") as raised:
         os.stat(tree.at / ("x" * 256))
     assert raised.value.errno == errno.ENAMETOOLONG
 
 
-def test_a_missing_name_is_asked_for_once(tree: Mounted) -> None:
+def test_a_missing_name_is_asked_for_once(tree: LiveMount) -> None:
     """A name that does not exist never will: the kernel keeps the answer."""
     before = requests(tree)
     for _ in range(50):
@@ -82,7 +82,7 @@ def test_a_missing_name_is_asked_for_once(tree: Mounted) -> None:
     assert requests(tree)["lookup"] - before["lookup"] <= 5  # some find the statistics
 
 
-def requests(mounted: Mounted) -> Counter[str]:
+def requests(mounted: LiveMount) -> Counter[str]:
     """How many requests of each kind there have been; the kernel forgets when it likes."""
     counted = fresh_stats(mounted)["requests"]
     assert isinstance(counted, dict)
@@ -123,7 +123,7 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
 
 
 @pytest.mark.parametrize("call", sorted(MODIFYING))
-def test_H7_every_change_is_refused(tree: Mounted, call: str) -> None:
+def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
     """Whatever would change the tree fails with EROFS; the daemon is not even asked."""
     with pytest.raises(OSError, match=r".") as raised:
         MODIFYING[call](tree.at)
@@ -132,7 +132,7 @@ def test_H7_every_change_is_refused(tree: Mounted, call: str) -> None:
     assert not (tree.at / "new").exists()
 
 
-def test_H7_an_open_file_cannot_be_changed(tree: Mounted) -> None:
+def test_H7_an_open_file_cannot_be_changed(tree: LiveMount) -> None:
     descriptor = os.open(tree.at / "page", os.O_RDONLY)
     try:
         for change in (
@@ -147,7 +147,7 @@ def test_H7_an_open_file_cannot_be_changed(tree: Mounted) -> None:
         os.close(descriptor)
 
 
-def test_H12_an_empty_file_is_read_without_a_request(tree: Mounted) -> None:
+def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
     """A file of 0 bytes exists, and reading it asks nobody."""
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
@@ -155,7 +155,7 @@ def test_H12_an_empty_file_is_read_without_a_request(tree: Mounted) -> None:
     assert requests(tree)["read"] - before["read"] == 1  # of the statistics
 
 
-def test_H13_the_usual_calls_do_the_usual_things(tree: Mounted) -> None:
+def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount) -> None:
     """Programs run, locks are the kernel's own, extended attributes there are none."""
     assert subprocess.run([tree.at / "program"], check=True, capture_output=True).stdout == b"ran\n"
     with open(tree.at / "page", "rb") as file:
@@ -179,7 +179,7 @@ def test_H13_the_usual_calls_do_the_usual_things(tree: Mounted) -> None:
     os.close(os.open(tree.at / "link", os.O_PATH | os.O_NOFOLLOW))
 
 
-def test_H13_statfs_is_plausible(tree: Mounted) -> None:
+def test_H13_statfs_is_plausible(tree: LiveMount) -> None:
     """statfs gives the dataset's size, nothing free, and never 0, because tools divide by it."""
     told = os.statvfs(tree.at)
     size = sum(path.stat().st_size for path in tree.source.rglob("*") if path.is_file())
@@ -190,7 +190,7 @@ def test_H13_statfs_is_plausible(tree: Mounted) -> None:
     subprocess.run(["df", tree.at], check=True, capture_output=True)
 
 
-def test_H15_inode_numbers(tree: Mounted) -> None:
+def test_H15_inode_numbers(tree: LiveMount) -> None:
     """Inode numbers are unique, stable, not 0; a file has one link; `..` leads back."""
     found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
     numbers = [each.st_ino for each in found.values()]
@@ -232,7 +232,7 @@ def test_what_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
     assert later_cost in later  # not each: the kernel may drop pages at any time
 
 
-def test_parts_of_a_large_file(tree: Mounted) -> None:
+def test_parts_of_a_large_file(tree: LiveMount) -> None:
     """Reads at any place give the bytes of that place; behind the end there are none."""
     content = (tree.source / "large").read_bytes()
     with open(tree.at / "large", "rb", buffering=0) as file:
@@ -240,7 +240,7 @@ def test_parts_of_a_large_file(tree: Mounted) -> None:
             assert os.pread(file.fileno(), 70_000, offset) == content[offset : offset + 70_000]
 
 
-def test_options_of_the_mount(tree: Mounted) -> None:
+def test_options_of_the_mount(tree: LiveMount) -> None:
     """The mount is `ro,nosuid,nodev,noatime,default_permissions`, of type `fuse.diesel`."""
     [line] = [
         line for line in Path("/proc/self/mounts").read_text().splitlines() if str(tree.at) in line

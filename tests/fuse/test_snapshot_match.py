@@ -10,8 +10,8 @@ from xxhash import xxh3_64_intdigest
 
 from diesel_fs.entries import Kind
 from diesel_fs.snapshot import ROOT_HASH, Snapshot
-from diesel_fs.snapshot_match import match
-from tests.snapshot.oracle import Own, Part, Shown, build, shown
+from diesel_fs.snapshot_match import diff_snapshots
+from tests.snapshot.oracle import OwnEntry, Part, ShownEntry, build, shown
 from tests.snapshot.test_model import apply, batches, chunks_of
 
 ENTRIES = 300_000
@@ -19,11 +19,11 @@ SECONDS_MAX = 10.0
 """On a machine that does other things besides; alone it is less than one."""
 
 
-def snapshot(state: dict[bytes, Own], version: int = 1) -> Snapshot:
+def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
     return Snapshot(build(None, state, chunks_of(state, 0), version=version))
 
 
-def is_same(one: Shown, other: Shown) -> bool:
+def is_same(one: ShownEntry, other: ShownEntry) -> bool:
     """What no reader can tell apart."""
     if one.kind != other.kind or one.kind == Kind.FOLDER:
         return one.kind == other.kind
@@ -34,35 +34,35 @@ def is_same(one: Shown, other: Shown) -> bool:
     )
 
 
-def check(before: dict[bytes, Own], after: dict[bytes, Own]) -> None:
+def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
     old, new = snapshot(before), snapshot(after, 2)
     then, now = shown(before), shown(after)
     place = {path: i for i, path in enumerate(then)}
-    found = match(old, new)
+    found = diff_snapshots(old, new)
     met = [place[path] if path in then and then[path].kind == each.kind else -1
            for path, each in now.items()]  # fmt: skip
     # Below what became another kind nothing was met; and there is nothing.
-    assert found.met.tolist() == met
+    assert found.same_path.tolist() == met
     was = [at if at >= 0 and is_same(then[path], now[path]) else -1
            for at, path in zip(met, now, strict=True)]  # fmt: skip
-    assert found.was.tolist() == was
+    assert found.unchanged.tolist() == was
     kept = {path for path, at in zip(now, was, strict=True) if at >= 0}
-    assert [path for path, gone in zip(then, found.gone, strict=True) if not gone] == [
-        path for path in then if path in kept
-    ]
+    assert [
+        path for path, gone in zip(then, found.removed_or_changed, strict=True) if not gone
+    ] == [path for path in then if path in kept]
     folders = {path for path, each in now.items() if each.kind == Kind.FOLDER and path in kept}
     changed = {path.rpartition(b"/")[0] for path in {*then, *now} - kept} & folders
     paths = list(now)
     assert {paths[i] for i in found.changed_folders} == changed
     touched = {path for path in folders if then[path] != now[path]}
-    assert {paths[i] for i in found.touched_folders} == touched
+    assert {paths[i] for i in found.folders_with_new_attributes} == touched
 
 
 @given(first=batches, second=batches)
 def test_two_versions_have_in_common_what_dicts_say(
-    first: dict[bytes, Own | None], second: dict[bytes, Own | None]
+    first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None]
 ) -> None:
-    state: dict[bytes, Own] = {}
+    state: dict[bytes, OwnEntry] = {}
     apply(state, first)
     before = dict(state)
     apply(state, second)
@@ -75,10 +75,10 @@ CHANGES = st.sampled_from(["mode", "mtime_ns", "parts", "target", "chunk"])
 
 @given(first=batches, changes=st.lists(st.tuples(st.integers(0, 99), CHANGES), max_size=6))
 def test_one_property_alone_makes_another_entry(
-    first: dict[bytes, Own | None], changes: list[tuple[int, str]]
+    first: dict[bytes, OwnEntry | None], changes: list[tuple[int, str]]
 ) -> None:
     """But where its bytes lie: a purge moves them."""
-    before: dict[bytes, Own] = {}
+    before: dict[bytes, OwnEntry] = {}
     apply(before, first)
     after = dict(before)
     for number, what in changes:
@@ -116,10 +116,10 @@ def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
     assert len(pairs) >= 8
     content = [Part(3, 100, 1, 0, number, 1) for number in range(len(pairs))]
     before = {
-        name: Own(Kind.FILE, parts=(content[at],))
+        name: OwnEntry(Kind.FILE, parts=(content[at],))
         for at, name in enumerate(pairs)
     }  # fmt: skip
-    after = {**before, pairs[0]: Own(Kind.FILE, mode=0), pairs[5]: Own(Kind.FOLDER)}
+    after = {**before, pairs[0]: OwnEntry(Kind.FILE, mode=0), pairs[5]: OwnEntry(Kind.FOLDER)}
     del after[pairs[2]]
     check(before, after)
     check(after, before)
@@ -128,7 +128,7 @@ def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
 
 def test_many_entries_take_no_long_time() -> None:
     before = {
-        b"%03d/%06d" % (number % 500, number): Own(
+        b"%03d/%06d" % (number % 500, number): OwnEntry(
             Kind.FILE, parts=(Part(3, 100 + number, 1, 0, number, 1),)
         )
         for number in range(ENTRIES)
@@ -136,10 +136,10 @@ def test_many_entries_take_no_long_time() -> None:
     after = dict(before)
     for number in range(0, ENTRIES, 1000):
         del after[b"%03d/%06d" % (number % 500, number)]
-        after[b"%03d/%06d-" % (number % 500, number)] = Own(Kind.FILE)
+        after[b"%03d/%06d-" % (number % 500, number)] = OwnEntry(Kind.FILE)
     old, new = snapshot(before), snapshot(after, 2)
     start_s = time.process_time()  # what others do on the machine does not count
-    found = match(old, new)
+    found = diff_snapshots(old, new)
     assert time.process_time() - start_s < SECONDS_MAX
-    assert int(np.count_nonzero(found.was >= 0)) == ENTRIES - ENTRIES // 1000 + 501
+    assert int(np.count_nonzero(found.unchanged >= 0)) == ENTRIES - ENTRIES // 1000 + 501
     assert len(found.changed_folders) == 1

@@ -10,8 +10,8 @@ from diesel_fs import available_memory as memory
 from diesel_fs.client import connect
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.fuse import MountRequest
-from diesel_fs.fuse.source import Memory, Source, SourceOpener
-from diesel_fs.task.client import END_S, TaskStore
+from diesel_fs.fuse.source import MemorySplit, MountSource, OpenedSnapshot
+from diesel_fs.task.client import MASTER_END_WAIT_S, TaskStore
 from diesel_fs.task.request import TaskOptions
 
 
@@ -31,9 +31,9 @@ def saved(tmp_path: Path) -> MountRequest:
     return MountRequest(url, "dogs", "/nowhere", snapshot_file=str(tmp_path / "dogs.snap"))
 
 
-def content(request: MountRequest, source: Source, path: bytes) -> bytes:
+def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
     """A file as the mount would read it."""
-    reader = SourceOpener().reader(request, source.snapshot, 1 << 20, pushes=False)
+    reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
     try:
         return bytes(reader.read(index, 0, source.snapshot.stat(index).size))
@@ -46,8 +46,8 @@ def lose_metadata(store: Path) -> None:
         file.unlink()
 
 
-def opened(request: MountRequest, **changes: object) -> Source:
-    return SourceOpener().open(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
+def open_with(request: MountRequest, **changes: object) -> OpenedSnapshot:
+    return MountSource().open(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
 
 
 def test_a_version_that_is_followed_waits_for_no_master_that_ends(
@@ -60,20 +60,20 @@ def test_a_version_that_is_followed_waits_for_no_master_that_ends(
         waits.append(patience_s)
         return object()
 
-    monkeypatch.setattr(TaskStore, "joined", joined)
-    request, opener = replace(saved, joins=TaskOptions(task="night")), SourceOpener()
+    monkeypatch.setattr(TaskStore, "join", joined)
+    request, opener = replace(saved, task_options=TaskOptions(task="night")), MountSource()
     snapshot = opener.open(request).snapshot
     with connect("dogs", saved.url) as dogs:
         dogs.put(b"more", "c")
         dogs.flush()
         for each in (snapshot, dogs.snapshot, dogs.snapshot):
             opener.reader(request, each, 1 << 20, pushes=False)
-    assert waits == [END_S, 0.0]
+    assert waits == [MASTER_END_WAIT_S, 0.0]
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn", "allow"])
 def test_a_saved_snapshot_of_the_current_version(saved: MountRequest, stale: str) -> None:
-    source = opened(saved, stale=stale)
+    source = open_with(saved, stale=stale)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"
 
@@ -83,13 +83,13 @@ def test_E4_a_stale_snapshot_is_refused_told_or_let_in(saved: MountRequest) -> N
         dogs.delete("b")
         current = dogs.version
     with pytest.raises(ConflictError, match=f"current is {current}") as refused:
-        opened(saved, stale="refuse")
+        open_with(saved, stale="refuse")
     assert "--stale warn" in refused.value.advice
-    warned = opened(saved, stale="warn")
+    warned = open_with(saved, stale="warn")
     assert f"is of version {warned.snapshot.version}, current is {current}" in warned.warning
     assert warned.snapshot.version < current
-    assert opened(saved, stale="allow").warning == ""
-    assert opened(saved, stale="refuse", offline=True).snapshot.version < current
+    assert open_with(saved, stale="allow").warning == ""
+    assert open_with(saved, stale="refuse", offline=True).snapshot.version < current
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn"])
@@ -99,10 +99,10 @@ def test_E5_a_snapshot_newer_than_the_metadata_is_accepted_with_a_warning(
     lose_metadata(tmp_path / "store")
     for file in (tmp_path / "before").glob("meta.sqlite*"):
         shutil.copy(file, tmp_path / "store")
-    source = opened(saved, stale=stale)
+    source = open_with(saved, stale=stale)
     assert "the metadata store is behind" in source.warning
     assert content(saved, source, b"b") == b"another"
-    assert opened(saved, stale="allow").warning == ""
+    assert open_with(saved, stale="allow").warning == ""
 
 
 def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
@@ -110,10 +110,10 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
 ) -> None:
     lose_metadata(tmp_path / "store")
     with pytest.raises(MetadataError, match="nobody can tell") as refused:
-        opened(saved)
+        open_with(saved)
     assert refused.value.exit_code == 14
     assert "--offline" in refused.value.advice
-    source = opened(saved, offline=True)
+    source = open_with(saved, offline=True)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"
 
@@ -123,16 +123,16 @@ def test_every_reader_says_that_its_version_may_be_old_where_nobody_can_tell(
 ) -> None:
     """A mount without a snapshot file, as one with; and Python."""
     current = replace(saved, snapshot_file="")
-    assert opened(current).warning == ""
+    assert open_with(current).warning == ""
     lose_metadata(tmp_path / "store")
-    source = opened(current)
+    source = open_with(current)
     said = f"this is version {source.snapshot.version} of dogs, the newest snapshot, which is 0:00:"
     assert said in source.warning
-    assert opened(current, stale="allow").warning == ""
+    assert open_with(current, stale="allow").warning == ""
     with pytest.raises(ConflictError, match="the newest snapshot") as refused:
-        opened(current, stale="refuse")
+        open_with(current, stale="refuse")
     assert "--stale warn" in refused.value.advice
-    assert opened(current, stale="refuse", version=source.snapshot.version).warning == ""
+    assert open_with(current, stale="refuse", version=source.snapshot.version).warning == ""
     with connect("dogs", saved.url):
         assert said in caplog.text
 
@@ -143,18 +143,18 @@ def test_a_snapshot_is_never_mounted_under_another_name(
 ) -> None:
     """T28: `--offline --snapshot dogs.snap cats` showed the dogs as cats."""
     with pytest.raises(ForeignError, match=r"is a snapshot of 'dogs' .* not of 'cats'"):
-        opened(saved, dataset="cats", offline=offline)
+        open_with(saved, dataset="cats", offline=offline)
     with pytest.raises(NoSuchDataset):
-        opened(saved, dataset="cows", offline=offline)
+        open_with(saved, dataset="cows", offline=offline)
     with connect("dogs", saved.url) as dogs:
         dogs.delete_dataset()
     with connect("dogs", saved.url, create=True) as dogs:
         dogs.put(b"new dog", "a")
     with pytest.raises(ForeignError):  # the same name, another identity
-        opened(saved, offline=offline)
+        open_with(saved, offline=offline)
     lose_metadata(tmp_path / "store")
     with pytest.raises(ForeignError if offline else MetadataError):
-        opened(saved, offline=offline)
+        open_with(saved, offline=offline)
 
 
 # Memory -----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_the_limit_of_the_control_groups(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory._cgroup_bytes(tmp_path, listed) == limit
+    assert memory._cgroup_limit_bytes(tmp_path, listed) == limit
 
 
 def test_a_mount_takes_a_part_of_what_its_container_has(
@@ -196,14 +196,16 @@ def test_a_mount_takes_a_part_of_what_its_container_has(
     (tmp_path / "groups" / name).parent.mkdir(parents=True)
     (tmp_path / "groups" / name).write_text(str(400 << 20))
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
-    assert Memory.of(MountRequest("", "", "")).total_bytes == (400 << 20) // memory.MEMORY_FRACTION
-    assert Memory.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
+    assert (
+        MemorySplit.of(MountRequest("", "", "")).total_bytes == (400 << 20) // memory.MEMORY_DIVISOR
+    )
+    assert MemorySplit.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
 
 
 def test_the_memory_of_a_mount_is_shared_out() -> None:
     """What is pushed and what the server keeps are together what was asked for."""
     for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
-        shares = Memory(asked_bytes)
+        shares = MemorySplit(asked_bytes)
         assert shares.server_bytes(pushes=False) == asked_bytes
         assert shares.server_bytes(pushes=True) + shares.push_bytes == asked_bytes
         assert shares.push_bytes > asked_bytes // 2

@@ -3,22 +3,22 @@
 import numpy as np
 
 from diesel_fs.fuse.decisions import Push
-from diesel_fs.fuse.residency import Residency
+from diesel_fs.fuse.residency import PrefetchPlanner
 
 from .simulated_kernel import stream
 
 COUNT, SIZE = 20_000, 4_096
 
 
-def followed() -> Residency:
+def followed() -> PrefetchPlanner:
     """One stream in the order of the entries, with a tenth of the memory."""
     chunk = np.arange(COUNT) // 1_000
-    test = Residency(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
+    test = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
     test.announce(stream("a", list(range(COUNT))), 100.0)
     return test
 
 
-def first_pushed(test: Residency) -> int:
+def first_pushed(test: PrefetchPlanner) -> int:
     push = test.next(102.0)  # what READs have brought by now counts no longer
     assert isinstance(push, Push)
     return int(push.entries.min())
@@ -63,7 +63,7 @@ def test_stray_signs_all_over_the_epoch_move_nobody() -> None:
     """Of many, some are near each other by chance; a reader that has jumped makes most of them."""
     size, count = 4_096, 200_000
     chunk = np.arange(count) // 1_000
-    test = Residency(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
+    test = PrefetchPlanner(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
     test.announce(stream("a", list(range(count))), 100.0)
     test.missed(5, 100.0)
     rng = np.random.default_rng(1)

@@ -13,10 +13,10 @@ import pytest
 
 from diesel_fs.errors import DeadlineError
 from diesel_fs.fuse import launcher, umount
-from diesel_fs.fuse.holders import ended
+from diesel_fs.fuse.holders import ends_within
 from diesel_fs.fuse.mountpoint import mounted_at
 from tests.fuse.conftest import mounting
-from tests.fuse.followed_dataset import soon
+from tests.fuse.followed_dataset import wait_until
 from tests.ordinary_user import USER, as_user, module_path, needs_root, user_python
 
 pytestmark = pytest.mark.fuse
@@ -36,7 +36,7 @@ def test_another_users_mount_is_refused_and_lives(
         assert f"{mounted.at} was mounted by user 0" in said.stderr
         assert "is unmounted" not in said.stdout
         assert (mounted.at / "b").read_bytes() == b"beta"
-        assert not ended(mounted.pid, 0)
+        assert not ends_within(mounted.pid, 0)
 
 
 @needs_root
@@ -105,13 +105,13 @@ def test_what_another_mount_namespace_has_is_said_and_served(
         assert mounted_at(str(mounted.at)) is None
         assert f"on {mounted.at}, as process {process.pid} sees it" in caplog.text
         assert "kill" not in caplog.text
-        assert not ended(mounted.pid, 0)
+        assert not ends_within(mounted.pid, 0)
         assert process.stdin is not None
         assert process.stdout is not None
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "beta\n"
         process.kill()
-        soon(lambda: ended(mounted.pid, 0))
+        wait_until(lambda: ends_within(mounted.pid, 0))
 
 
 @needs_root
@@ -122,7 +122,7 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
     ):
         umount(mounted.at, force=True)
         assert mounted_at(str(mounted.at)) is None
-        assert ended(mounted.pid, 0)
+        assert ends_within(mounted.pid, 0)
 
 
 def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
@@ -137,7 +137,7 @@ def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
                 umount(mounted.at)
         finally:
             os.kill(mounted.pid, signal.SIGCONT)
-        soon(lambda: ended(mounted.pid, 0))
+        wait_until(lambda: ends_within(mounted.pid, 0))
 
 
 FUSERMOUNT = """#!/bin/sh

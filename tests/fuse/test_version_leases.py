@@ -9,7 +9,7 @@ import pytest
 
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.fuse.request import MountRequest
-from diesel_fs.fuse.source import SourceOpener
+from diesel_fs.fuse.source import MountSource
 from diesel_fs.fuse.version_leases import VersionLeases
 from diesel_fs.leases import ReadLease
 from diesel_fs.snapshot import Snapshot
@@ -19,7 +19,7 @@ def version(number: int) -> Snapshot:
     return cast(Snapshot, SimpleNamespace(version=number, identity=UUID(int=1)))
 
 
-class Opener(SourceOpener):
+class Opener(MountSource):
     """Notes what is taken and given back; it can be away."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ def leases(opener: Opener, tmp_path: Path) -> VersionLeases:
 def test_those_that_are_answered_for_are_held_and_no_others(
     leases: VersionLeases, opener: Opener
 ) -> None:
-    leases.hold([version(1)])
-    leases.hold([version(2), version(1)])
+    leases.set_versions([version(1)])
+    leases.set_versions([version(2), version(1)])
     assert opener.held == [1, 2]
-    leases.hold([version(2)])
+    leases.set_versions([version(2)])
     assert opener.held == [2]
     leases.close()
     assert opener.held == []
@@ -61,12 +61,12 @@ def test_a_lease_that_could_not_be_had_is_asked_for_again(
 ) -> None:
     """The store was away for a moment; that is told once."""
     caplog.set_level("INFO")
-    leases.hold([version(1)])
+    leases.set_versions([version(1)])
     opener.is_away = True
     for _ in range(3):
-        leases.hold([version(2), version(1)])
+        leases.set_versions([version(2), version(1)])
     assert opener.held == [1]
     assert caplog.messages == ["no lease on version 2: the store is away"]
     opener.is_away = False
-    leases.hold([version(2), version(1)])
+    leases.set_versions([version(2), version(1)])
     assert opener.held == [1, 2]

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from diesel_fs.hidden import HiddenFile
-from diesel_fs.nodes import ABSENT, ABSENT_NOW, HIDDEN_ROOT, ROOT, Attributes, Owner, Refused
+from diesel_fs.nodes import ABSENT, ABSENT_NOW, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Owner
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.vfs import LISTING_ENTRIES, LISTINGS_KEPT, Vfs
 from tests.fuse.folder_dataset import FolderReader, snapshot_of
@@ -66,8 +66,8 @@ def test_a_node_is_the_index_and_one(vfs: Vfs) -> None:
 
 @pytest.mark.parametrize("node", [0, -1, 99_999, HIDDEN_ROOT - 1, HIDDEN_ROOT + 9, 1 << 63])
 def test_an_unknown_node_is_stale(vfs: Vfs, node: int) -> None:
-    for call in (vfs.attributes, lambda node: vfs.read_now(node, 0, 1)):
-        with pytest.raises(Refused) as raised:
+    for call in (vfs.attributes, lambda node: vfs.read_nowait(node, 0, 1)):
+        with pytest.raises(FuseErrno) as raised:
             call(node)
         assert raised.value.errno == errno.ESTALE
 
@@ -96,18 +96,18 @@ def test_a_hidden_file_gets_a_new_node_when_and_only_when_it_changes(
     vfs: Vfs, clock: Clock
 ) -> None:
     first = hidden(vfs, b"stats")
-    vfs.remember(first.node)
-    content = vfs.read_now(first.node, 0, first.size)
+    vfs.count_lookup(first.node)
+    content = vfs.read_nowait(first.node, 0, first.size)
     clock.now_s = 0.99
     vfs.requests["read"] += 1
     assert hidden(vfs, b"stats") == first, "they stand still for a second"
     clock.now_s = 1.0
     second = hidden(vfs, b"stats")
     assert second.node > first.node
-    assert vfs.read_now(first.node, 0, 9999) == content
+    assert vfs.read_nowait(first.node, 0, 9999) == content
     vfs.forget(first.node, 1)
-    with pytest.raises(Refused):
-        vfs.read_now(first.node, 0, 9999)
+    with pytest.raises(FuseErrno):
+        vfs.read_nowait(first.node, 0, 9999)
     snapshot = hidden(vfs, b"snapshot")
     clock.now_s = 1e6
     assert hidden(vfs, b"snapshot") == snapshot
@@ -119,7 +119,7 @@ def test_a_hidden_file_that_does_not_change_keeps_its_node(vfs: Vfs, clock: Cloc
         vfs.snapshot,
         vfs._reader,
         Owner(0, 0),
-        hidden={b"x": HiddenFile(lambda: bytes([1, 2]), still_s=1.0)},
+        hidden={b"x": HiddenFile(lambda: bytes([1, 2]), max_age_s=1.0)},
         clock=clock,
     )
     first = hidden(same, b"x")
@@ -132,7 +132,7 @@ def test_editions_that_nobody_knows_go(vfs: Vfs, clock: Clock) -> None:
     for second in range(1000):
         clock.now_s = 2.0 * second
         node = hidden(vfs, b"stats").node
-        vfs.remember(node)
+        vfs.count_lookup(node)
         vfs.forget(node, 1)
     assert len(vfs._hidden._nodes) == 1
 
@@ -147,13 +147,13 @@ def test_reads_are_in_full_or_refused(vfs: Vfs, source: Path) -> None:
     node = vfs.lookup(ROOT, b"a").node
 
     async def read() -> None:
-        assert vfs.read_now(node, 0, 10) is None
+        assert vfs.read_nowait(node, 0, 10) is None
         assert await vfs.read(node, 4995, 4096) == b"alpha"
-        assert vfs.read_now(node, 0, 4096) == (b"alpha" * 1000)[:4096]
-        assert vfs.read_now(node, 5000, 4096) == b""
-        assert vfs.read_now(node, 9999, 4096) == b""
+        assert vfs.read_nowait(node, 0, 4096) == (b"alpha" * 1000)[:4096]
+        assert vfs.read_nowait(node, 5000, 4096) == b""
+        assert vfs.read_nowait(node, 9999, 4096) == b""
         os.truncate(source / "b", 2)
-        with pytest.raises(Refused) as raised:
+        with pytest.raises(FuseErrno) as raised:
             await vfs.read(vfs.lookup(ROOT, b"b").node, 0, 4096)
         assert raised.value.errno == errno.EIO
 

@@ -20,10 +20,10 @@ from diesel_fs.control_wire import frame
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import CorruptError, ForeignError, FormatError, UsageError
 from diesel_fs.fuse import protocol
-from diesel_fs.fuse.helper import residency_of
-from diesel_fs.fuse.plan_messages import PlanMessages
+from diesel_fs.fuse.helper import planner_for
+from diesel_fs.fuse.plan_messages import PlanCommands
 from diesel_fs.fuse.protocol import Malformed, Op
-from diesel_fs.messages import error_in, unpacked
+from diesel_fs.messages import parse_error, unpack
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task import hello
 from diesel_fs.task import wire as task_wire
@@ -73,12 +73,12 @@ def request(content: bytes) -> bool:
 def control(content: bytes) -> bool:
     """One message to the control socket, with all that is behind it."""
     try:
-        message = unpacked(content)
+        message = unpack(content)
     except CorruptError:
         return False
-    plans = PlanMessages(SNAPSHOT, residency_of(SNAPSHOT, 1 << 30, "on-demand"))
+    plans = PlanCommands(SNAPSHOT, planner_for(SNAPSHOT, 1 << 30, "on-demand"))
     plans.answer(announce(), 1.0)  # `s`, of which a message may speak
-    return error_in(plans.answer(message, 1.0)) is None
+    return parse_error(plans.answer(message, 1.0)) is None
 
 
 def chunk(content: bytes) -> bool:
@@ -115,11 +115,11 @@ def wires(content: bytes) -> bool:
     """What a server gets of a client, and a client of a server: greeting, then a frame."""
     lengths, rest = content[: wire.LENGTHS_BYTES], content[wire.LENGTHS_BYTES :]
     if len(lengths) == wire.LENGTHS_BYTES:
-        _taken(CorruptError, lambda: wire.parse_lengths(lengths, wire.BEFORE_LOGIN))
+        _taken(CorruptError, lambda: wire.parse_lengths(lengths, wire.BEFORE_LOGIN_LIMITS))
     taken = [
         _taken(ForeignError, lambda: wire.parse_greeting(content[: wire.GREETING_BYTES])),
         _taken(ForeignError, lambda: wire.parse_welcome(content[: wire.GREETING_BYTES])),
-        _taken(CorruptError, lambda: wire.parse_head(rest, wire.REQUEST)),
+        _taken(CorruptError, lambda: wire.parse_head(rest, wire.REQUEST_LIMITS)),
     ]
     return any(taken)
 
@@ -162,22 +162,22 @@ def clients(content: bytes) -> bool:
     def parse_answer(kind: int) -> None:
         told = task_wire.parse_local_answer(head, kind, len(PARTS))
         if told.body_bytes == len(body):
-            task_wire.split_wanted(told, body)
+            task_wire.split_revoked(told, body)
 
-    for kind in range(task_wire.LOCAL_HELLO, task_wire.LOCAL_SHOW + 1):
+    for kind in range(task_wire.LOCAL_HELLO, task_wire.LOCAL_SWITCH_VERSION + 1):
         taken.append(_taken(CorruptError, partial(parse_answer, kind)))
     bodies: list[Callable[[bytes], object]] = [
         task_wire.parse_local_hello,
         task_wire.parse_local_welcome,
         task_wire.parse_source,
-        task_wire.parse_show,
-        lambda body: task_wire.parse_placed(body, PARTS[:, 2], 300),
+        task_wire.parse_switch_version,
+        lambda body: task_wire.parse_read_answer(body, PARTS[:, 2], 300),
         lambda body: task_wire.parse_chunks(body, len(SIZES)),
         lambda body: task_wire.parse_damaged(body, SIZES),
     ]
     for parse in bodies:
         _taken((CorruptError, UsageError), partial(parse, body))
-    task_wire.sentence_in(body)
+    task_wire.parse_refusal(body)
     return any(taken)
 
 
@@ -212,7 +212,7 @@ def seeds() -> dict[str, list[bytes]]:
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
     said = hello.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))
-    placed = task_wire.placed_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
+    placed = task_wire.read_answer_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
@@ -223,7 +223,9 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],
-        "wire": [wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST)],
+        "wire": [
+            wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST_LIMITS)
+        ],
         "peers": [
             hello.greeting(),
             hello.welcome(bytes(32)),

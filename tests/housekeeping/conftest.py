@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..storage.redis_servers import emptied_server
@@ -24,16 +24,16 @@ def clock() -> Iterator[MovedClock]:
 @pytest.fixture(params=["sqlite", "redis"])
 def repository(
     request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
-) -> Iterator[Repository]:
+) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     if request.param == "redis":
         url += f"?meta={emptied_server().url}"
-    with Repository.open(url, create=True) as opened:
+    with LocalRepository.open(url, create=True) as opened:
         yield opened
 
 
 @pytest.fixture
-def holed(repository: Repository, tmp_path: Path) -> Repository:
+def dataset_with_holes(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     """Chunks of 64 KiB, of which half has been deleted."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
     put_tree(repository, "ds", source, options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN))

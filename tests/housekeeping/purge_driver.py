@@ -6,9 +6,9 @@ Prints "acknowledged" only when `purge` has returned.
 import sys
 
 from diesel_fs.housekeeping import PurgeOptions, purge
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 if __name__ == "__main__":
-    with Repository.open(sys.argv[1]) as repository:
+    with LocalRepository.open(sys.argv[1]) as repository:
         purge(repository, "ds", PurgeOptions(0, 0, 0))
     print("acknowledged", flush=True)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.client import Dataset, connect
 from diesel_fs.entries import ChunkId
 from diesel_fs.housekeeping import PurgeOptions
 from diesel_fs.layout import chunk_prefix
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import ObjectStore, StoreWrapper
 
@@ -19,7 +19,7 @@ NO_FILES = 4096
 """Bytes of chunks that hold folders and tombstones only: no reader needs their objects."""
 
 
-def sound(repository: Repository) -> None:
+def sound(repository: LocalRepository) -> None:
     """Nothing is damaged, and metadata from the chunks alone are the same."""
     before = repository.view("ds")
     assert verify(repository, "ds").problems == []
@@ -40,27 +40,27 @@ def entries(view: Snapshot) -> list[tuple[object, ...]]:
     return found
 
 
-def chunks(repository: Repository) -> list[ChunkId]:
-    return list(repository.chunk_names(repository.dataset("ds").identity))
+def chunks(repository: LocalRepository) -> list[ChunkId]:
+    return list(repository.chunk_ids(repository.dataset("ds").identity))
 
 
-def stored_bytes(repository: Repository) -> int:
+def stored_bytes(repository: LocalRepository) -> int:
     identity = repository.dataset("ds").identity
     return sum(info.bytes for info in repository.objects.list(chunk_prefix(identity)))
 
 
-def read_all(view: Snapshot, repository: Repository) -> list[bytes]:
-    reader = ContentReader(view, repository.objects, 1 << 20)
+def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:
+    reader = EntryReader(view, repository.objects, 1 << 20)
     return [bytes(reader.read(int(i))) for i in view.files()]
 
 
-def tombstones(repository: Repository, *paths: bytes) -> int:
+def tombstones(repository: LocalRepository, *paths: bytes) -> int:
     identity = repository.dataset("ds").identity
     found = repository.meta.lookup(identity, paths, tombstones=True)
     return int((found.records["kind"] == 3).sum())
 
 
-def deleted_file(repository: Repository) -> None:
+def deleted_file(repository: LocalRepository) -> None:
     """`f` was put and deleted; `g` stands."""
     writer = Writer(repository)
     writer.add(b"f", b"content of f")
@@ -82,5 +82,5 @@ class ShortListing(StoreWrapper):
         return (name for name in super().names(prefix, after) if name != self._hidden)
 
 
-def dataset_of(repository: Repository) -> Dataset:
-    return connect("ds", repository.url.whole, create=True)
+def dataset_of(repository: LocalRepository) -> Dataset:
+    return connect("ds", repository.url.full_url, create=True)

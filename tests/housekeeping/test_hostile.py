@@ -23,7 +23,7 @@ from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.layout import chunk_object, lease_object, snapshot_object
 from diesel_fs.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.writer import PutOptions, put_tree
@@ -31,7 +31,7 @@ from diesel_fs.writer import PutOptions, put_tree
 from ..repository.test_interleavings import Writer
 from ..storage.faulty_store import Fault, FaultyStore
 from ..trees import facts
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .moved_clock import HOUR_S, MovedClock
 from .purged import (
     NOW,
@@ -47,7 +47,9 @@ from .purged import (
 LOOK = replace(NOW, dry_run=True)
 
 
-def test_P7_a_store_that_was_put_back_loses_nothing_more(holed: Repository, tmp_path: Path) -> None:
+def test_P7_a_store_that_was_put_back_loses_nothing_more(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
     """The metadata knows of chunks that the backup has not: where contents have moved to."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
@@ -56,7 +58,7 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(holed: Repository, tmp_
     shutil.rmtree(store / "datasets")
     shutil.copytree(tmp_path / "backup", store / "datasets")
     before = chunks(holed)
-    with Repository.open(holed.url) as again:
+    with LocalRepository.open(holed.url) as again:
         for _ in range(2):
             with pytest.raises(LostChunks):
                 purge(again, "ds", NOW)
@@ -65,19 +67,19 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(holed: Repository, tmp_
         assert verify(again, "ds").problems
         assert recover(again, "ds").problems
         assert recover(again, "ds", forget_lost=True).sound
-        assert shown(again) == expected
+        assert dataset_state(again) == expected
         purge(again, "ds", NOW)
-        assert shown(again) == expected
+        assert dataset_state(again) == expected
         sound(again)
 
 
 @pytest.mark.parametrize("operation", ["list", "stat", "get"])
-def test_verify_beside_a_purge_finds_nothing_wrong(holed: Repository, operation: str) -> None:
+def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, operation: str) -> None:
     """What the metadata named at first is gone when verify lists it, opens it, reads it."""
     last = chunk_object(holed.dataset("ds").identity, chunks(holed)[-2])
 
     def purge_beside(_: str) -> None:
-        with Repository.open(holed.url) as other:
+        with LocalRepository.open(holed.url) as other:
             assert purge(other, "ds", NOW).deleted > 4
 
     fault = Fault(operation, "/chunks/" if operation == "list" else last, act=purge_beside)
@@ -89,7 +91,7 @@ def test_verify_beside_a_purge_finds_nothing_wrong(holed: Repository, operation:
 
 
 def test_verify_of_a_dataset_that_is_purged_all_the_time(
-    holed: Repository, monkeypatch: pytest.MonkeyPatch
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = type(holed.meta).chunks
     monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
@@ -101,7 +103,7 @@ def test_verify_of_a_dataset_that_is_purged_all_the_time(
             verify(holed, "ds")
 
 
-def test_O12_a_short_listing_is_no_loss(holed: Repository, tmp_path: Path) -> None:
+def test_O12_a_short_listing_is_no_loss(holed: LocalRepository, tmp_path: Path) -> None:
     """Neither to `verify` nor to `recover`, which must not forget what it has not been shown."""
     hidden, real = chunks(holed)[0], holed.objects
     holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
@@ -112,22 +114,22 @@ def test_O12_a_short_listing_is_no_loss(holed: Repository, tmp_path: Path) -> No
         purge(holed, "ds", NOW)
     recover(holed, "ds")
     holed.objects = real
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
 
 def test_recover_beside_a_purge_that_drops_tombstones(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     """It reads a chunk of tombstones after that was forgotten and before it is deleted."""
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         purge(late, "ds", NOW)
         purge(late, "ds", PurgeOptions(1_000_000, -1, 0))
 
         def rebuild_beside(_: str) -> None:
-            with Repository.open(late.url) as other:
+            with LocalRepository.open(late.url) as other:
                 recover(other, "ds")
 
         objects = late.objects
@@ -144,7 +146,7 @@ def test_recover_beside_a_purge_that_drops_tombstones(
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_that_is_renewed_while_it_is_looked_at(
-    holed: Repository, token: str, grows: bool
+    holed: LocalRepository, token: str, grows: bool
 ) -> None:
     """It has another length then: neither is it damaged, nor one of every version."""
     view, real = holed.view("ds"), holed.objects
@@ -164,7 +166,7 @@ def test_a_lease_that_is_renewed_while_it_is_looked_at(
 YEAR_S = 365 * 24 * HOUR_S
 
 
-def lease_file(repository: Repository, token: str, until_s: float, version: int = 0) -> Path:
+def lease_file(repository: LocalRepository, token: str, until_s: float, version: int = 0) -> Path:
     """A lease of another host, as its own clock has it."""
     identity = repository.dataset("ds").identity
     name = lease_object(identity, token)
@@ -177,7 +179,7 @@ def written(file: Path, seconds_ago: float) -> None:
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S, math.nan, math.inf])
-def test_a_lease_of_a_host_whose_clock_is_wrong(holed: Repository, until_s: float) -> None:
+def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
     """It holds as long as it is renewed, and no longer."""
     view = holed.view("ds")
     file = lease_file(holed, "0" * 32, time.time() + until_s, view.version)
@@ -187,7 +189,7 @@ def test_a_lease_of_a_host_whose_clock_is_wrong(holed: Repository, until_s: floa
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
-def test_a_purge_of_a_host_whose_clock_is_wrong(holed: Repository, until_s: float) -> None:
+def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
     """It keeps others off, and for no year if it was killed."""
     file = lease_file(holed, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
@@ -199,7 +201,7 @@ def test_a_purge_of_a_host_whose_clock_is_wrong(holed: Repository, until_s: floa
 
 
 def test_a_purge_by_a_clock_that_is_ahead_is_refused(
-    holed: Repository, monkeypatch: pytest.MonkeyPatch
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All leases would be over for it. One that is behind only waits longer."""
     before, now = chunks(holed), time.time
@@ -223,7 +225,7 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     lease.close()
 
 
-def test_P10_a_full_store_gives_back_what_can_go(holed: Repository, tmp_path: Path) -> None:
+def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_path: Path) -> None:
     """Else it would stay full: the next purge finds no room to begin with either."""
     purge(holed, "ds")
     writer = Writer(holed)
@@ -242,7 +244,7 @@ def test_P10_a_full_store_gives_back_what_can_go(holed: Repository, tmp_path: Pa
 
 
 def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     """It had not heard of the deletion; the dataset has been made again since, or has not."""
     writer = Writer(repository)
@@ -274,13 +276,13 @@ def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
 @pytest.mark.parametrize("keep", [0, 1, 2, 5])
 @pytest.mark.parametrize("hours", [0, 2, 50])
 def test_a_dry_run_says_what_a_purge_does(
-    holed: Repository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
 ) -> None:
     source = tmp_path / "source"
     for number in (1, 3):
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
-        with Repository.open(holed.url) as late:
+        with LocalRepository.open(holed.url) as late:
             put_tree(late, "ds", source, options=PutOptions(jobs=1, delete=True))
             said = purge(late, "ds", PurgeOptions(0, keep, grace_s, dry_run=True))
             done = purge(late, "ds", PurgeOptions(0, keep, grace_s))
@@ -289,11 +291,11 @@ def test_a_dry_run_says_what_a_purge_does(
 
 
 def test_P2_the_grace_period_begins_when_the_next_version_is_published(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A put was killed before that, days ago: whoever goes by snapshots opens the one before."""
     clock.ahead_s = -100 * HOUR_S
-    with Repository.open(repository.url) as early:
+    with LocalRepository.open(repository.url) as early:
         writer = Writer(early)
         writer.add(b"f", b"old")
         writer.seal().commit()

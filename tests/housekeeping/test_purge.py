@@ -23,14 +23,14 @@ from diesel_fs.housekeeping import PurgeOptions, PurgeReport, purge
 from diesel_fs.layout import chunk_object, lease_object
 from diesel_fs.leases import PURGE, Lease, PurgeLease
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
-from diesel_fs.storage.metadata import Batch, Late
+from diesel_fs.repository import LocalRepository, LocalWriteSession
+from diesel_fs.storage.metadata import Batch, ReadCommitted
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..repository.test_interleavings import Writer, content
 from ..storage.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .moved_clock import HOUR_S, MovedClock, moved_clock
 from .purged import (
     NOW,
@@ -47,18 +47,18 @@ STEPS = ["put /chunks/", "put /snapshots/", "delete /snapshots/", "delete /chunk
          "forget"]  # fmt: skip
 
 
-def test_P1_space_comes_back_and_nothing_is_lost(holed: Repository, tmp_path: Path) -> None:
+def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_path: Path) -> None:
     before = stored_bytes(holed)
     report = purge(holed, "ds", NOW)
     assert (report.rewritten, report.deleted > 4, report.waiting) == (report.deleted, True, 0)
     assert stored_bytes(holed) < before * 0.55
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
     assert purge(holed, "ds", NOW).rewritten == 0
 
 
 def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
-    holed: Repository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
@@ -67,12 +67,12 @@ def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
     def look(name: str) -> None:
         identity = holed.dataset("ds").identity
         version = holed.snapshots.newest(identity)
-        marker = holed.meta.marker("ds")
+        marker = holed.meta.head("ds")
         assert version == marker.version
         gone = name.rpartition("/")[2]
         assert gone not in {str(chunk) for chunk in holed.view("ds").chunk_ids}
-        with Repository.open(holed.url) as other:
-            assert shown(other) == expected
+        with LocalRepository.open(holed.url) as other:
+            assert dataset_state(other) == expected
         seen.append(version)
 
     with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=look)) as store:
@@ -81,7 +81,7 @@ def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
     assert seen, "proves nothing"
 
 
-def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: Repository) -> None:
+def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:
     identity = holed.dataset("ds").identity
     with PurgeLease.take(holed.objects, identity), pytest.raises(BusyError):
         purge(holed, "ds", NOW)
@@ -106,7 +106,7 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: Reposito
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 def test_P1_P5_an_end_at_every_step(
-    holed: Repository, tmp_path: Path, step: str, done: bool, clock: MovedClock
+    holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
 ) -> None:
     """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
@@ -135,33 +135,33 @@ def test_P1_P5_an_end_at_every_step(
         with pytest.raises(ObjectStoreError, match="killed"):
             purge(holed, "ds", NOW)
     holed.objects = holed.snapshots._objects = objects
-    assert shown(holed) == expected
+    assert dataset_state(holed) == expected
     assert verify(holed, "ds").problems == []
     clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
-    with Repository.open(holed.url) as again:
+    with LocalRepository.open(holed.url) as again:
         again.begin("ds")
-        assert shown(again) == expected
+        assert dataset_state(again) == expected
         sound(again)
         purge(again, "ds", NOW)
-        assert shown(again) == expected
+        assert dataset_state(again) == expected
         sound(again)
         assert purge(again, "ds", NOW).waiting == 0
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: Repository) -> None:
+def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: LocalRepository) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
     old = chunks(holed)
 
     def write_beside(_: str) -> None:
-        with Repository.open(holed.url) as other:
+        with LocalRepository.open(holed.url) as other:
             before = other.meta.chunks(other.dataset("ds").identity)
             other.begin("ds")
             assert other.meta.chunks(other.dataset("ds").identity) == before
 
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # old enough for orphans
-        with Repository.open(holed.url) as late:
+        with LocalRepository.open(holed.url) as late:
             with FaultyStore(late.objects, Fault("delete", "/chunks/", act=write_beside)) as store:
                 late.objects = store
                 purge(late, "ds", NOW)
@@ -171,11 +171,11 @@ def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: Reposit
             assert verify(late, "ds").problems == []
 
 
-def test_P5_a_rebuild_beside_the_deletions(holed: Repository, tmp_path: Path) -> None:
+def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
     """It has read chunks that are gone when it ends: they are forgotten once more."""
 
     def rebuild_beside(_: str) -> None:
-        with Repository.open(holed.url) as other:
+        with LocalRepository.open(holed.url) as other:
             recover(other, "ds")
 
     with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
@@ -183,22 +183,22 @@ def test_P5_a_rebuild_beside_the_deletions(holed: Repository, tmp_path: Path) ->
         purge(holed, "ds", NOW)
     known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
     assert known == set(chunks(holed))
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
 
 def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
-    holed: Repository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
     rebuild = holed.meta.rebuild
 
     def rebuild_slowly(
-        name: str, identity: UUID, batches: Iterable[Batch], late: Late, above: int
+        name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, above: int
     ) -> int:
         def then_purged() -> Iterator[Batch]:
             yield from batches
-            with Repository.open(holed.url) as other:
+            with LocalRepository.open(holed.url) as other:
                 assert purge(other, "ds", NOW).deleted > 4
 
         return rebuild(name, identity, then_purged(), late, above)
@@ -208,15 +208,15 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
         assert recover(holed, "ds").problems == []
     known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
     assert known == set(chunks(holed))
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
 
-def test_P6_what_is_written_while_purge_copies_wins(holed: Repository) -> None:
+def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
     path = b"d1/1"
 
     def write_beside(_: str) -> None:
-        writer = Writer(Repository.open(holed.url))
+        writer = Writer(LocalRepository.open(holed.url))
         writer.builder.room(3)[:] = b"new"
         writer.builder.add_file((b"d1", b"1"), 0o644, 1, 3)
         writer.seal().commit()
@@ -229,7 +229,9 @@ def test_P6_what_is_written_while_purge_copies_wins(holed: Repository) -> None:
     assert content(holed, path) == b"new"
 
 
-def test_P10_a_full_store_leaves_everything_as_it_was(holed: Repository, tmp_path: Path) -> None:
+def test_P10_a_full_store_leaves_everything_as_it_was(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
     before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
     with FaultyStore(holed.objects, full) as store:
@@ -237,16 +239,16 @@ def test_P10_a_full_store_leaves_everything_as_it_was(holed: Repository, tmp_pat
         with pytest.raises(NoSpaceError):
             purge(holed, "ds", NOW)
     assert chunks(holed) == before
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
 
 def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         purge(late, "ds", NOW)
         assert tombstones(late, b"f") == 1
         report = purge(late, "ds", PurgeOptions(0, -1, 0))
@@ -257,14 +259,14 @@ def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
 
 
 def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
-    repository: Repository, clock: MovedClock, tmp_path: Path
+    repository: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
     deleted_file(repository)
     identity = repository.dataset("ds").identity
     old = chunk_object(identity, chunks(repository)[0])
     backup = bytes(repository.objects.get(old))
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         purge(late, "ds", NOW)
         with pytest.raises(ObjectMissing):
             late.objects.stat(old)
@@ -285,14 +287,14 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
 
 
 def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A purge that was killed between writing and committing has left a copy, younger than the
     put window: it will be folded in one day."""
     deleted_file(repository)
     first = chunks(repository)[0]
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         purge(late, "ds", NOW)
         writer = Writer(late)
         writer.add(b"f", b"content of f")
@@ -302,14 +304,14 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
             purge(late, "ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 1
         clock.ahead_s += 2 * HOUR_S
-        with Repository.open(repository.url) as later:
+        with LocalRepository.open(repository.url) as later:
             later.begin("ds")
             assert content(later, b"f") is None
 
 
 @pytest.mark.parametrize("is_durable", [True, False])
 def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
-    repository: Repository, clock: MovedClock, is_durable: bool
+    repository: LocalRepository, clock: MovedClock, is_durable: bool
 ) -> None:
     """The put's chunk is sealed, and perhaps not stored yet, while purges go by."""
     writer = Writer(repository)
@@ -330,12 +332,14 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     sealed.commit()
     assert content(repository, b"f") is None
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         for _ in range(3):
             purge(late, "ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 0
         late.objects.put(name, sealed.parts)
-        sealed.session = late.begin("ds") if is_durable else WriteSession(late, late.dataset("ds"))
+        sealed.session = (
+            late.begin("ds") if is_durable else LocalWriteSession(late, late.dataset("ds"))
+        )
         if not is_durable:  # else somebody has folded it in: it is an orphan, which cannot be told
             with pytest.raises(BusyError):
                 sealed.commit()
@@ -344,13 +348,13 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
 
 
 def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A purge was killed before it deleted the chunk; kept versions still know of it."""
     deleted_file(repository)
     old = chunk_object(repository.dataset("ds").identity, chunks(repository)[0])
     clock.ahead_s += 2 * HOUR_S
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         real = late.objects
         with FaultyStore(real, Fault("delete", old, error=ObjectStoreError("killed"))) as store:
             late.objects = store
@@ -367,7 +371,7 @@ def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
         assert content(late, b"f") is None
 
 
-def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: Repository) -> None:
+def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: LocalRepository) -> None:
     purge(holed, "ds")  # rewritten, and kept for now
     hidden = chunks(holed)[-1]
     real = holed.objects
@@ -381,7 +385,7 @@ def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: Repositor
     assert purge(holed, "ds", NOW).deleted > 4
 
 
-def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: Repository) -> None:
+def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: LocalRepository) -> None:
     identity = holed.dataset("ds").identity
     first = chunks(holed)[0]
     path = Path(holed.url.path) / chunk_object(identity, first)
@@ -397,7 +401,7 @@ def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: Repository) -> N
     assert len(verify(holed, "ds").problems) == 2
 
 
-def test_a_dry_run_changes_nothing(holed: Repository) -> None:
+def test_a_dry_run_changes_nothing(holed: LocalRepository) -> None:
     version, before = holed.view("ds").version, chunks(holed)
     report = purge(holed, "ds", PurgeOptions(grace_s=0, dry_run=True))
     assert report.rewritten > 4
@@ -406,7 +410,7 @@ def test_a_dry_run_changes_nothing(holed: Repository) -> None:
     assert PurgeReport.from_message(report.to_message()) == report
 
 
-def test_small_chunks_are_merged(repository: Repository, tmp_path: Path) -> None:
+def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) -> None:
     source = tmp_path / "many"
     for i in range(7):
         write(source, {f"f{i}": b"%d" % i, f"d{i}/x": b"x" * i})
@@ -414,12 +418,12 @@ def test_small_chunks_are_merged(repository: Repository, tmp_path: Path) -> None
     assert len(chunks(repository)) == 7
     assert purge(repository, "ds", NOW).deleted == 7
     assert len(chunks(repository)) == 1
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
     sound(repository)
     assert purge(repository, "ds", NOW).rewritten == 0
 
 
-def test_A2_A13_leftovers_of_dead_writers_go(holed: Repository, clock: MovedClock) -> None:
+def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: MovedClock) -> None:
     folder = Path(holed.url.path) / f"datasets/{holed.dataset('ds').identity.hex}/chunks"
     host = os.uname().nodename
     child = os.fork()
@@ -443,7 +447,7 @@ def test_A2_A13_leftovers_of_dead_writers_go(holed: Repository, clock: MovedCloc
     assert [file.exists() for file in everything] == [False, True, False, True]
 
 
-def test_purge_of_the_library(repository: Repository) -> None:
+def test_purge_of_the_library(repository: LocalRepository) -> None:
     with dataset_of(repository) as ds:
         for i in range(4):
             ds.put(os.urandom(50_000), f"f{i}")
@@ -457,7 +461,7 @@ def test_purge_of_the_library(repository: Repository) -> None:
         assert ds.version == repository.view("ds").version
 
 
-def test_purge_of_the_library_takes_the_share_and_the_versions(repository: Repository) -> None:
+def test_purge_of_the_library_takes_the_share_and_the_versions(repository: LocalRepository) -> None:
     with dataset_of(repository) as ds:
         for i in range(7):  # one whole chunk
             ds.put(os.urandom(600_000), f"f{i}")

@@ -9,12 +9,12 @@ import pytest
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..repository.test_crash import run_killed, source_tree
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .moved_clock import HOUR_S, moved_clock
 
 DRIVER = [sys.executable, "-m", "tests.housekeeping.purge_driver"]
@@ -22,12 +22,12 @@ ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN)
 
 
 @pytest.fixture(scope="module")
-def holed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A store with holes and small chunks, and what it holds."""
     folder = tmp_path_factory.mktemp("holed")
     source = source_tree(folder / "source")
     store = folder / "store"
-    with Repository.open(store.as_uri(), create=True) as repository:
+    with LocalRepository.open(store.as_uri(), create=True) as repository:
         put_tree(repository, "ds", source, options=ONE)
         write(source, {f"d{i % 5}/f{i:02}": b"new %d" % i for i in range(0, 120, 3)})
         for i in range(1, 120, 3):
@@ -50,9 +50,9 @@ def test_P1_purge_killed_at_every_step(holed: tuple[Path, Path], tmp_path: Path,
         shutil.copytree(first, store)
         killed, acknowledged = run_killed([store.as_uri()], call, when, DRIVER)
         assert killed != acknowledged
-        with Repository.open(store.as_uri()) as repository:
+        with LocalRepository.open(store.as_uri()) as repository:
             assert verify(repository, "ds").problems == []
-            assert shown(repository) == expected
+            assert dataset_state(repository) == expected
         if not killed:
             break
         kills += 1
@@ -65,13 +65,13 @@ def check_after_a_kill(store: Path, expected: object, *, rebuild: bool) -> None:
     """Two hours later: a rebuild or the next writer, then a purge that is let be."""
     with moved_clock() as clock:
         clock.ahead_s = 2 * HOUR_S
-        with Repository.open(store.as_uri()) as repository:
+        with LocalRepository.open(store.as_uri()) as repository:
             if rebuild:
                 recover(repository, "ds")
             repository.begin("ds")
-            assert shown(repository) == expected
+            assert dataset_state(repository) == expected
             purge(repository, "ds", PurgeOptions(0, 0, 0))
-            assert shown(repository) == expected
+            assert dataset_state(repository) == expected
             assert verify(repository, "ds").problems == []
             identity = repository.dataset("ds").identity
             listed = sum(i.bytes for i in repository.objects.list(f"datasets/{identity.hex}/chu"))

@@ -16,12 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.client import Dataset, connect
 from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.leases import ReadLease
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshots import KeptVersion
 
@@ -33,9 +33,9 @@ CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) *
 Contents = dict[str, bytes]
 
 
-def contents(view: Snapshot, repository: Repository) -> Contents:
+def contents(view: Snapshot, repository: LocalRepository) -> Contents:
     """All files of a version, read from the store."""
-    reader = ContentReader(view, repository.objects, 1 << 20)
+    reader = EntryReader(view, repository.objects, 1 << 20)
     files = [int(i) for i in view.files()]
     return {view.path(i).decode(): bytes(reader.read(i)) for i in files}
 
@@ -73,8 +73,8 @@ class PurgeModel(RuleBasedStateMachine):
     def _published(self) -> None:
         self.versions[self.dataset.refresh()] = dict(self.model)
 
-    def _repository(self) -> Repository:
-        return Repository.open(self.url)
+    def _repository(self) -> LocalRepository:
+        return LocalRepository.open(self.url)
 
     @rule(changes=st.dictionaries(PATHS, CONTENTS, min_size=1))
     def put(self, changes: Contents) -> None:
@@ -98,12 +98,12 @@ class PurgeModel(RuleBasedStateMachine):
     )
     def purge(self, grace_s: int, keep: int, max_unused_ppm: int) -> None:
         with self._repository() as repository:
-            before = repository.kept("ds")
+            before = repository.kept_versions("ds")
             purge(repository, "ds", PurgeOptions(max_unused_ppm, keep, grace_s))
             assert verify(repository, "ds").problems == []
             self._published()
             was = [content for content, _ in groupby(self._content_of(each) for each in before)]
-            left = [self._content_of(each) for each in repository.kept("ds")]
+            left = [self._content_of(each) for each in repository.kept_versions("ds")]
             assert all(content in left for content in was[-keep:] if keep > 0)
 
     def _content_of(self, kept: KeptVersion) -> Contents:
@@ -114,7 +114,7 @@ class PurgeModel(RuleBasedStateMachine):
     def wait(self, hours: int) -> None:
         self.clock.ahead_s += hours * HOUR_S
         for lease, view, _ in self.readers:  # as their threads would have done in time
-            lease.move(view.version)
+            lease.switch_version(view.version)
 
     @precondition(lambda self: len(self.readers) < 3)
     @rule()
@@ -137,7 +137,7 @@ class PurgeModel(RuleBasedStateMachine):
             emptied_server()
         for file in (self.folder / "store").glob("meta.sqlite*"):
             file.unlink()
-        with Repository.open(self.url, create=True) as repository:
+        with LocalRepository.open(self.url, create=True) as repository:
             recover(repository, "ds")
             assert verify(repository, "ds").problems == []
         self.dataset = connect("ds", self.url)
@@ -153,7 +153,7 @@ class PurgeModel(RuleBasedStateMachine):
             purge(repository, "ds", PurgeOptions(0, 0, 0))
             identity = repository.dataset("ds").identity
             records = repository.meta.chunks(identity)
-            listed = set(repository.chunk_names(identity))
+            listed = set(repository.chunk_ids(identity))
             assert listed == {record.id for record in records}
             newest = max(listed, default=b"")
             for record in records:
@@ -166,7 +166,7 @@ class PurgeModel(RuleBasedStateMachine):
             return
         with self._repository() as repository:
             assert contents(repository.view("ds"), repository) == self.model
-            for each in repository.kept("ds"):
+            for each in repository.kept_versions("ds"):
                 expected = self.versions.get(each.version)
                 if expected is not None:  # else one of purge's own, between two others
                     view = repository.view_at("ds", each.version)

@@ -24,17 +24,17 @@ from diesel_fs.leases import (
     POLICY,
     PURGE,
     Lease,
-    Policy,
     ReadLease,
-    give_lease,
+    RetentionPolicy,
     leased_versions,
-    write_policy,
+    write_lease_for,
+    write_retention_policy,
 )
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 from ..storage.faulty_store import FaultyStore
 from ..trees import facts
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .moved_clock import HOUR_S, MovedClock, moved_clock
 from .purged import (
     NO_FILES,
@@ -47,7 +47,7 @@ from .purged import (
 
 
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
-    holed: Repository, clock: MovedClock, tmp_path: Path
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
     """Then its chunks go: an error, never other bytes."""
     view = holed.view("ds")
@@ -62,12 +62,12 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     assert purge(holed, "ds").deleted > 4
     with pytest.raises(ObjectMissing):
         read_all(view, holed)
-    assert shown(holed) == facts(tmp_path / "source")
+    assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
 
 def test_P2_the_grace_period_begins_when_a_version_ends(
-    holed: Repository, clock: MovedClock
+    holed: LocalRepository, clock: MovedClock
 ) -> None:
     """A version may have been the current one for a week when it is replaced."""
     clock.ahead_s += 7 * 24 * HOUR_S
@@ -79,7 +79,7 @@ def test_P2_the_grace_period_begins_when_a_version_ends(
     assert read_all(view, holed) == expected
 
 
-def test_a_lease_holds_what_its_version_needs(holed: Repository, clock: MovedClock) -> None:
+def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
     view = holed.view("ds")
     expected = read_all(view, holed)
     lease = ReadLease.take(holed.objects, view.identity, view.version)
@@ -87,13 +87,13 @@ def test_a_lease_holds_what_its_version_needs(holed: Repository, clock: MovedClo
     assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
     assert read_all(view, holed) == expected
     assert read_all(holed.view_at("ds", view.version), holed) == expected
-    lease.move(holed.view("ds").version)
+    lease.switch_version(holed.view("ds").version)
     assert purge(holed, "ds", NOW).deleted > 4
     lease.close()
     assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
 
 
-def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: Repository) -> None:
+def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: LocalRepository) -> None:
     view = holed.view("ds")
     expected = read_all(view, holed)
     lease = ReadLease.take(holed.objects, view.identity, view.version + 1)
@@ -102,7 +102,7 @@ def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: Repository)
     lease.close()
 
 
-def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: Repository) -> None:
+def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: LocalRepository) -> None:
     view = holed.view("ds")
     expected = read_all(view, holed)
     taken = list[ReadLease]()
@@ -121,13 +121,15 @@ def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: Repositor
     old = {info.name for info in holed.objects.list(chunk_prefix(view.identity))}
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
-        with Repository.open(holed.url) as again:
+        with LocalRepository.open(holed.url) as again:
             assert purge(again, "ds", NOW).deleted > 4
             assert {info.name for info in again.objects.list(chunk_prefix(view.identity))} < old
             sound(again)
 
 
-def test_a_lease_ends_with_its_time_or_its_process(holed: Repository, clock: MovedClock) -> None:
+def test_a_lease_ends_with_its_time_or_its_process(
+    holed: LocalRepository, clock: MovedClock
+) -> None:
     view = holed.view("ds")
     name = lease_object(view.identity, "0" * 32)
     lease = Lease.own("0" * 32, view.version)
@@ -151,7 +153,7 @@ def test_a_lease_ends_with_its_time_or_its_process(holed: Repository, clock: Mov
     assert purge(holed, "ds", NOW).deleted > 4
 
 
-def test_a_lease_on_nothing_holds_nothing(holed: Repository) -> None:
+def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
     """Of a reader who has opened the dataset before there was anything in it."""
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, 0)
@@ -161,20 +163,20 @@ def test_a_lease_on_nothing_holds_nothing(holed: Repository) -> None:
 
 
 @pytest.mark.parametrize("version", [-1, -(1 << 63)])
-def test_a_lease_on_no_version_at_all_cannot_be_read(holed: Repository, version: int) -> None:
+def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, version: int) -> None:
     identity = holed.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
     holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
     assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
     assert purge(holed, "ds", NOW).deleted == 0
     holed.delete_dataset("ds")
-    assert any(holed.chunk_names(identity))
+    assert any(holed.chunk_ids(identity))
 
 
 @pytest.mark.parametrize("by", ["renewal", "server"])
 @pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
 def test_leases_that_ended_go_where_nobody_purges(
-    holed: Repository,
+    holed: LocalRepository,
     tmp_path: Path,
     clock: MovedClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,14 +187,14 @@ def test_leases_that_ended_go_where_nobody_purges(
     monkeypatch.setattr(leases, "RENEW_S", 0.01)
     identity = holed.dataset("ds").identity
     for number, ago_h in enumerate((0, 1, 23, 25, 400)):
-        give_lease(holed.objects, identity, f"{number:032x}", 1, 600)
+        write_lease_for(holed.objects, identity, f"{number:032x}", 1, 600)
         age(tmp_path, identity, f"{number:032x}", ago_h)
     holed.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
-    write_policy(holed.objects, identity, Policy())
+    write_retention_policy(holed.objects, identity, RetentionPolicy())
     for name in (PURGE, POLICY):
         age(tmp_path, identity, name, 400)
     clock.ahead_s += clock_ahead_s
-    monkeypatch.setattr(leases, "LOOK_ONCE_IN", 1)
+    monkeypatch.setattr(leases, "CLEANUP_ONE_IN", 1)
 
     def there() -> set[str]:
         names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
@@ -200,7 +202,7 @@ def test_leases_that_ended_go_where_nobody_purges(
 
     expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
     if by == "server":
-        give_lease(holed.objects, identity, "f" * 32, 1, 600)
+        write_lease_for(holed.objects, identity, "f" * 32, 1, 600)
     else:
         lease = ReadLease.take(holed.objects, identity, 1)
         end_s = time.monotonic() + 20
@@ -210,12 +212,14 @@ def test_leases_that_ended_go_where_nobody_purges(
     assert there() == expected
 
 
-def test_few_renewals_list_all_leases(holed: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_renewals_list_all_leases(
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     identity, draws = holed.dataset("ds").identity, count()
     monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
     with FaultyStore(holed.objects) as store:
         for _ in range(320):
-            give_lease(store, identity, "f" * 32, 1, 600)
+            write_lease_for(store, identity, "f" * 32, 1, 600)
     assert store.calls["list"] == 5
 
 
@@ -226,12 +230,12 @@ def age(top: Path, identity: UUID, name: str, hours: float) -> None:
     os.utime(file, (written_s, written_s))
 
 
-def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: Repository) -> None:
+def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, view.version)
     child = os.fork()
     if not child:
-        lease.move(7)
+        lease.switch_version(7)
         lease.close()
         os._exit(0)
     os.waitpid(child, 0)
@@ -240,7 +244,7 @@ def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: Repository) -> No
 
 
 def test_kept_versions_can_be_read_until_they_are_given_up(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     versions = {}
     with dataset_of(repository) as ds:
@@ -248,23 +252,25 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
             ds.put(b"content %d" % i, "f")
             versions[ds.flush()] = b"content %d" % i
     purge(repository, "ds", PurgeOptions(0, 3, 0))
-    kept = [each.version for each in repository.kept("ds")]
+    kept = [each.version for each in repository.kept_versions("ds")]
     assert kept[:-1] == list(versions)[2:4]
     for _ in range(2):
         clock.ahead_s += 48 * HOUR_S
-        with Repository.open(repository.url) as late, dataset_of(late) as ds:
+        with LocalRepository.open(repository.url) as late, dataset_of(late) as ds:
             purge(late, "ds")  # goes by the policy
             for version in list(versions)[2:4]:
                 view = late.view_at("ds", version)
                 assert read_all(view, late) == [versions[version]]
-                kept_one = next(each for each in late.kept("ds") if each.version == version)
+                kept_one = next(
+                    each for each in late.kept_versions("ds") if each.version == version
+                )
                 assert (kept_one.files, kept_one.bytes) == (1, 9)
             with pytest.raises(NotFoundError, match="not kept"):
                 late.view_at("ds", next(iter(versions)))
             assert ds.get("f") == b"content 4"
-    with Repository.open(repository.url) as late:
+    with LocalRepository.open(repository.url) as late:
         purge(late, "ds", PurgeOptions(0, 0, 0))
-        assert len(late.kept("ds")) == 1
+        assert len(late.kept_versions("ds")) == 1
         assert len(chunks(late)) == 1
 
 
@@ -278,7 +284,7 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
     ],
 )
 def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
-    holed: Repository, policy: bytes
+    holed: LocalRepository, policy: bytes
 ) -> None:
     holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
@@ -294,7 +300,7 @@ def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
 
 
 def test_publishing_keeps_young_versions_within_a_bound(
-    repository: Repository, clock: MovedClock
+    repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A dataset that is put to often does not pile up snapshots, and a leased one stays."""
     with dataset_of(repository) as ds:
@@ -303,10 +309,10 @@ def test_publishing_keeps_young_versions_within_a_bound(
         lease = ReadLease.take(repository.objects, ds.snapshot.identity, first)
         for i in range(60):
             clock.ahead_s += 1800
-            lease.move(first)
+            lease.switch_version(first)
             ds.put(b"%d" % i, "f")
             ds.flush()
-            kept = [each.version for each in repository.kept("ds")]
+            kept = [each.version for each in repository.kept_versions("ds")]
             assert len(kept) <= 20
             assert kept[-8:] == sorted(kept)[-8:]
             assert first in kept
@@ -315,7 +321,7 @@ def test_publishing_keeps_young_versions_within_a_bound(
     lease.close()
 
 
-def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: Repository) -> None:
+def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) -> None:
     view = holed.view("ds")
     expected = read_all(view, holed)
     lease = ReadLease.take(holed.objects, view.identity, view.version)

@@ -9,7 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.storage.sqlite_file import LEASE_NAME
@@ -61,12 +61,12 @@ def commits(folder: Path, mode: str) -> None:
     meta.create(DATASET_NAME, IDENTITY)
     for number in range(1, COMMITS + 1):
         meta.commit(IDENTITY, made_chunk(number).batch())
-        meta.durable()
+        meta.sync()
         tell(f"{mode} {number}")
 
 
 def saves(folder: Path, what: str) -> None:
-    with Repository.open(folder.as_uri(), create=True) as repository:
+    with LocalRepository.open(folder.as_uri(), create=True) as repository:
         for name in ("old", "new"):
             view = repository.snapshots.empty(IDENTITY, name)
             repository.snapshots.save(view, folder / "saved")

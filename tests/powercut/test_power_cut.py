@@ -19,7 +19,7 @@ import pytest
 
 from diesel_fs.errors import DieselError, FormatError
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.sqlite import SqliteMetadata
@@ -30,7 +30,7 @@ from ..bench.dlcmd import compile_program
 from ..repository.test_crash import source_tree
 from ..storage.batches import check as check_metadata
 from ..trees import Facts, facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from . import guest_driver
 from .machine import Machine, Tools, Unsuitable, after_reboot
 
@@ -97,23 +97,23 @@ def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None
     lease = root / "repo/meta.lease"
     if lease.exists():
         lease.write_bytes(b"")  # this host is another than the guest was; its lease has expired
-    with Repository.open((root / "repo").as_uri(), create=not acknowledged) as repository:
+    with LocalRepository.open((root / "repo").as_uri(), create=not acknowledged) as repository:
         assert [found.name for found in repository.objects.list("") if not found.bytes] == []
         if "ds" not in [info.name for info in repository.datasets()]:
             assert not acknowledged
         else:
             check_dataset(repository, old, new, exactly=acknowledged > 0 and not between)
         put_tree(repository, "ds", story.after, options=PutOptions(delete=True))
-        assert shown(repository) == story.states[2]
+        assert dataset_state(repository) == story.states[2]
         assert verify(repository, "ds").problems == []
 
 
-def check_dataset(repository: Repository, old: Facts, new: Facts, *, exactly: bool) -> None:
+def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactly: bool) -> None:
     if exactly:
-        assert shown(repository) == old  # before any writer puts something right
+        assert dataset_state(repository) == old  # before any writer puts something right
     repository.begin("ds")  # what was cut off before it had a marker gets one
     assert verify(repository, "ds").problems == []
-    showing = shown(repository)
+    showing = dataset_state(repository)
     if exactly:
         assert showing == old
     for path in {**old, **new, **showing}:
@@ -122,7 +122,7 @@ def check_dataset(repository: Repository, old: Facts, new: Facts, *, exactly: bo
         else:
             assert kinds or showing[path][0] == "folder", path
     recover(repository, "ds")
-    again = shown(repository)
+    again = dataset_state(repository)
     for path in {**showing, **again}:  # rebuilt = live + orphans, which are of the new state
         assert again.get(path) in (showing.get(path), new.get(path)), path
 

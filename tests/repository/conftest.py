@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.open((tmp_path / "store").as_uri(), create=True) as opened:
+def repository(tmp_path: Path) -> Iterator[LocalRepository]:
+    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
         yield opened

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 
 if __name__ == "__main__":
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2, delete="delete" in sys.argv)
-    with Repository.open(sys.argv[1], create=True) as repository:
+    with LocalRepository.open(sys.argv[1], create=True) as repository:
         report = put_tree(repository, "ds", Path(sys.argv[2]), options=options)
     assert not report.failed, report.failed
     print("acknowledged", flush=True)

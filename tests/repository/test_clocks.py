@@ -13,7 +13,7 @@ from diesel_fs.chunk_id import IdFields, id_seconds
 from diesel_fs.commits import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
 from diesel_fs.errors import CorruptError, ObjectStoreRefused
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.sqlite import SqliteMetadata
 
 from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
@@ -35,7 +35,7 @@ class Host:
 
     def __post_init__(self) -> None:
         with self.clock():
-            self.repository = Repository.open(self.url)
+            self.repository = LocalRepository.open(self.url)
             self.writer = Writer(self.repository)
 
     @contextmanager
@@ -67,7 +67,7 @@ class Host:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     url = (tmp_path / "store").as_uri()
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         repository.begin("ds")
     return url
 
@@ -89,7 +89,7 @@ def test_K2_two_writers_with_skewed_clocks(
         step = "commit" if hosts[turn].sealed else "seal"
         getattr(hosts[turn], step)()
         steps.append((turn, step))
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         live = content(repository, b"x")
         assert live == max(hosts, key=lambda host: host.sealed[0].id).fill
         for first, second in ((0, 1), (1, 0)):
@@ -106,22 +106,22 @@ def test_K2_a_delete_by_a_host_with_another_clock(url: str, skew: float) -> None
         first.seal()
         first.commit()
         second.delete()
-        with Repository.open(url) as repository:
+        with LocalRepository.open(url) as repository:
             assert content(repository, b"x") is None
             rebuilt_equals_live(repository)
         first.seal()
         first.commit()
-        with Repository.open(url) as repository:
+        with LocalRepository.open(url) as repository:
             assert content(repository, b"x") == first.fill
             rebuilt_equals_live(repository)
 
 
 def test_K2_a_host_that_is_ten_minutes_ahead_may_not_write(url: str) -> None:
-    with Repository.open(url) as repository:
-        before = repository.dataset("ds").marker
+    with LocalRepository.open(url) as repository:
+        before = repository.dataset("ds").head
         with pytest.raises(ObjectStoreRefused, match="600 s ahead of the repository's"):
             Host(url, TEN_MINUTES_S, b"A")
-        assert repository.dataset("ds").marker == before
+        assert repository.dataset("ds").head == before
 
 
 def test_K2_a_host_whose_clock_jumps_ahead_in_the_middle_commits_nothing(url: str) -> None:
@@ -133,9 +133,9 @@ def test_K2_a_host_whose_clock_jumps_ahead_in_the_middle_commits_nothing(url: st
         jumping.commit()
     right.seal()
     right.commit()
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         assert content(repository, b"x") == b"B"
-        assert list(repository.chunk_names(right.writer.session.identity)) == [right.sealed[0].id]
+        assert list(repository.chunk_ids(right.writer.session.identity)) == [right.sealed[0].id]
         rebuilt_equals_live(repository)
 
 
@@ -150,7 +150,7 @@ def test_K2_ids_from_the_future_are_followed_and_no_later_one_is_let_in(url: str
         host.seal()
         assert id_seconds(host.sealed[-1].id) - id_seconds(ahead.sealed[0].id) <= 1
         host.commit()
-        with Repository.open(url) as repository:
+        with LocalRepository.open(url) as repository:
             assert content(repository, b"x") == host.fill
             rebuilt_equals_live(repository)
     newest = id_seconds(other.sealed[-1].id)
@@ -158,9 +158,9 @@ def test_K2_ids_from_the_future_are_followed_and_no_later_one_is_let_in(url: str
     pushed = right.writer.seal(IdFields(newest + FOLLOW_ALLOWANCE_S + 1, 1, 1, 0).id())
     with pytest.raises(CorruptError, match="from the future"):
         pushed.commit()
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         assert content(repository, b"x") == b"C"
-        assert pushed.id not in list(repository.chunk_names(right.writer.session.identity))
+        assert pushed.id not in list(repository.chunk_ids(right.writer.session.identity))
 
 
 def test_K2_a_recovery_since_a_time_by_a_host_that_is_ahead(url: str) -> None:
@@ -169,7 +169,7 @@ def test_K2_a_recovery_since_a_time_by_a_host_that_is_ahead(url: str) -> None:
     right.seal()
     right.commit()
     right.seal()
-    with ahead.clock(), Repository.open(url) as repository:
+    with ahead.clock(), LocalRepository.open(url) as repository:
         recover(repository, "ds", since_s=ahead.now())
         assert right.sealed[-1].id in repository.view("ds").chunk_ids
         assert verify(repository, "ds").problems == []

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 from ..trees import Facts, facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 
 STRACE = shutil.which("strace")
 DRIVER = [sys.executable, "-m", "tests.repository.put_driver"]
@@ -57,21 +57,21 @@ def run_killed(
 
 def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> None:
     """What must hold after a kill at any step; `states` are old and new, whole."""
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         if not repository.datasets():
             assert not acknowledged
             return
         repository.begin("ds")  # what a kill left without a marker gets one
         found = verify(repository, "ds")
         assert found.problems == []
-        showing = shown(repository)
+        showing = dataset_state(repository)
         for path, fact in showing.items():
             if fact[0] == "file":
                 assert fact in [state.get(path) for state in states], path
         if acknowledged:
             assert showing == last
         recover(repository, "ds")
-        again = shown(repository)
+        again = dataset_state(repository)
         for path, fact in showing.items():  # rebuilt = live + orphans, which are of the new state
             assert path in again
             assert again[path] == fact or again[path] == last.get(path)
@@ -101,8 +101,8 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
             break
         kills += 1
         subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
-        with Repository.open(store.as_uri()) as repository:
-            assert shown(repository) == whole
+        with LocalRepository.open(store.as_uri()) as repository:
+            assert dataset_state(repository) == whole
             assert verify(repository, "ds").problems == []
         shutil.rmtree(store)
     assert kills >= 3, f"A16: too little was killed at {call}: proves nothing"
@@ -129,8 +129,8 @@ def test_A10_A11_modify_and_delete_killed_at_every_step(tmp_path: Path, call: st
             break
         kills += 1
         subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
-        with Repository.open(store.as_uri()) as repository:
-            assert shown(repository) == new
+        with LocalRepository.open(store.as_uri()) as repository:
+            assert dataset_state(repository) == new
         shutil.rmtree(store)
     assert kills, f"A16: nothing was killed at {call}: proves nothing"
 

@@ -15,14 +15,14 @@ from diesel_fs.entries import ChunkId
 from diesel_fs.errors import CorruptError, MetadataError, NoSuchDataset, ObjectStoreError
 from diesel_fs.layout import chunk_object, dataset_object, snapshot_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshots import _boot
-from diesel_fs.storage.metadata import Batch, Late
+from diesel_fs.storage.metadata import Batch, ReadCommitted
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..storage.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .test_interleavings import Writer, content, fold_in
 
 ONE = PutOptions(jobs=1)
@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def filled(repository: Repository, source: Path) -> Repository:
+def filled(repository: LocalRepository, source: Path) -> LocalRepository:
     put_tree(repository, "ds", source, options=ONE)
     return repository
 
@@ -44,7 +44,7 @@ def forget_private_copies() -> None:
 
 
 def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put that was stopped for hours commits again what another writer has taken over."""
     writer = Writer(repository)
@@ -58,18 +58,18 @@ def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
     assert verify(repository, "ds").problems == []
 
 
-def test_B1_an_unreadable_orphan_blocks_no_writer(filled: Repository, source: Path) -> None:
+def test_B1_an_unreadable_orphan_blocks_no_writer(filled: LocalRepository, source: Path) -> None:
     old = IdFields(int(time.time()) - 7200, 1, 1, 0).id()
     identity = filled.dataset("ds").identity
     filled.objects.put(chunk_object(identity, old), [b"torn"])
     write(source, {"more": b"3"})
     assert put_tree(filled, "ds", source, options=ONE).files == 1
-    assert shown(filled) == facts(source)
+    assert dataset_state(filled) == facts(source)
     assert any("truncated" in problem for problem in verify(filled, "ds").problems)
 
 
 def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
-    filled: Repository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(3):
         write(source, {f"more{i}": b"3"})
@@ -77,7 +77,7 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
     filled.close()
     (tmp_path / "store/meta.sqlite").unlink()
     shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
-    with Repository.open(filled.url, create=True) as again:
+    with LocalRepository.open(filled.url, create=True) as again:
         real, left = again.read_header, [2]
 
         def read_header(identity: UUID, chunk: ChunkId) -> object:
@@ -93,29 +93,29 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
         with pytest.raises(MetadataError, match="recover"):
             again.view("ds")
         again.begin("ds")
-        assert shown(again) == facts(source)
+        assert dataset_state(again) == facts(source)
 
 
 def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
-    filled: Repository, source: Path, tmp_path: Path
+    filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     filled.close()
     database = tmp_path / "store/meta.sqlite"
     shutil.copy(database, tmp_path / "backup")
     write(source, {"later": b"3"})
-    with Repository.open(filled.url) as repository:
+    with LocalRepository.open(filled.url) as repository:
         put_tree(repository, "ds", source, options=ONE)
     shutil.copy(tmp_path / "backup", database)
-    with Repository.open(filled.url) as repository:
+    with LocalRepository.open(filled.url) as repository:
         assert repository.stat("ds", b"later").size == 1
         with pytest.raises(MetadataError, match="recover"):
             repository.list("ds")
         assert put_tree(repository, "ds", source, options=ONE).files == 0
-        assert shown(repository) == facts(source)
+        assert dataset_state(repository) == facts(source)
         assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
 
 
-def test_recover_since_reaches_back_over_the_put_window(repository: Repository) -> None:
+def test_recover_since_reaches_back_over_the_put_window(repository: LocalRepository) -> None:
     """Sealed half an hour before the time that is asked for, committed after it."""
     writer = Writer(repository)
     writer.add(b"f", b"1")
@@ -126,16 +126,22 @@ def test_recover_since_reaches_back_over_the_put_window(repository: Repository) 
 
 
 def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(repository)
     writer.add(b"f", b"1")
     sealed = writer.seal()
     real = repository.meta.rebuild
 
-    def rebuild(name: str, identity: UUID, batches: Iterable[Batch], late: Late, above: int) -> int:
+    def rebuild(
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        read_committed: ReadCommitted,
+        newer_than: int,
+    ) -> int:
         sealed.commit()
-        return real(name, identity, batches, late, above)
+        return real(name, identity, batches, read_committed, newer_than)
 
     with monkeypatch.context() as patch:
         patch.setattr(repository.meta, "rebuild", rebuild)
@@ -143,12 +149,14 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     assert content(repository, b"f") == b"1"
 
 
-def test_C18_whole_puts_go_by_while_recover_reads_headers(filled: Repository, source: Path) -> None:
+def test_C18_whole_puts_go_by_while_recover_reads_headers(
+    filled: LocalRepository, source: Path
+) -> None:
     """Whatever they replace; what one of them had not committed when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
         put_tree(filled, "ds", source, options=ONE)
-    beside = Repository.open(filled.url)
+    beside = LocalRepository.open(filled.url)
 
     def put(name: str) -> None:
         write(source, {"a": name.encode(), "d/new": b"new"})
@@ -160,15 +168,15 @@ def test_C18_whole_puts_go_by_while_recover_reads_headers(filled: Repository, so
         filled.objects = store
         findings = recover(filled, "ds")
         assert (findings.problems, findings.folded) == ([], 0)
-    assert shown(filled) == facts(source)
+    assert dataset_state(filled) == facts(source)
     info = filled.dataset("ds")
-    assert info.marker is not None
-    assert info.marker.chunks == len([*filled.chunk_names(info.identity)])
+    assert info.head is not None
+    assert info.head.chunks == len([*filled.chunk_ids(info.identity)])
     assert verify(filled, "ds").problems == []
 
 
 def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
-    filled: Repository, source: Path, tmp_path: Path
+    filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     """One is through with its whole put while the other reads headers."""
     filled.close()
@@ -176,18 +184,18 @@ def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
 
     def put(_: str) -> None:
         write(source, {"more": b"more"})
-        with Repository.open(filled.url) as quicker:
+        with LocalRepository.open(filled.url) as quicker:
             assert put_tree(quicker, "ds", source, options=ONE).files == 1
 
-    with Repository.open(filled.url, create=True) as slower:
+    with LocalRepository.open(filled.url, create=True) as slower:
         with FaultyStore(slower.objects, Fault("get", "/chunks/", act=put)) as store:
             slower.objects = store
             slower.begin("ds")
-        assert shown(slower) == facts(source)
+        assert dataset_state(slower) == facts(source)
 
 
 def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
-    filled: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})
 
@@ -200,11 +208,11 @@ def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
             put_tree(filled, "ds", source, options=ONE)
     assert put_tree(filled, "ds", source, options=ONE).files == 0
     info = filled.dataset("ds")
-    assert info.marker is not None
-    assert filled.snapshots.newest(info.identity) == info.marker.version
+    assert info.head is not None
+    assert filled.snapshots.newest(info.identity) == info.head.version
 
 
-def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: Repository) -> None:
+def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: LocalRepository) -> None:
     writer = Writer(repository)
     for chunk in (IdFields(int(time.time()) + 400, 1, 1, 0).id(), None):
         writer.add(b"f", b"refused")
@@ -212,7 +220,7 @@ def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: Reposito
             writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
         with pytest.raises(CorruptError):
             writer.seal(chunk).commit()
-    assert list(repository.chunk_names(writer.session.identity)) == []
+    assert list(repository.chunk_ids(writer.session.identity)) == []
     writer.add(b"f", b"stored by another program")
     writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
     writer.seal()
@@ -222,7 +230,7 @@ def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: Reposito
 
 @pytest.mark.parametrize("garbage", [b"no database at all" * 500, None])
 def test_a_damaged_database_stops_no_reader_and_is_made_again(
-    filled: Repository, source: Path, tmp_path: Path, garbage: bytes | None
+    filled: LocalRepository, source: Path, tmp_path: Path, garbage: bytes | None
 ) -> None:
     filled.close()
     database = tmp_path / "store/meta.sqlite"
@@ -230,35 +238,37 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
     middle = bytearray(whole)
     middle[4096:] = os.urandom(len(whole) - 4096)
     database.write_bytes(garbage or bytes(middle))
-    with Repository.open(filled.url) as repository:
-        assert shown(repository) == facts(source)
-    with Repository.open(filled.url, create=True) as repository:
+    with LocalRepository.open(filled.url) as repository:
+        assert dataset_state(repository) == facts(source)
+    with LocalRepository.open(filled.url, create=True) as repository:
         recover(repository, "ds")
         assert verify(repository, "ds").sound
         assert put_tree(repository, "ds", source, options=ONE).files == 0
 
 
-def test_a_damaged_snapshot_is_made_again(filled: Repository, source: Path, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_made_again(
+    filled: LocalRepository, source: Path, tmp_path: Path
+) -> None:
     info = filled.dataset("ds")
-    assert info.marker is not None
-    file = tmp_path / "store" / snapshot_object(info.identity, info.marker.version)
+    assert info.head is not None
+    file = tmp_path / "store" / snapshot_object(info.identity, info.head.version)
     file.chmod(0o644)
     os.truncate(file, 1000)
     forget_private_copies()
     assert any("snapshot" in problem for problem in verify(filled, "ds").problems)
     forget_private_copies()
-    assert shown(filled) == facts(source)
+    assert dataset_state(filled) == facts(source)
     put_tree(filled, "ds", source, options=ONE)
     assert verify(filled, "ds").sound
 
 
 def test_verify_beside_a_put_finds_nothing(
-    filled: Repository, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(filled)
     writer.add(b"new", b"1")
     sealed = writer.seal()
-    real, hits = filled.chunk_names, [0]
+    real, hits = filled.chunk_ids, [0]
 
     def chunk_names(identity: UUID) -> Iterator[ChunkId]:
         if not hits[0]:
@@ -266,18 +276,18 @@ def test_verify_beside_a_put_finds_nothing(
         hits[0] += 1
         return real(identity)
 
-    monkeypatch.setattr(filled, "chunk_names", chunk_names)
+    monkeypatch.setattr(filled, "chunk_ids", chunk_names)
     assert verify(filled, "ds").problems == []
     assert hits[0]
 
 
 def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
-    filled: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})
     put_tree(filled, "ds", source, options=ONE)
     identity = filled.dataset("ds").identity
-    bad = chunk_object(identity, next(iter(filled.chunk_names(identity))))
+    bad = chunk_object(identity, next(iter(filled.chunk_ids(identity))))
     real = filled.objects.get
 
     def get(name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -291,15 +301,15 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
     assert findings.problems == []
     (unreachable,) = findings.unreachable
     assert "Input/output error" in unreachable
-    before = filled.meta.marker("ds")
+    before = filled.meta.head("ds")
     with pytest.raises(ObjectStoreError, match="Input/output error"):
         recover(filled, "ds")
-    assert filled.meta.marker("ds") == before
+    assert filled.meta.head("ds") == before
     assert content(filled, b"more") == b"3"
 
 
 def test_one_damaged_name_stops_no_other_dataset(
-    filled: Repository, source: Path, tmp_path: Path
+    filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     put_tree(filled, "other", source, options=ONE)
     identity = filled.dataset("ds").identity
@@ -308,21 +318,21 @@ def test_one_damaged_name_stops_no_other_dataset(
     for damage in (b"{", b'{"name": "../x", "created_ns": 1}', b"[]", b""):
         file.write_bytes(damage)
         assert [info.name for info in filled.datasets()] == ["ds", "other"]
-        assert shown(filled) == facts(source)
+        assert dataset_state(filled) == facts(source)
         with pytest.raises(NoSuchDataset):
             filled.view("third")
     (tmp_path / "store/meta.sqlite").unlink()
-    with Repository.open(filled.url) as reader:
+    with LocalRepository.open(filled.url) as reader:
         assert [info.name for info in reader.datasets()] == ["other"]
         with pytest.raises(CorruptError):
             reader.view("ds")  # absence needs proof
 
 
 def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
-    filled: Repository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Private copies are not synced: after a boot they may be anything."""
-    assert shown(filled) == facts(source)
+    assert dataset_state(filled) == facts(source)
     private = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "snapshots"
     identity = filled.dataset("ds").identity
     for file in private.glob(f"{identity.hex}-*"):
@@ -331,6 +341,6 @@ def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
     monkeypatch.setattr("diesel_fs.snapshots._BOOT_ID", tmp_path / "boot")
     _boot.cache_clear()
     try:
-        assert shown(filled) == facts(source)
+        assert dataset_state(filled) == facts(source)
     finally:
         _boot.cache_clear()

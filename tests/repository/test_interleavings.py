@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
-from diesel_fs.chunk import Header, Part
+from diesel_fs.cache.store import EntryReader
+from diesel_fs.chunk import ExtentInfo, Header
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.commits import StaleChunk, batch_of
@@ -15,8 +15,8 @@ from diesel_fs.entries import ChunkId, Kind
 from diesel_fs.errors import CorruptError
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
-from diesel_fs.writer.clashes import acknowledge
+from diesel_fs.repository import LocalRepository, LocalWriteSession
+from diesel_fs.writer.clashes import finish_put
 from diesel_fs.writer.options import PutReport
 
 UNIT = 65536
@@ -25,17 +25,19 @@ UNIT = 65536
 class Writer:
     """A writer whose chunks are sealed, stored and committed one step at a time."""
 
-    def __init__(self, repository: Repository, name: str = "ds") -> None:
-        self.session: WriteSession = repository.begin(name)
+    def __init__(self, repository: LocalRepository, name: str = "ds") -> None:
+        self.session: LocalWriteSession = repository.begin(name)
         self.builder = ChunkBuilder(self.session.identity, 1 << 20)
 
-    def add(self, path: bytes, content: bytes, part: Part | None = None, size: int = -1) -> None:
+    def add(
+        self, path: bytes, content: bytes, part: ExtentInfo | None = None, size: int = -1
+    ) -> None:
         self.builder.room(len(content))[: len(content)] = content
         whole = len(content) if size < 0 else size
         self.builder.add_file((b"", path), 0o644, 1, whole, part)
 
     def seal(self, chunk: ChunkId | None = None) -> "Sealed":
-        made = chunk or self.session.new_id(self.builder.continues)
+        made = chunk or self.session.new_id(self.builder.first_chunk_id)
         parts, header = self.builder.seal(made)
         self.session.objects.put(chunk_object(self.session.identity, made), parts)
         sealed = Sealed(self.session, made, [bytes(part) for part in parts], header)
@@ -47,7 +49,7 @@ class Sealed:
     """A durable chunk."""
 
     def __init__(
-        self, session: WriteSession, chunk: ChunkId, parts: Sequence[bytes], header: Header
+        self, session: LocalWriteSession, chunk: ChunkId, parts: Sequence[bytes], header: Header
     ) -> None:
         self.session, self.id, self.parts, self.header = session, chunk, parts, header
 
@@ -55,22 +57,22 @@ class Sealed:
         self.session.commit(self.parts[0], self.parts[1])
 
 
-def fold_in(repository: Repository, chunk: ChunkId) -> None:
+def fold_in(repository: LocalRepository, chunk: ChunkId) -> None:
     """Commit a durable chunk as it is, as whoever finds it in the store does."""
     identity = repository.dataset("ds").identity
     header = repository.read_header(identity, chunk)
     repository.commit_batches(identity, batch_of(header, stored=True))
 
 
-def content(repository: Repository, path: bytes) -> bytes | None:
+def content(repository: LocalRepository, path: bytes) -> bytes | None:
     view = repository.view("ds")
     index = view.lookup(path)
     if index < 0:
         return None
-    return bytes(ContentReader(view, repository.objects, 1 << 20).read(index))
+    return bytes(EntryReader(view, repository.objects, 1 << 20).read(index))
 
 
-def rebuilt_equals_live(repository: Repository) -> None:
+def rebuilt_equals_live(repository: LocalRepository) -> None:
     before = repository.view("ds")
     live = [(before.path(i), before.stat(i), before.extents(i)) for i in range(len(before))]
     assert verify(repository, "ds").problems == []
@@ -79,14 +81,14 @@ def rebuilt_equals_live(repository: Repository) -> None:
     assert [(after.path(i), after.stat(i), after.extents(i)) for i in range(len(after))] == live
 
 
-def halves(fill: bytes) -> tuple[tuple[bytes, Part], tuple[bytes, Part]]:
+def halves(fill: bytes) -> tuple[tuple[bytes, ExtentInfo], tuple[bytes, ExtentInfo]]:
     return (
-        (fill * UNIT, Part(0, 2, 0, UNIT)),
-        (fill * 10, Part(1, 2, UNIT, 10)),
+        (fill * UNIT, ExtentInfo(0, 2, 0, UNIT)),
+        (fill * 10, ExtentInfo(1, 2, UNIT, 10)),
     )
 
 
-def test_Z4_two_writers_of_one_large_file(repository: Repository) -> None:
+def test_Z4_two_writers_of_one_large_file(repository: LocalRepository) -> None:
     first = Writer(repository)
     first.add(b"f", b"the version before")
     first.seal().commit()
@@ -108,7 +110,7 @@ def test_Z4_two_writers_of_one_large_file(repository: Repository) -> None:
     assert content(repository, b"f") == b"B" * (UNIT + 10)
 
 
-def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: Repository) -> None:
+def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: LocalRepository) -> None:
     a, b = Writer(repository), Writer(repository)
     a.add(b"x", b"A, early")
     b.add(b"x", b"B")
@@ -120,20 +122,20 @@ def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: Repository) 
 
 
 def test_K1_a_clock_that_has_gone_back(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = Writer(repository)
     b.add(b"x", b"before")
     b.seal().commit()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 60)
-    a = Writer(Repository.open(repository.url))
+    a = Writer(LocalRepository.open(repository.url))
     a.add(b"x", b"after")
     a.seal().commit()
     assert content(repository, b"x") == b"after"
 
 
-def test_Z6_purge_moves_an_entry(repository: Repository) -> None:
+def test_Z6_purge_moves_an_entry(repository: LocalRepository) -> None:
     writer = Writer(repository)
     writer.add(b"keep", b"content")
     writer.add(b"gone", b"other")
@@ -154,7 +156,7 @@ def test_Z6_purge_moves_an_entry(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_Z7_a_put_in_flight_and_a_delete(repository: Repository, late: bool) -> None:
+def test_Z7_a_put_in_flight_and_a_delete(repository: LocalRepository, late: bool) -> None:
     writer, other = Writer(repository), Writer(repository)
     writer.add(b"f", b"in flight")
     if late:
@@ -168,7 +170,7 @@ def test_Z7_a_put_in_flight_and_a_delete(repository: Repository, late: bool) -> 
     rebuilt_equals_live(repository)
 
 
-def test_Z7_a_commit_after_the_put_window_is_refused(repository: Repository) -> None:
+def test_Z7_a_commit_after_the_put_window_is_refused(repository: LocalRepository) -> None:
     writer = Writer(repository)
     writer.add(b"f", b"too late")
     old = replace(id_fields(writer.session.new_id()), seconds=int(time.time()) - 3700)
@@ -176,10 +178,10 @@ def test_Z7_a_commit_after_the_put_window_is_refused(repository: Repository) -> 
     with pytest.raises(StaleChunk) as refused:
         sealed.commit()
     assert refused.value.paths == [b"f"]
-    assert list(repository.chunk_names(writer.session.identity)) == []
+    assert list(repository.chunk_ids(writer.session.identity)) == []
 
 
-def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: Repository) -> None:
+def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: LocalRepository) -> None:
     writer = Writer(repository)
     stale = IdFields(int(time.time()) - 7200, 1, 1, 0).id()
     writer.add(b"lost", b"1")
@@ -192,7 +194,7 @@ def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: Repositor
     rebuilt_equals_live(repository)
 
 
-def test_Z12_ids_from_the_future_and_chosen_stamps(repository: Repository) -> None:
+def test_Z12_ids_from_the_future_and_chosen_stamps(repository: LocalRepository) -> None:
     writer = Writer(repository)
     writer.add(b"f", b"1")
     future = writer.seal(IdFields(int(time.time()) + 400, 1, 1, 0).id())
@@ -205,7 +207,7 @@ def test_Z12_ids_from_the_future_and_chosen_stamps(repository: Repository) -> No
     assert repository.begin("ds").view.entry_count == 1
 
 
-def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: Repository) -> None:
+def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalRepository) -> None:
     """A path that two writers made both a file and a folder: the folder shows, `verify` says so."""
     a, b = Writer(repository), Writer(repository)
     a.add(b"p", b"a file")
@@ -230,7 +232,7 @@ def large_file_of(writer: Writer, content: bytes) -> list["Sealed"]:
     sealed: list[Sealed] = []
     for number, start in enumerate(range(0, len(content), UNIT)):
         some = content[start : start + UNIT]
-        part = Part(number, -(-len(content) // UNIT), start, len(some))
+        part = ExtentInfo(number, -(-len(content) // UNIT), start, len(some))
         writer.add(b"p", some, part, len(content))
         if sealed:
             writer.builder.set_stamp(sealed[0].header.stamp(0))
@@ -241,7 +243,7 @@ def large_file_of(writer: Writer, content: bytes) -> list["Sealed"]:
 @pytest.mark.parametrize("kind", ["file", "large file", "link"])
 @pytest.mark.parametrize("order", ["sealed last", "committed last", "finished last"])
 def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
-    repository: Repository, kind: str, order: str
+    repository: LocalRepository, kind: str, order: str
 ) -> None:
     """Whichever comes first, the file is kept beside the folder: who finishes last sees to it."""
     a, b = Writer(repository), Writer(repository)
@@ -262,13 +264,13 @@ def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
     reports = {a: PutReport(), b: PutReport()}
     if order == "committed last":  # the file's stamp is the smaller, and it never shows
         late.commit()
-        acknowledge(repository, b.session, reports[b])
+        finish_put(repository, b.session, reports[b])
     for each in sealed:
         each.commit()
-    acknowledge(repository, a.session, reports[a])
+    finish_put(repository, a.session, reports[a])
     if order != "committed last":
         late.commit()
-        acknowledge(repository, b.session, reports[b])
+        finish_put(repository, b.session, reports[b])
     view = repository.view("ds")
     assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
     assert content(repository, b"p/inside") == b"x"
@@ -287,7 +289,7 @@ def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
 
 @pytest.mark.parametrize("how", ["deleted", "not ours"])
 def test_Z4_a_file_that_somebody_meant_to_replace_stays_replaced(
-    repository: Repository, how: str
+    repository: LocalRepository, how: str
 ) -> None:
     a, b, looker = Writer(repository), Writer(repository), Writer(repository)
     for writer in (a, b, looker):
@@ -302,6 +304,6 @@ def test_Z4_a_file_that_somebody_meant_to_replace_stays_replaced(
     looker.add(b"else", b"1")
     looker.seal().commit()
     report = PutReport()
-    acknowledge(repository, writer.session, report)
+    finish_put(repository, writer.session, report)
     assert report.failed == []
     assert verify(repository, "ds").notes == []

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diesel_fs import folding
 from diesel_fs import snapshot_layout as layout
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.entries import ChunkId
@@ -38,7 +38,7 @@ from diesel_fs.folding import LostChunks
 from diesel_fs.housekeeping import PurgeOptions, purge
 from diesel_fs.layout import chunk_object, snapshot_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, put_tree
 
@@ -46,23 +46,23 @@ from ..housekeeping.purged import ShortListing
 from ..storage.faulty_store import Fault, FaultyStore
 from ..storage.redis_servers import emptied_server
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 
 ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
 NOW = PurgeOptions(grace_s=0)
 
 
 @pytest.fixture(params=["sqlite", "redis"])
-def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
+def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     if request.param == "redis":
         url += f"?meta={emptied_server().url}"
-    with Repository.open(url, create=True) as opened:
+    with LocalRepository.open(url, create=True) as opened:
         yield opened
 
 
 @pytest.fixture
-def first(repository: Repository, tmp_path: Path) -> Path:
+def first(repository: LocalRepository, tmp_path: Path) -> Path:
     """The source of a first put, of which all is in one chunk: files, a link and a folder."""
     source = write(tmp_path / "first", {"d/a": b"1", "d/b": b"22", "d/e/empty": b""})
     (source / "d/link").symlink_to("a")
@@ -71,26 +71,26 @@ def first(repository: Repository, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lost(repository: Repository, first: Path) -> ChunkId:
-    (chunk,) = repository.chunk_names(repository.dataset("ds").identity)
+def lost(repository: LocalRepository, first: Path) -> ChunkId:
+    (chunk,) = repository.chunk_ids(repository.dataset("ds").identity)
     return chunk
 
 
 @pytest.fixture
-def second(repository: Repository, lost: ChunkId, tmp_path: Path) -> Path:
+def second(repository: LocalRepository, lost: ChunkId, tmp_path: Path) -> Path:
     """The source of a second put, into a chunk of its own."""
     source = write(tmp_path / "second", {"c": b"333"})
     put_tree(repository, "ds", source, b"more", options=ONE)
     return source
 
 
-def object_file(repository: Repository, chunk: ChunkId) -> Path:
+def object_file(repository: LocalRepository, chunk: ChunkId) -> Path:
     path = repository.url.path / chunk_object(repository.dataset("ds").identity, chunk)
     path.chmod(0o644)
     return path
 
 
-def emptied(repository: Repository) -> Repository:
+def emptied(repository: LocalRepository) -> LocalRepository:
     """The same, whose metadata store has come back empty."""
     if repository.url.meta:
         emptied_server()
@@ -98,7 +98,7 @@ def emptied(repository: Repository) -> Repository:
         repository.close()
         for file in repository.url.path.glob("meta.sqlite*"):
             file.unlink()
-    return Repository.open(repository.url, create=True)
+    return LocalRepository.open(repository.url, create=True)
 
 
 def forget_private_copies() -> None:
@@ -122,7 +122,7 @@ def flip_header(file: Path) -> None:
 @pytest.mark.parametrize("damage", [lose, empty, flip_header])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
-    repository: Repository,
+    repository: LocalRepository,
     lost: ChunkId,
     second: Path,
     damage: Callable[[Path], None],
@@ -152,13 +152,13 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
         assert verify(repository, "ds").sound
 
 
-def read(repository: Repository, path: bytes) -> bytes:
+def read(repository: LocalRepository, path: bytes) -> bytes:
     view = repository.view("ds")
-    return bytes(ContentReader(view, repository.objects, 1 << 20).read(view.lookup(path)))
+    return bytes(EntryReader(view, repository.objects, 1 << 20).read(view.lookup(path)))
 
 
 def test_a_lost_file_is_listed_and_reading_it_names_its_chunk(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     lose(object_file(repository, lost))
     assert repository.stat("ds", b"d/a").size == 1
@@ -167,7 +167,7 @@ def test_a_lost_file_is_listed_and_reading_it_names_its_chunk(
 
 
 def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_names(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     lose(object_file(repository, lost))
     published = repository.snapshots.versions(repository.dataset("ds").identity)
@@ -183,20 +183,20 @@ def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_
 
 
 def test_a_recovery_since_a_time_goes_by_the_same_rule(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     """Of metadata that are empty it makes all anew; it never publishes a part of the dataset."""
-    everything = shown(repository)
+    everything = dataset_state(repository)
     repository = emptied(repository)
     assert recover(repository, "ds", since_s=4e9).sound
-    assert shown(repository) == everything
+    assert dataset_state(repository) == everything
     lose(object_file(repository, lost))
     repository = emptied(repository)
     assert recover(repository, "ds", since_s=4e9).problems
     assert repository.view("ds").lookup(b"d/a") > 0
 
 
-def test_an_older_database_that_was_put_back_is_a_problem(second_put: Repository) -> None:
+def test_an_older_database_that_was_put_back_is_a_problem(second_put: LocalRepository) -> None:
     problems = verify(second_put, "ds").problems
     assert any("behind the published version" in problem for problem in problems)
     assert recover(second_put, "ds").sound
@@ -204,11 +204,11 @@ def test_an_older_database_that_was_put_back_is_a_problem(second_put: Repository
 
 
 def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
-    second_put: Repository, tmp_path: Path
+    second_put: LocalRepository, tmp_path: Path
 ) -> None:
     identity = second_put.dataset("ds").identity
     (known,) = [record.id for record in second_put.meta.chunks(identity)]
-    (last,) = set(second_put.chunk_names(identity)) - {known}
+    (last,) = set(second_put.chunk_ids(identity)) - {known}
     lose(object_file(second_put, last))
     with pytest.raises(LostChunks, match="b"):
         put_tree(second_put, "ds", write(tmp_path / "third", {"c": b"3"}), options=ONE)
@@ -217,13 +217,13 @@ def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
 
 
 @pytest.fixture
-def second_put(tmp_path: Path) -> Iterator[Repository]:
+def second_put(tmp_path: Path) -> Iterator[LocalRepository]:
     """After a second put, with the database as it was before."""
     url = (tmp_path / "store").as_uri()
     source = write(tmp_path / "first", {"a": b"1"})
-    with Repository.open(url, create=True) as opened:
+    with LocalRepository.open(url, create=True) as opened:
         put_tree(opened, "ds", source, options=ONE)
-        opened.meta.durable()
+        opened.meta.sync()
         with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.close()
@@ -232,7 +232,7 @@ def second_put(tmp_path: Path) -> Iterator[Repository]:
     for file in (tmp_path / "store").glob("meta.sqlite*"):
         file.unlink()
     (tmp_path / "store/meta.sqlite").write_bytes(kept)
-    with Repository.open(url) as opened:
+    with LocalRepository.open(url) as opened:
         yield opened
 
 
@@ -240,30 +240,30 @@ def second_put(tmp_path: Path) -> Iterator[Repository]:
     ObjectStoreError("open: Input/output error"), ObjectStoreRefused("403 Forbidden"),
 ])  # fmt: skip
 def test_one_bad_moment_of_the_store_decides_nothing(
-    repository: Repository,
+    repository: LocalRepository,
     lost: ChunkId,
     second: Path,
     error: ObjectStoreError,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    everything, before = shown(repository), repository.meta.marker("ds")
+    everything, before = dataset_state(repository), repository.meta.head("ds")
     name = chunk_object(before.identity, lost)
     with FaultyStore(repository.objects, Fault("get", name, error=error)) as store:
         repository.objects = store
         assert recover(repository, "ds").sound
-    assert shown(repository) == everything
-    before = repository.meta.marker("ds")
+    assert dataset_state(repository) == everything
+    before = repository.meta.head("ds")
     monkeypatch.setattr(folding, "_PAUSES_S", (0.0, 0.0))
     with FaultyStore(store, Fault("get", name, error=error, times=3)) as failing:
         repository.objects = failing
         with pytest.raises(ObjectStoreError):
             recover(repository, "ds")
-    assert repository.meta.marker("ds") == before
-    assert shown(repository) == everything
+    assert repository.meta.head("ds") == before
+    assert dataset_state(repository) == everything
 
 
 def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     name = chunk_object(repository.dataset("ds").identity, lost)
     for bit in (8 * 20, 8 * 120):
@@ -277,7 +277,7 @@ def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
 
 
 def test_what_a_newer_program_wrote_is_never_forgotten(
-    repository: Repository, lost: ChunkId, second: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, lost: ChunkId, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = repository.read_header
 
@@ -286,16 +286,16 @@ def test_what_a_newer_program_wrote_is_never_forgotten(
             raise NewerVersionError("needs format version 2")
         return real(repository.dataset("ds").identity, chunk)
 
-    before = repository.meta.marker("ds")
+    before = repository.meta.head("ds")
     monkeypatch.setattr(repository, "read_header", read_header)
     for forget_lost in (False, True):
         findings = recover(repository, "ds", forget_lost=forget_lost)
         assert any("needs format version 2" in problem for problem in findings.problems)
-        assert repository.meta.marker("ds") == before
+        assert repository.meta.head("ds") == before
 
 
 def test_what_comes_back_with_an_accepted_loss_is_named(
-    repository: Repository, first: Path, lost: ChunkId, tmp_path: Path
+    repository: LocalRepository, first: Path, lost: ChunkId, tmp_path: Path
 ) -> None:
     """The lost chunk replaced a file and deleted another."""
     identity = repository.dataset("ds").identity
@@ -304,7 +304,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     session = repository.begin("ds")
     session.delete([b"d/b"])
     session.finish()
-    for chunk in set(repository.chunk_names(identity)) - {lost}:
+    for chunk in set(repository.chunk_ids(identity)) - {lost}:
         lose(object_file(repository, chunk))
     notes = recover(repository, "ds", forget_lost=True).notes
     assert "an older version shows now: d/a" in notes
@@ -312,7 +312,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     assert read(repository, b"d/a") == b"1"
 
 
-def test_a_version_never_has_two_contents(repository: Repository, lost: ChunkId) -> None:
+def test_a_version_never_has_two_contents(repository: LocalRepository, lost: ChunkId) -> None:
     """A rebuild that folds nothing, as one that folds something, makes another version."""
     before = repository.view("ds")
     lose(object_file(repository, lost))
@@ -322,22 +322,26 @@ def test_a_version_never_has_two_contents(repository: Repository, lost: ChunkId)
     assert len(after.files()) == 0
     again = recover(emptied(repository), "ds")
     assert again.sound
-    with Repository.open(repository.url) as reader:
+    with LocalRepository.open(repository.url) as reader:
         assert reader.view("ds").version > after.version
 
 
 @pytest.mark.parametrize("damage", [lose, empty])
 def test_putting_the_source_again_heals_what_is_gone(
-    repository: Repository, first: Path, lost: ChunkId, second: Path, damage: Callable[[Path], None]
+    repository: LocalRepository,
+    first: Path,
+    lost: ChunkId,
+    second: Path,
+    damage: Callable[[Path], None],
 ) -> None:
     """Files, empty ones, links and folders: then the dataset is sound, and can be rebuilt."""
-    everything = shown(repository)
+    everything = dataset_state(repository)
     damage(object_file(repository, lost))
     assert recover(repository, "ds").problems
-    assert put_tree(repository, "ds", first, options=replace(ONE, dry_run=True)).seen == 7
+    assert put_tree(repository, "ds", first, options=replace(ONE, dry_run=True)).entries_found == 7
     report = put_tree(repository, "ds", first, options=ONE)
     assert (report.files, report.failed) == (3, [])
-    assert shown(repository) == everything
+    assert dataset_state(repository) == everything
     if damage is empty:
         object_file(repository, lost).unlink()
     assert verify(repository, "ds").problems == []
@@ -345,11 +349,11 @@ def test_putting_the_source_again_heals_what_is_gone(
     purge(repository, "ds", NOW)
     again = emptied(repository)
     assert recover(again, "ds").sound
-    assert shown(again) == everything
+    assert dataset_state(again) == everything
 
 
 def test_putting_with_checksum_heals_what_is_damaged(
-    repository: Repository, first: Path, lost: ChunkId
+    repository: LocalRepository, first: Path, lost: ChunkId
 ) -> None:
     victim = object_file(repository, lost)
     content = bytearray(victim.read_bytes())
@@ -357,15 +361,15 @@ def test_putting_with_checksum_heals_what_is_damaged(
     victim.write_bytes(content)
     assert put_tree(repository, "ds", first, options=ONE).files == 0
     assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 1
-    assert shown(repository) == facts(first)
+    assert dataset_state(repository) == facts(first)
     assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 0
 
 
 def test_a_short_listing_is_made_up_for_and_ends_a_purge(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     """Redis came back empty while the store does not list a chunk that it has."""
-    everything = shown(repository)
+    everything = dataset_state(repository)
     hidden = chunk_object(repository.dataset("ds").identity, lost)
     repository = emptied(repository)
     real = repository.objects
@@ -374,13 +378,13 @@ def test_a_short_listing_is_made_up_for_and_ends_a_purge(
     with pytest.raises(CorruptError, match="listing lacks"):
         purge(repository, "ds", NOW)
     repository.objects = real
-    assert shown(repository) == everything
+    assert dataset_state(repository) == everything
     assert set(published) <= set(repository.snapshots.versions(repository.dataset("ds").identity))
     assert verify(repository, "ds").sound
 
 
 def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     identity = repository.dataset("ds").identity
     newest = repository.snapshots.newest(identity)
@@ -406,7 +410,7 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
 
 
 def test_a_version_is_not_published_with_another_content(
-    repository: Repository, lost: ChunkId, second: Path
+    repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     view = repository.view("ds")
     file = repository.url.path / snapshot_object(view.identity, view.version)
@@ -420,7 +424,7 @@ def test_a_version_is_not_published_with_another_content(
 
 @pytest.mark.parametrize("field", ["mtime_ns", "flags", "checksum"])
 def test_verify_compares_the_published_snapshot_column_by_column(
-    repository: Repository, lost: ChunkId, second: Path, field: str
+    repository: LocalRepository, lost: ChunkId, second: Path, field: str
 ) -> None:
     """One with right checksums that says something else, as a wrong merge would make it."""
     view = repository.view("ds")
@@ -451,7 +455,7 @@ class Absence(RuleBasedStateMachine):
         self.taken: dict[Path, bytes] = {}
         self.older: bytes | None = None
         self.count = 0
-        with Repository.open(self.url, create=True) as repository:
+        with LocalRepository.open(self.url, create=True) as repository:
             repository.begin("ds").finish()
 
     def teardown(self) -> None:
@@ -461,7 +465,7 @@ class Absence(RuleBasedStateMachine):
         self.count += 1
         source = self.home / f"source{self.count}"
         write(source, {os.fsdecode(path): content for path, content in files.items()})
-        opened = Repository.open(self.url, create=True)
+        opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind):
             put_tree(repository, "ds", source, options=ONE)
             self.expected.update(files)
@@ -478,7 +482,7 @@ class Absence(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcdef"))
     def delete(self, name: str) -> None:
-        opened = Repository.open(self.url, create=True)
+        opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind):
             session = repository.begin("ds")
             session.delete([name.encode()])
@@ -524,13 +528,13 @@ class Absence(RuleBasedStateMachine):
 
     @rule()
     def recover(self) -> None:
-        with Repository.open(self.url, create=True) as repository:
+        with LocalRepository.open(self.url, create=True) as repository:
             recover(repository, "ds")
 
     @precondition(lambda self: self.taken)
     @rule()
     def accept_the_loss(self) -> None:
-        with Repository.open(self.url, create=True) as repository:
+        with LocalRepository.open(self.url, create=True) as repository:
             assert recover(repository, "ds", forget_lost=True).problems == []
             view = repository.view("ds")
             left = {view.path(i) for i in view.files().tolist()}
@@ -542,15 +546,15 @@ class Absence(RuleBasedStateMachine):
 
     @rule()
     def purge(self) -> None:
-        opened = Repository.open(self.url, create=True)
+        opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind, BusyError):
             purge(repository, "ds", NOW)
 
     @invariant()
     def nothing_that_was_acknowledged_is_absent(self) -> None:
-        with Repository.open(self.url) as repository:
+        with LocalRepository.open(self.url) as repository:
             view = repository.view("ds")
-            reader = ContentReader(view, repository.objects, 1 << 20)
+            reader = EntryReader(view, repository.objects, 1 << 20)
             for path, content in self.expected.items():
                 index = view.lookup(path)
                 assert index >= 0, path

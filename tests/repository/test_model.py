@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from diesel_fs.client import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "f\n/\udcff", "large"])
 CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) * (n << 16))
@@ -103,7 +103,7 @@ class DatasetModel(RuleBasedStateMachine):
         if lose_everything:
             for file in (self.folder / "store").glob("meta.sqlite*"):
                 file.unlink()
-        with Repository.open(self.url, create=True) as repository:
+        with LocalRepository.open(self.url, create=True) as repository:
             before = repository.view("ds").stat(0) if not lose_everything else None
             recover(repository, "ds")
             assert before is None or repository.view("ds").stat(0) == before

@@ -25,7 +25,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.repository import LocalRepository, LocalWriteSession
 from diesel_fs.storage.metadata import MetadataStore
 from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.writer import PutOptions, put_tree
@@ -33,13 +33,13 @@ from diesel_fs.writer import PutOptions, put_tree
 from ..client.test_client import in_child
 from ..small_disks import small_disk
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 
 FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
 
 
 @pytest.fixture
-def filled(repository: Repository, tmp_path: Path) -> Repository:
+def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
     return repository
 
@@ -49,7 +49,7 @@ def lose_metadata(store: Path) -> None:
         file.unlink()
 
 
-def test_list_and_stat_are_live(filled: Repository, tmp_path: Path) -> None:
+def test_list_and_stat_are_live(filled: LocalRepository, tmp_path: Path) -> None:
     assert sorted(filled.list("ds").names) == [b"a", b"d"]
     assert sorted(filled.list("ds", b"d").names) == [b"b", b"e"]
     assert filled.stat("ds", b"d/b").size == 2
@@ -66,10 +66,10 @@ def test_list_and_stat_are_live(filled: Repository, tmp_path: Path) -> None:
     assert filled.stat("ds", b"a").size == 4
 
 
-def test_readers_do_without_the_metadata_store(filled: Repository, tmp_path: Path) -> None:
+def test_readers_do_without_the_metadata_store(filled: LocalRepository, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
-    with Repository.open(filled.url) as reader:
-        assert shown(reader) == facts(tmp_path / "source")
+    with LocalRepository.open(filled.url) as reader:
+        assert dataset_state(reader) == facts(tmp_path / "source")
         assert [info.name for info in reader.datasets()] == ["ds"]
         assert reader.stat("ds", b"a").size == 1
         with pytest.raises(MetadataError):
@@ -78,28 +78,30 @@ def test_readers_do_without_the_metadata_store(filled: Repository, tmp_path: Pat
             reader.view("other")
 
 
-def test_C3_no_metadata_and_no_snapshot_is_never_empty(filled: Repository, tmp_path: Path) -> None:
+def test_C3_no_metadata_and_no_snapshot_is_never_empty(
+    filled: LocalRepository, tmp_path: Path
+) -> None:
     lose_metadata(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
-    with Repository.open(filled.url) as reader, pytest.raises(MetadataBehind, match="recover"):
+    with LocalRepository.open(filled.url) as reader, pytest.raises(MetadataBehind, match="recover"):
         reader.view("ds")
-    with Repository.open(filled.url, create=True) as writer:
+    with LocalRepository.open(filled.url, create=True) as writer:
         with pytest.raises(MetadataBehind):
             writer.view("ds")
         recover(writer, "ds")
-        assert shown(writer) == facts(tmp_path / "source")
+        assert dataset_state(writer) == facts(tmp_path / "source")
 
 
-def test_C3_a_writer_folds_everything_in_at_once(filled: Repository, tmp_path: Path) -> None:
+def test_C3_a_writer_folds_everything_in_at_once(filled: LocalRepository, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
-    with Repository.open(filled.url, create=True) as writer:
+    with LocalRepository.open(filled.url, create=True) as writer:
         report = put_tree(writer, "ds", tmp_path / "source", options=PutOptions(jobs=1))
         assert report.files == 0
-        assert shown(writer) == facts(tmp_path / "source")
+        assert dataset_state(writer) == facts(tmp_path / "source")
         assert verify(writer, "ds").problems == []
 
 
-def test_a_read_only_folder_and_another_user(filled: Repository, tmp_path: Path) -> None:
+def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     expected = facts(tmp_path / "source")
@@ -111,8 +113,8 @@ def test_a_read_only_folder_and_another_user(filled: Repository, tmp_path: Path)
     def read() -> None:
         os.environ["XDG_CACHE_HOME"] = "/nowhere"
         os.setuid(65534)
-        with Repository.open(filled.url) as reader:
-            assert shown(reader) == expected
+        with LocalRepository.open(filled.url) as reader:
+            assert dataset_state(reader) == expected
             with pytest.raises(DieselError):
                 reader.begin("ds")
             found = verify(reader, "ds")  # what it may read
@@ -123,24 +125,24 @@ def test_a_read_only_folder_and_another_user(filled: Repository, tmp_path: Path)
     assert in_child(read) == 0
 
 
-def test_O16_O17_stores_that_are_none(filled: Repository, tmp_path: Path) -> None:
+def test_O16_O17_stores_that_are_none(filled: LocalRepository, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for place in ("empty", "nowhere", "source"):
         with pytest.raises(ObjectStoreError):
-            Repository.open((tmp_path / place).as_uri())
+            LocalRepository.open((tmp_path / place).as_uri())
     with pytest.raises((ConflictError, ObjectStoreError)):
-        Repository.open((tmp_path / "source").as_uri(), create=True)
+        LocalRepository.open((tmp_path / "source").as_uri(), create=True)
     (tmp_path / "link with space").symlink_to(tmp_path / "store")
     for url in ((tmp_path / "link with space").as_uri(), f"{filled.url}/"):
-        with Repository.open(url) as same:
-            assert shown(same) == facts(tmp_path / "source")
+        with LocalRepository.open(url) as same:
+            assert dataset_state(same) == facts(tmp_path / "source")
     meta = f"{filled.url}?meta=mysql://h"
     for bad in ("diesel://h:1", meta, "file:///x?meta=redis", "x", "file://x/y"):
         with pytest.raises(ConfigError):
-            Repository.open(bad)
+            LocalRepository.open(bad)
 
 
-def test_M9_dataset_names(repository: Repository) -> None:
+def test_M9_dataset_names(repository: LocalRepository) -> None:
     for bad in ("../other", "a/b", "-rf", "", "x" * 64, "%2e%2e", "a b", "a\n"):
         with pytest.raises(UsageError):
             repository.view(bad)
@@ -148,8 +150,8 @@ def test_M9_dataset_names(repository: Repository) -> None:
             repository.begin(bad)
 
 
-def test_L5_a_dataset_deleted_under_a_writer(filled: Repository) -> None:
-    session: WriteSession = filled.begin("ds")
+def test_L5_a_dataset_deleted_under_a_writer(filled: LocalRepository) -> None:
+    session: LocalWriteSession = filled.begin("ds")
     filled.delete_dataset("ds")
     with pytest.raises(ConflictError, match="deleted"):
         session.new_id()
@@ -162,7 +164,7 @@ def test_L5_a_dataset_deleted_under_a_writer(filled: Repository) -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
 def test_delete_dataset_killed_at_any_step(
-    filled: Repository, step: int, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [step]
     delete = filled.objects.delete
@@ -185,13 +187,13 @@ def test_delete_dataset_killed_at_any_step(
     assert filled.datasets() == []
 
 
-def test_a_deleted_dataset_is_never_brought_back(filled: Repository, tmp_path: Path) -> None:
+def test_a_deleted_dataset_is_never_brought_back(filled: LocalRepository, tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(store, tmp_path / "backup")
     filled.delete_dataset("ds")
     shutil.copytree(tmp_path / "backup" / "datasets", store / "datasets", dirs_exist_ok=True)
     lose_metadata(store)
-    with Repository.open(filled.url, create=True) as writer:
+    with LocalRepository.open(filled.url, create=True) as writer:
         assert writer.datasets() == []
         with pytest.raises(NoSuchDataset):
             recover(writer, "ds")
@@ -199,13 +201,13 @@ def test_a_deleted_dataset_is_never_brought_back(filled: Repository, tmp_path: P
 
 @pytest.mark.parametrize("damage", ["gone", "not a database"])
 def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_deletion(
-    filled: Repository, tmp_path: Path, damage: str
+    filled: LocalRepository, tmp_path: Path, damage: str
 ) -> None:
     filled.close()
     lose_metadata(tmp_path / "store")
     if damage != "gone":
         (tmp_path / "store/meta.sqlite").write_bytes(b"x" * 9000)
-    with Repository.open(filled.url) as blind:
+    with LocalRepository.open(filled.url) as blind:
         findings = verify(blind, "ds")
         assert any("recover ds" in problem for problem in findings.problems)
         assert (findings.chunks, findings.files) == (1, 3)  # they are looked at all the same
@@ -216,12 +218,12 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
 
 
 def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
-    filled: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other threads, which look meanwhile, are told why."""
     filled.close()
     lose_metadata(tmp_path / "store")
-    with Repository.open(filled.url) as blind:
+    with LocalRepository.open(filled.url) as blind:
         problem = blind.meta_problem
         assert problem is not None
         opened = SqliteMetadata.open(tmp_path / "meta.sqlite", create=True)
@@ -238,20 +240,20 @@ def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
 
 
 def test_a_metadata_store_of_a_newer_program_is_not_lost(
-    filled: Repository, tmp_path: Path
+    filled: LocalRepository, tmp_path: Path
 ) -> None:
     filled.close()
     with closing(sqlite3.connect(tmp_path / "store/meta.sqlite")) as db:
         db.execute("PRAGMA user_version=99")
-    with Repository.open(filled.url) as blind:
-        for work in (verify, Repository.delete_dataset):
+    with LocalRepository.open(filled.url) as blind:
+        for work in (verify, LocalRepository.delete_dataset):
             with pytest.raises(NewerVersionError):
                 work(blind, "ds")
         assert [info.name for info in blind.datasets()] == ["ds"]
 
 
 def test_a_snapshot_is_exactly_one_version_while_commits_run(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     """Each committed chunk holds 10 files: no view ever shows a part of one."""
     stop = threading.Event()
@@ -280,7 +282,7 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
     assert repository.view("ds").file_count == 150
 
 
-def test_L1_L2_two_puts_at_once(repository: Repository, tmp_path: Path) -> None:
+def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> None:
     """Two processes, some paths the same: all complete, each path is one of the two, whole."""
     sources = [
         write(
@@ -297,7 +299,7 @@ def test_L1_L2_two_puts_at_once(repository: Repository, tmp_path: Path) -> None:
         if child == 0:
             status = 1
             try:
-                with Repository.open(repository.url) as mine:
+                with LocalRepository.open(repository.url) as mine:
                     options = PutOptions(chunk_bytes=65536, jobs=2)
                     status = len(put_tree(mine, "ds", source, options=options).failed)
             finally:
@@ -305,18 +307,18 @@ def test_L1_L2_two_puts_at_once(repository: Repository, tmp_path: Path) -> None:
         children.append(child)
     repository.begin("ds")
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-    found = shown(repository)
+    found = dataset_state(repository)
     wanted = [facts(source) for source in sources]
     for path in wanted[0].keys() | wanted[1].keys():
         if found[path][0] == "file":
             assert found[path] in [facts.get(path) for facts in wanted], path
     assert verify(repository, "ds").problems == []
     recover(repository, "ds")
-    assert shown(repository) == found
+    assert dataset_state(repository) == found
 
 
 def test_a_snapshot_never_outlives_the_chunks_it_came_from(
-    filled: Repository, tmp_path: Path
+    filled: LocalRepository, tmp_path: Path
 ) -> None:
     """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
@@ -326,7 +328,7 @@ def test_a_snapshot_never_outlives_the_chunks_it_came_from(
     filled.objects.delete(chunk_object(view.identity, view.chunk_ids[extent.chunk]))
     batches = [
         batch_of(filled.read_header(view.identity, chunk))
-        for chunk in filled.chunk_names(view.identity)
+        for chunk in filled.chunk_ids(view.identity)
     ]
     filled.meta.rebuild("ds", view.identity, batches)
     after = filled.view("ds")
@@ -336,12 +338,12 @@ def test_a_snapshot_never_outlives_the_chunks_it_came_from(
 def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "small", "size=2m") as small,
-        Repository.open((small / "store").as_uri(), create=True) as repository,
+        LocalRepository.open((small / "store").as_uri(), create=True) as repository,
     ):
         first = write(tmp_path / "first", {"a": b"1"})
         put_tree(repository, "ds", first, options=PutOptions(jobs=1))
         big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
         with pytest.raises(NoSpaceError):
             put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
-        assert shown(repository)[b"a"][3] == b"1"
+        assert dataset_state(repository)[b"a"][3] == b"1"
         assert verify(repository, "ds").sound

@@ -8,19 +8,18 @@ import pytest
 
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.commits import batch_of
-from diesel_fs.entries import Kind
+from diesel_fs.entries import Bytes, Kind
 from diesel_fs.errors import ConflictError, MetadataBehind, NoSuchDataset
 from diesel_fs.housekeeping import purge
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
-from diesel_fs.storage.objects import Bytes
+from diesel_fs.repository import LocalRepository, LocalWriteSession
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.redis_servers import RedisServer, free_port
 
 NAME = "pets"
 
 
-def add(session: WriteSession, name: bytes) -> None:
+def add(session: LocalWriteSession, name: bytes) -> None:
     """Put one file."""
     builder = ChunkBuilder(session.identity, 1 << 20, "none")
     builder.room(5)[:] = b"hello"
@@ -28,7 +27,7 @@ def add(session: WriteSession, name: bytes) -> None:
     session._store(builder)
 
 
-def put_base(repository: Repository) -> None:
+def put_base(repository: LocalRepository) -> None:
     """Put the first file of the dataset."""
     session = repository.begin(NAME)
     add(session, b"base")
@@ -48,7 +47,7 @@ def url(server: RedisServer, tmp_path: Path) -> str:
 
 
 def names(url: str) -> list[bytes]:
-    with Repository.open(url) as fresh:
+    with LocalRepository.open(url) as fresh:
         view = fresh.view(NAME)
         shown = sorted(fresh.list(NAME, b"d").names)
         paths = [view.path(i) for i in range(len(view))]
@@ -61,7 +60,7 @@ def test_C4_a_put_that_outlives_its_metadata_store(
     server: RedisServer, url: str, when: str
 ) -> None:
     """Its own files are there when it has succeeded, and what others were told is there stays."""
-    with Repository.open(url, create=True) as one, Repository.open(url) as two:
+    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
         first = one.begin(NAME)
         add(first, b"base")
         first.finish()
@@ -78,14 +77,14 @@ def test_C4_a_put_that_outlives_its_metadata_store(
         if when == "after half a mend":  # by somebody whose process was killed
             meta, mine = two.meta, session.identity
             assert isinstance(meta, RedisMetadata)
-            (lost, *_) = meta.missing(mine, list(two.chunk_names(mine)))
+            (lost, *_) = meta.missing(mine, list(two.chunk_ids(mine)))
             batch = batch_of(two.read_header(mine, lost), stored=True)
-            meta._commit(mine, [batch], meta.doubt(mine))
-            assert two.snapshots.newest(mine) < meta.marker(NAME).version
+            meta._commit(mine, [batch], meta.needs_repair(mine))
+            assert two.snapshots.newest(mine) < meta.head(NAME).version
         if when == "before a commit":
             add(session, b"A3")
             wanted.insert(2, b"A3")
-            with Repository.open(url) as other:  # as soon as the version has moved on
+            with LocalRepository.open(url) as other:  # as soon as the version has moved on
                 assert other.stat(NAME, b"d/ACKED").kind == Kind.FILE
         session.finish()
         assert names(url) == wanted
@@ -95,21 +94,21 @@ def test_C11_it_comes_back_older_while_the_put_ends(
     server: RedisServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last look at its chunks and the snapshot."""
-    with Repository.open(url, create=True) as one:
+    with LocalRepository.open(url, create=True) as one:
         put_base(one)
         server.client().save()
         session = one.begin(NAME)
         add(session, b"new")
-        acknowledge, times = WriteSession._acknowledge, list[int]()
+        acknowledge, times = LocalWriteSession._acknowledge, list[int]()
 
-        def acknowledged(self: WriteSession) -> int:
+        def acknowledged(self: LocalWriteSession) -> int:
             times.append(1)
             if len(times) == 1:
                 server.kill()
                 server.start()
             return acknowledge(self)
 
-        monkeypatch.setattr(WriteSession, "_acknowledge", acknowledged)
+        monkeypatch.setattr(LocalWriteSession, "_acknowledge", acknowledged)
         session.finish()
         assert len(times) == 2
         assert names(url) == [b"base", b"new"]
@@ -118,7 +117,7 @@ def test_C11_it_comes_back_older_while_the_put_ends(
 def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
     server: RedisServer, url: str
 ) -> None:
-    with Repository.open(url, create=True) as one, Repository.open(url) as two:
+    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
         put_base(one)
         session = two.begin(NAME)
         two.meta._commits._apply = lambda *_: None  # type: ignore[attr-defined]  # the test looks inside
@@ -133,7 +132,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
 def test_C4_a_metadata_store_that_comes_back_empty_is_no_deletion(
     server: RedisServer, url: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Repository.open(url, create=True) as one:
+    with LocalRepository.open(url, create=True) as one:
         session = one.begin(NAME)
         add(session, b"base")
         put = one.objects.put
@@ -168,7 +167,7 @@ def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
     url: str, is_made_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made again or not: it is a deletion that the writer is told of."""
-    with Repository.open(url, create=True) as one, Repository.open(url) as two:
+    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
         session = one.begin(NAME)
         put = one.objects.put
 
@@ -190,7 +189,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
     server: RedisServer, url: str, trouble: str
 ) -> None:
     """What a deletion left in a Redis nobody would ever find again."""
-    with Repository.open(url, create=True) as one:
+    with LocalRepository.open(url, create=True) as one:
         put_base(one)
     client = server.client()
     if trouble == "down":
@@ -198,11 +197,11 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
         server.kill()
     else:
         client.config_set("requirepass", "hush")
-    with Repository.open(url) as blind:
+    with LocalRepository.open(url) as blind:
         problem = blind.meta_problem
         assert problem is not None
         assert problem.exit_code == 14
-        for work in (verify, Repository.delete_dataset):
+        for work in (verify, LocalRepository.delete_dataset):
             with pytest.raises(type(problem)) as raised:
                 work(blind, NAME)
             assert raised.value.message == problem.message
@@ -213,10 +212,10 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
         server.start()
     else:
         client.config_set("requirepass", "")  # it has logged in, as far as that was needed
-    with Repository.open(url) as whole:
+    with LocalRepository.open(url) as whole:
         assert verify(whole, NAME).sound
         whole.delete_dataset(NAME)
-        assert whole.meta.markers() == []
+        assert whole.meta.heads() == []
 
 
 @pytest.mark.parametrize("by", ["delete-dataset", "purge"])
@@ -224,7 +223,7 @@ def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
     url: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the mark and the metadata."""
-    with Repository.open(url, create=True) as one:
+    with LocalRepository.open(url, create=True) as one:
         put_base(one)
 
         def killed(identity: UUID) -> None:
@@ -238,5 +237,5 @@ def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
             assert "is deleted" in purge(one, NAME).notes[0]
         else:
             one.delete_dataset(NAME)
-        assert one.meta.markers() == []
-        assert list(one.catalogue.dying(NAME)) == []
+        assert one.meta.heads() == []
+        assert list(one.catalogue.deleted_named(NAME)) == []

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import NoSpaceError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshots import adopt
+from diesel_fs.snapshots import open_snapshot_file
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..small_disks import small_disk
@@ -21,13 +21,13 @@ FILES = {f"d{i % 7}/file-{i}": bytes([i % 251]) * i for i in range(500)}
 
 
 @pytest.fixture
-def view(repository: Repository, tmp_path: Path) -> Snapshot:
+def view(repository: LocalRepository, tmp_path: Path) -> Snapshot:
     put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
     return repository.view("ds")
 
 
 @pytest.fixture
-def saved(repository: Repository, view: Snapshot, tmp_path: Path) -> Path:
+def saved(repository: LocalRepository, view: Snapshot, tmp_path: Path) -> Path:
     file = tmp_path / "ds.snapshot"
     repository.snapshots.save(view, file)
     return file
@@ -52,8 +52,8 @@ def _overwrite(file: Path) -> None:
 READ_ALL = """
 import os, sys
 from pathlib import Path
-from diesel_fs.snapshots import adopt
-view = adopt(Path(sys.argv[1]))
+from diesel_fs.snapshots import open_snapshot_file
+view = open_snapshot_file(Path(sys.argv[1]))
 print("read", flush=True)
 sys.stdin.readline()
 print(sum(entry.size for entry in view.stat_many(view.files())), len(view.paths(view.files())))
@@ -90,7 +90,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_E9_a_full_disk_leaves_the_snapshot_before(
-    repository: Repository, view: Snapshot, small: Path, tmp_path: Path
+    repository: LocalRepository, view: Snapshot, small: Path, tmp_path: Path
 ) -> None:
     file = small / "ds.snapshot"
     repository.snapshots.save(view, file)
@@ -101,7 +101,7 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
         repository.snapshots.save(repository.view("ds"), file)
     assert [each.name for each in small.iterdir()] == [file.name]
     assert file.read_bytes() == before
-    assert adopt(file).version == view.version
+    assert open_snapshot_file(file).version == view.version
 
 
 @pytest.mark.parametrize("nodes", [1, 8])

@@ -12,8 +12,8 @@ from diesel_fs import snapshot_merge
 from diesel_fs.entries import EXTENT, Kind, Rows
 from diesel_fs.errors import CorruptError
 from diesel_fs.recovery import verify
-from diesel_fs.repository import Repository
-from diesel_fs.storage.metadata import Changes
+from diesel_fs.repository import LocalRepository
+from diesel_fs.storage.metadata import MetadataChanges
 from diesel_fs.storage.sqlite import SqliteMetadata
 from diesel_fs.writer import PutOptions, put_tree
 from tests.trees import write
@@ -81,14 +81,14 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
-    repository: Repository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """The put fails; what is published stays, and once the metadata are right again it goes on."""
     put_tree(repository, "ds", write(source.parent / "first", {"first": b"1"}), options=SMALL)
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     changes = SqliteMetadata.changes
 
-    def damaged(self: SqliteMetadata, identity: UUID, since: int) -> Changes:
+    def damaged(self: SqliteMetadata, identity: UUID, since: int) -> MetadataChanges:
         found = changes(self, identity, since)
         if len(found.rows) < 500:  # before the put's own
             return found
@@ -104,11 +104,11 @@ def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
 
 
 def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
-    repository: Repository, source: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the memory that holds the previous version's columns is damaged."""
     put_tree(repository, "ds", write(source.parent / "first", {"first": b"1"}), options=SMALL)
-    merge, hits = snapshot_merge.merge, []
+    merge, hits = snapshot_merge.build_snapshot, []
 
     def damaged(previous: object, rows: Rows, *rest: object, **more: object) -> object:
         if previous is not None and len(rows) > 500:
@@ -116,24 +116,24 @@ def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
             rows = plain("mtime_ns")(rows)
         return merge(previous, rows, *rest, **more)  # type: ignore[arg-type]  # handed on
 
-    monkeypatch.setattr("diesel_fs.snapshots.merge", damaged)
+    monkeypatch.setattr("diesel_fs.snapshots.build_snapshot", damaged)
     put_tree(repository, "ds", source, options=SMALL)
     assert hits
     monkeypatch.undo()
-    view = repository.snapshots.check(*_newest(repository))
+    view = repository.snapshots.fetch_verified(*_newest(repository))
     for path in (b"first", b"d1/1"):
         assert view.lookup(path) > 0
     assert view.stat(view.lookup(b"d1/1")).mtime_ns == (source / "d1/1").stat().st_mtime_ns
     assert verify(repository, "ds").problems == []
 
 
-def _newest(repository: Repository) -> tuple[UUID, int]:
+def _newest(repository: LocalRepository) -> tuple[UUID, int]:
     identity = repository.dataset("ds").identity
     return identity, repository.snapshots.newest(identity)
 
 
 def test_files_that_are_replaced_before_they_are_published_are_no_damage(
-    repository: Repository, source: Path
+    repository: LocalRepository, source: Path
 ) -> None:
     """Their chunk has fewer places by then."""
     first, second = repository.begin("ds"), repository.begin("ds")

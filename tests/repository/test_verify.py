@@ -19,13 +19,13 @@ from diesel_fs.entries import ChunkId
 from diesel_fs.folding import HEADERS_AHEAD, Findings
 from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
-from diesel_fs.storage.metadata import Batch, Late
-from diesel_fs.storage.sqlite_runs import make_way
+from diesel_fs.repository import LocalRepository
+from diesel_fs.storage.metadata import Batch, ReadCommitted
+from diesel_fs.storage.sqlite_runs import split_runs
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import facts, write
-from ..writer.test_put import shown
+from ..writer.test_put import dataset_state
 from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
@@ -34,7 +34,7 @@ OPTIONS = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
 
 
 @pytest.fixture
-def filled(repository: Repository, tmp_path: Path) -> Repository:
+def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     source = write(tmp_path / "source", FILES)
     put_tree(repository, "ds", source, options=OPTIONS)
     return repository
@@ -46,7 +46,7 @@ def chunks(store: Path) -> list[Path]:
     return found
 
 
-def damaged_by(filled: Repository, tmp_path: Path, change: Callable[[Path], None]) -> Findings:
+def damaged_by(filled: LocalRepository, tmp_path: Path, change: Callable[[Path], None]) -> Findings:
     """Damage the second chunk and verify."""
     victim = chunks(tmp_path / "store")[1]
     victim.chmod(0o644)
@@ -63,17 +63,17 @@ def edit(victim: Path, at: int, change: Callable[[int], int]) -> None:
     victim.write_bytes(content)
 
 
-def test_an_intact_store(filled: Repository) -> None:
+def test_an_intact_store(filled: LocalRepository) -> None:
     for headers_only in (True, False):
         findings = verify(filled, "ds", headers_only=headers_only)
         assert findings.sound
         assert findings.notes == []
         assert (findings.files, findings.bytes) == (40, 320_000)
-        assert findings.chunks == len(list(filled.chunk_names(filled.dataset("ds").identity)))
+        assert findings.chunks == len(list(filled.chunk_ids(filled.dataset("ds").identity)))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 95, 96, 200, -1])
-def test_B1_truncated(filled: Repository, tmp_path: Path, keep: int) -> None:
+def test_B1_truncated(filled: LocalRepository, tmp_path: Path, keep: int) -> None:
     def change(victim: Path) -> None:
         os.truncate(victim, keep if keep >= 0 else victim.stat().st_size - 1)
 
@@ -82,25 +82,25 @@ def test_B1_truncated(filled: Repository, tmp_path: Path, keep: int) -> None:
     found = recover(filled, "ds", forget_lost=True)
     assert found.problems == []
     assert any("truncated chunk" in note for note in found.notes)
-    left = shown(filled)
+    left = dataset_state(filled)
     whole = facts(tmp_path / "source")
     assert 20 < len(left) < 41
     assert all(whole[path] == fact for path, fact in left.items())
 
 
-def test_B3_a_bit_of_a_body(filled: Repository, tmp_path: Path) -> None:
+def test_B3_a_bit_of_a_body(filled: LocalRepository, tmp_path: Path) -> None:
     findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, -10, lambda b: b ^ 1))
     (problem,) = findings.problems
     assert "the bytes of f" in problem
     assert verify(filled, "ds", headers_only=True).sound
 
 
-def test_B2_a_bit_of_a_header(filled: Repository, tmp_path: Path) -> None:
+def test_B2_a_bit_of_a_header(filled: LocalRepository, tmp_path: Path) -> None:
     findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, 120, lambda b: b ^ 1))
     assert any("checksum" in problem for problem in findings.problems)
 
 
-def test_B7_a_chunk_of_another_name(filled: Repository, tmp_path: Path) -> None:
+def test_B7_a_chunk_of_another_name(filled: LocalRepository, tmp_path: Path) -> None:
     other = chunks(tmp_path / "store")[0].read_bytes()
     findings = damaged_by(filled, tmp_path, lambda victim: void(victim.write_bytes(other)))
     assert any("foreign chunk" in problem for problem in findings.problems)
@@ -110,7 +110,7 @@ def void(_: object) -> None:
     """Nothing."""
 
 
-def test_B9_a_newer_chunk_is_left_as_it_is(filled: Repository, tmp_path: Path) -> None:
+def test_B9_a_newer_chunk_is_left_as_it_is(filled: LocalRepository, tmp_path: Path) -> None:
     def change(victim: Path) -> None:
         content = bytearray(victim.read_bytes())
         struct.pack_into("<H", content, 8, 2)
@@ -123,7 +123,7 @@ def test_B9_a_newer_chunk_is_left_as_it_is(filled: Repository, tmp_path: Path) -
     assert chunks(tmp_path / "store")[1].exists()
 
 
-def test_B10_garbage_in_the_store_is_ignored(filled: Repository, tmp_path: Path) -> None:
+def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: Path) -> None:
     folder = chunks(tmp_path / "store")[0].parent
     (folder / "README").write_text("hello")
     (folder / ".DS_Store").write_text("")
@@ -132,16 +132,16 @@ def test_B10_garbage_in_the_store_is_ignored(filled: Repository, tmp_path: Path)
     assert findings.sound
     assert any("foreign" in note for note in findings.notes)
     recover(filled, "ds")
-    assert shown(filled) == facts(tmp_path / "source")
+    assert dataset_state(filled) == facts(tmp_path / "source")
     assert (folder / "README").exists()
 
 
-def test_a_lost_chunk(filled: Repository, tmp_path: Path) -> None:
+def test_a_lost_chunk(filled: LocalRepository, tmp_path: Path) -> None:
     findings = damaged_by(filled, tmp_path, lambda victim: victim.unlink())
     assert any("lost chunk" in problem for problem in findings.problems)
 
 
-def test_A5_an_orphan(filled: Repository, tmp_path: Path) -> None:
+def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
     """Young: a put under way, left alone. Old: folded in by the next writer. `recover`: both."""
     writer = Writer(filled)
     writer.add(b"young", b"1")
@@ -160,25 +160,25 @@ def test_A5_an_orphan(filled: Repository, tmp_path: Path) -> None:
     assert filled.view("ds").lookup(b"young") > 0
 
 
-def test_metadata_that_differs_from_its_chunks(filled: Repository, tmp_path: Path) -> None:
+def test_metadata_that_differs_from_its_chunks(filled: LocalRepository, tmp_path: Path) -> None:
     filled.close()
     with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
         (root,) = db.execute("SELECT number FROM folder WHERE parent = 0").fetchone()
-        make_way(db, root, [b"f07", b"f09"])  # single rows are what can be tampered with
+        split_runs(db, root, [b"f07", b"f09"])  # single rows are what can be tampered with
         db.execute("DELETE FROM entry WHERE name = ?", (b"f07",))
         (record,) = db.execute("SELECT record FROM entry WHERE name = ?", (b"f09",)).fetchone()
         db.execute("UPDATE entry SET record = ? WHERE name = ?", (b"\1" + record[1:], b"f09"))
     db.close()
-    with Repository.open(filled.url) as repository:
+    with LocalRepository.open(filled.url) as repository:
         problems = verify(repository, "ds").problems
         assert "metadata lacks f07" in problems
         assert "metadata of f09 differs from its chunk's" in problems
         recover(repository, "ds")
         assert verify(repository, "ds").sound
-        assert shown(repository) == facts(tmp_path / "source")
+        assert dataset_state(repository) == facts(tmp_path / "source")
 
 
-def test_recover_since_brings_the_tail_back(filled: Repository, tmp_path: Path) -> None:
+def test_recover_since_brings_the_tail_back(filled: LocalRepository, tmp_path: Path) -> None:
     """An older state and the chunks since are the whole state."""
     writer = Writer(filled)
     writer.add(b"later", b"1")
@@ -191,10 +191,10 @@ def test_recover_since_brings_the_tail_back(filled: Repository, tmp_path: Path) 
 
 
 def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
-    filled: Repository, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = filled.dataset("ds").identity
-    gone = next(iter(filled.chunk_names(identity)))
+    gone = next(iter(filled.chunk_ids(identity)))
     real = filled.objects.get
     hits: list[str] = []
 
@@ -211,14 +211,14 @@ def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
 
 
 def test_headers_are_read_ahead_and_folded_in_their_order(
-    filled: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many at once, and no more than that; fewer where they are large."""
     for i in range(9):
         write(tmp_path / "source", {f"more{i}-{j:02}": bytes([j]) * 8000 for j in range(40)})
         put_tree(filled, "ds", tmp_path / "source", options=OPTIONS)
     identity = filled.dataset("ds").identity
-    there = [*filled.chunk_names(identity)]
+    there = [*filled.chunk_ids(identity)]
     assert len(there) > HEADERS_AHEAD
     lock, under_way, most = threading.Lock(), 0, 0
     read_header, orders = filled.read_header, list[list[ChunkId]]()
@@ -236,10 +236,16 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
 
     rebuild = filled.meta.rebuild
 
-    def noted(name: str, of: UUID, batches: Iterable[Batch], late: Late, above: int) -> int:
+    def noted(
+        name: str,
+        of: UUID,
+        batches: Iterable[Batch],
+        read_committed: ReadCommitted,
+        newer_than: int,
+    ) -> int:
         found = [*batches]
         orders.append([batch.chunk.id for batch in found])
-        return rebuild(name, of, found, late, above)
+        return rebuild(name, of, found, read_committed, newer_than)
 
     monkeypatch.setattr(filled, "read_header", slowly)
     monkeypatch.setattr(filled.meta, "rebuild", noted)
@@ -251,13 +257,13 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     monkeypatch.setattr(folding, "_ENTRIES_AHEAD", 4 * 3)
     assert recover(filled, "ds").chunks == len(there)
     assert 1 < most <= 3
-    assert shown(filled) == facts(tmp_path / "source")
+    assert dataset_state(filled) == facts(tmp_path / "source")
 
 
 def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
-    filled: Repository, monkeypatch: pytest.MonkeyPatch
+    filled: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = filled.meta.marker("ds")
+    before = filled.meta.head("ds")
 
     def interrupted(_: UUID, chunk: ChunkId) -> Header:
         raise KeyboardInterrupt
@@ -267,4 +273,4 @@ def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
         with pytest.raises(KeyboardInterrupt):
             recover(filled, "ds")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("header")]
-    assert filled.meta.marker("ds") == before
+    assert filled.meta.head("ds") == before

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from diesel_fs import keys
 from diesel_fs.accounts import Account, Accounts, Role
-from diesel_fs.storage.accounts import NEVER, AccountState, AccountTable
+from diesel_fs.storage.accounts import NO_TOKEN, AccountState, AccountTable
 
 
 class MemoryTable(AccountTable):
@@ -34,7 +34,7 @@ class MemoryTable(AccountTable):
             assert self.gate.wait(10)
         if self.fault is not None:
             raise self.fault
-        return b"%d" % self._state if self._state else NEVER
+        return b"%d" % self._state if self._state else NO_TOKEN
 
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
         with self._lock:

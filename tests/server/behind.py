@@ -10,13 +10,13 @@ from diesel_fs.accounts import Account
 from diesel_fs.credentials import Credentials
 from diesel_fs.remote import RemoteRepository
 from diesel_fs.repositories import open_repository
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from tests.storage.redis_servers import RedisServer
 
 from .program import Server, new_repository
 
 
-class Behind:
+class ServerWithRedis:
     """A server over a folder and a Redis, and who logs in."""
 
     def __init__(self, folder: Path, *users: Account | str, workers: int = 2) -> None:
@@ -24,7 +24,7 @@ class Behind:
         self.redis = RedisServer(folder / "redis", {"appendonly": "yes"})
         self.store = folder / "store"
         self.direct_url = f"{self.store.as_uri()}?meta={self.redis.url}"
-        self.who: Mapping[str, Credentials] = new_repository(self.direct_url, *users)
+        self.credentials: Mapping[str, Credentials] = new_repository(self.direct_url, *users)
         self.workers = workers
         self.servers: list[Server] = []
         self.add()
@@ -48,13 +48,13 @@ class Behind:
 
     def open(self, name: str = "root") -> RemoteRepository:
         """The repository as a user."""
-        found = open_repository(self.url, self.who[name])
+        found = open_repository(self.url, self.credentials[name])
         assert isinstance(found, RemoteRepository)
         return found
 
-    def direct(self) -> Repository:
+    def direct(self) -> LocalRepository:
         """The repository without a server."""
-        return Repository.open(self.direct_url)
+        return LocalRepository.open(self.direct_url)
 
     def empty(self) -> None:
         """Delete all datasets."""
@@ -64,7 +64,7 @@ class Behind:
 
     def environment(self, name: str = "root") -> dict[str, str]:
         """What makes a program of ours this user."""
-        who = self.who[name]
+        who = self.credentials[name]
         return {"DIESEL_URL": self.url, "DIESEL_USER": who.user, "DIESEL_KEY": who.key_text}
 
     def close(self) -> None:
@@ -74,9 +74,11 @@ class Behind:
 
 
 @contextmanager
-def behind(folder: Path, *users: Account | str, workers: int = 2) -> Iterator[Behind]:
+def server_with_redis(
+    folder: Path, *users: Account | str, workers: int = 2
+) -> Iterator[ServerWithRedis]:
     """A server over a folder and a Redis, for a while."""
-    found = Behind(folder, *users, workers=workers)
+    found = ServerWithRedis(folder, *users, workers=workers)
     try:
         yield found
     finally:
@@ -84,7 +86,7 @@ def behind(folder: Path, *users: Account | str, workers: int = 2) -> Iterator[Be
 
 
 @contextmanager
-def as_user(found: Behind, name: str = "root") -> Iterator[None]:
+def as_user(found: ServerWithRedis, name: str = "root") -> Iterator[None]:
     """This process's settings are a user's."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in found.environment(name).items():

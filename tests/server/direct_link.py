@@ -13,10 +13,10 @@ import msgpack
 import trio
 
 from diesel_fs.accounts import Account
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import Message, described, error_in, unpacked
-from diesel_fs.rpc import Answer, Calls
-from diesel_fs.storage.objects import Bytes
+from diesel_fs.messages import Message, error_message, parse_error, unpack
+from diesel_fs.rpc import Answer, RpcClient
 from diesel_server.requests import Handler, Reply, Request
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Loop:
         assert not self._thread.is_alive()
 
 
-class DirectLink(Calls):
+class DirectLink(RpcClient):
     """Requests of one account to handlers."""
 
     def __init__(
@@ -72,7 +72,7 @@ class DirectLink(Calls):
         payload: Sequence[Bytes] = (),
         *,
         room: memoryview | None = None,
-        again: bool = True,
+        may_repeat: bool = True,
         deadline_s: float | None = None,
     ) -> Answer:
         *_, answer = self._answers(message, payload)
@@ -85,19 +85,19 @@ class DirectLink(Calls):
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
         yield from self._answers(message, ())
 
-    def rest(self) -> None: ...
+    def close_idle(self) -> None: ...
 
     def close(self) -> None: ...
 
     def _answers(self, message: Message, payload: Sequence[Bytes]) -> Iterator[Answer]:
         do = str(message["do"])
         self.asked.append(do)
-        head = unpacked(msgpack.packb({**message, "id": 1}), ITEMS_MAX)
+        head = unpack(msgpack.packb({**message, "id": 1}), ITEMS_MAX)
         request = Request(head, memoryview(b"".join(payload)), self._account, "test")
         replies = self._loop.run(lambda: _all(self._handlers[do], request))
         for reply in replies:
-            answer = unpacked(msgpack.packb(reply.message), ITEMS_MAX)
-            error = error_in(answer)
+            answer = unpack(msgpack.packb(reply.message), ITEMS_MAX)
+            error = parse_error(answer)
             if error is not None:
                 raise error
             yield Answer(answer, memoryview(b"".join(reply.payload)))
@@ -111,5 +111,5 @@ async def _all(handler: Handler, request: Request) -> list[Reply]:
         if inspect.isawaitable(found):
             return [await found]
     except DieselError as error:
-        return [Reply(described(error))]
+        return [Reply(error_message(error))]
     raise AssertionError("a handler of another kind")

@@ -16,7 +16,7 @@ from typing import Self
 from diesel_fs import keys
 from diesel_fs.accounts import Account
 from diesel_fs.credentials import Credentials
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.stores import open_accounts
 
 START_S = 60.0
@@ -33,7 +33,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
 
 def new_repository(url: str, *users: Account | str) -> dict[str, Credentials]:
     """Make a repository with accounts (a name alone is an admin's); how each logs in."""
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         table = open_accounts(repository.url, repository.objects)
         made, accounts = {}, {}
         for user in users or ("root",):

@@ -8,14 +8,14 @@ from uuid import UUID
 import pytest
 
 from diesel_fs.accounts import Account, Role
-from diesel_fs.cache.merged_reads import MergedReads
-from diesel_fs.cache.tier import FastTier
+from diesel_fs.cache.merged_reads import RangeReader
+from diesel_fs.cache.tier import ReadThroughCache
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.entries import ChunkId
 from diesel_fs.layout import chunk_object
-from diesel_fs.remote import RemoteRepository, RemoteSession
-from diesel_fs.repository import Repository
-from diesel_fs.snapshot_pieces import SnapshotPieces
+from diesel_fs.remote import RemoteRepository, RemoteWriteSession
+from diesel_fs.repository import LocalRepository
+from diesel_fs.snapshot_pieces import CompressedSnapshots
 from diesel_fs.urls import parse_url
 from diesel_fs.wire_values import parts_message
 from diesel_server.service import handlers
@@ -26,14 +26,14 @@ URL = parse_url("diesel://nowhere:1")
 KEY = bytes(range(32))
 
 
-class Served:
+class InProcessServer:
     """The service, what is behind it, and clients."""
 
-    def __init__(self, store: Repository, loop: Loop) -> None:
+    def __init__(self, store: LocalRepository, loop: Loop) -> None:
         self.store = store
-        self.reads = MergedReads(FastTier(store.objects))
+        self.reads = RangeReader(ReadThroughCache(store.objects))
         self.loop = loop
-        self.handlers = handlers(store, self.reads, SnapshotPieces(None))
+        self.handlers = handlers(store, self.reads, CompressedSnapshots(None))
         self.admin = self.client(Account("admin", KEY, admin=True))
 
     def client(self, account: Account) -> RemoteRepository:
@@ -49,15 +49,15 @@ class Served:
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:
         """What lies in the store."""
-        return list(self.store.chunk_names(self.store.dataset(name).identity))
+        return list(self.store.chunk_ids(self.store.dataset(name).identity))
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Served]:
+def in_process_server(folder: Path) -> Iterator[InProcessServer]:
     """A service over a repository in a folder."""
     loop = Loop()
-    with Repository.open(folder.as_uri(), create=True) as store:
-        service = Served(store, loop)
+    with LocalRepository.open(folder.as_uri(), create=True) as store:
+        service = InProcessServer(store, loop)
         try:
             yield service
         finally:
@@ -65,12 +65,12 @@ def served(folder: Path) -> Iterator[Served]:
             loop.close()
 
 
-class Sealer:
+class ChunkMaker:
     """Makes chunks of one writer."""
 
     def __init__(self, repository: RemoteRepository, name: str = "ds") -> None:
         session = repository.begin(name)
-        assert isinstance(session, RemoteSession)
+        assert isinstance(session, RemoteWriteSession)
         self.session = session
         self.builder = ChunkBuilder(session.identity, 1 << 20, "none")
 
@@ -99,15 +99,15 @@ class Sealer:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "store") as found:
+def server(tmp_path: Path) -> Iterator[InProcessServer]:
+    with in_process_server(tmp_path / "store") as found:
         yield found
 
 
 @pytest.fixture
-def filled(server: Served) -> Served:
+def filled(server: InProcessServer) -> InProcessServer:
     """With three files in one chunk, acknowledged."""
-    sealer = Sealer(server.admin)
+    sealer = ChunkMaker(server.admin)
     sealer.add(b"a", b"1")
     sealer.add(b"d/b", b"22")
     sealer.add(b"d/e/c", b"333")

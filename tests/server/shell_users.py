@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diesel_fs.credentials import Credentials
-from tests.cli.conftest import Said
+from tests.cli.conftest import CommandResult
 
 
 def program_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -35,7 +35,7 @@ class User:
         code: int = 0,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
-    ) -> Said:
+    ) -> CommandResult:
         said = self.run(*words, stdin=stdin, environment=environment)
         assert said.code == code, (words, said)
         assert "Traceback" not in said.err or "-v" in words
@@ -46,7 +46,7 @@ class User:
         *words: str | Path,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
-    ) -> Said:
+    ) -> CommandResult:
         """`dlcmd`, however it ends."""
         own = {"DIESEL_URL": self.url}
         if self.name:
@@ -60,7 +60,7 @@ class User:
             timeout=120,
             check=False,
         )
-        return Said(done.returncode, done.stdout, done.stderr.decode())
+        return CommandResult(done.returncode, done.stdout, done.stderr.decode())
 
     def at(self, url: str, name: str, folder: Path) -> "User":
         """A user whom this one adds, at another address; the key lies in a folder."""

@@ -1,7 +1,7 @@
 """A server whose requests are the tests' own, in front of no repository.
 
-`Standing` runs one in a thread of this process. As a program, `python -m tests.server.stand_in`
-is `diesel-server` with workers (`--worker`) that serve these requests:
+`ThreadedServer` runs one in a thread of this process. As a program, `python -m
+tests.server.stand_in` is `diesel-server` with workers (`--worker`) that serve these requests:
 
     echo      gives the payload back, and `text`
     sleep     answers after `seconds`, in a thread; `blocking_sleep` keeps its thread
@@ -23,32 +23,32 @@ import trio
 from diesel_fs import keys, metrics
 from diesel_fs.accounts import Account
 from diesel_fs.credentials import Credentials
-from diesel_fs.errors import PermissionDenied, revived
+from diesel_fs.errors import PermissionDenied, error_by_class_name
 from diesel_fs.messages import Fields
-from diesel_fs.metrics import Cells
-from diesel_fs.rpc import Link
+from diesel_fs.metrics import MetricCells
+from diesel_fs.rpc import ServerLink
 from diesel_fs.urls import parse_url
-from diesel_fs.wire import signed
+from diesel_fs.wire import login_challenge
 from diesel_server import main as server_main
 from diesel_server import supervisor
-from diesel_server.certificate import Certificate
-from diesel_server.connection import Service
-from diesel_server.limits import ByteBudget, ConnectionCount
+from diesel_server.certificate import ServerCertificate
+from diesel_server.connection import ConnectionContext
+from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.listener import Listener
-from diesel_server.places import Place, listen
-from diesel_server.refusals import Refusals
+from diesel_server.places import Endpoint, listen
+from diesel_server.refusals import RefusalLog
 from diesel_server.requests import Handler, Reply, Request
-from diesel_server.running import Runner
-from diesel_server.task import Task
+from diesel_server.running import Dispatcher
+from diesel_server.task import WorkerConfig
 from diesel_server.wiring import Wiring
-from diesel_server.worker import live
+from diesel_server.worker import run_worker
 
 STORE = UUID(int=7)
 SEED = bytes(range(32))
 ME = Credentials("me", SEED)
 
 
-class KnowsMe:
+class OneUser:
     """Accounts: `me`, and nobody else, until it is revoked."""
 
     revoked = False
@@ -58,7 +58,7 @@ class KnowsMe:
     ) -> Account:
         public = keys.public_key(SEED)
         known = user == ME.user and not self.revoked
-        if not known or not keys.verify(public, signature, signed(nonce, binding, user)):
+        if not known or not keys.verify(public, signature, login_challenge(nonce, binding, user)):
             raise PermissionDenied("no such user, or another key")
         return Account(user, public)
 
@@ -84,12 +84,12 @@ def blocking_sleep(request: Request) -> Reply:
 
 
 def count(request: Request) -> Iterator[Reply]:
-    for i in range(Fields(request.message, "count").whole("n")):
+    for i in range(Fields(request.message, "count").integer("n")):
         yield Reply({"i": i}, [b"x" * i])
 
 
 async def progress(request: Request) -> AsyncIterator[Reply]:
-    for i in range(Fields(request.message, "progress").whole("n")):
+    for i in range(Fields(request.message, "progress").integer("n")):
         yield Reply({"i": i, "more": True})
         await trio.sleep(0.01)
     yield Reply({"done": True})
@@ -97,7 +97,7 @@ async def progress(request: Request) -> AsyncIterator[Reply]:
 
 def give(request: Request) -> Reply:
     fields = Fields(request.message, "give")
-    return Reply({}, [bytes(1 << 20)] * (fields.whole("bytes") >> 20))
+    return Reply({}, [bytes(1 << 20)] * (fields.integer("bytes") >> 20))
 
 
 def bug(request: Request) -> Reply:
@@ -106,7 +106,7 @@ def bug(request: Request) -> Reply:
 
 def fail(request: Request) -> Reply:
     fields = Fields(request.message, "fail")
-    raise revived(fields.text("kind"), fields.text("message"), "")
+    raise error_by_class_name(fields.text("kind"), fields.text("message"), "")
 
 
 HANDLERS: Mapping[str, Handler] = {
@@ -121,25 +121,25 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 
-class Standing:
+class ThreadedServer:
     """A server in a thread of this process, with sockets of loopback."""
 
     def __init__(
         self,
         handlers: Mapping[str, Handler] | None = None,
         *,
-        certificate: Certificate | None = None,
-        count: ConnectionCount | None = None,
-        budget: ByteBudget | None = None,
+        certificate: ServerCertificate | None = None,
+        count: ConnectionLimits | None = None,
+        budget: FairByteBudget | None = None,
         threads: Mapping[str, int] | None = None,
         port: int = 0,
         host: str = "127.0.0.1",
         store: UUID = STORE,
     ) -> None:
-        self.cells: Cells = metrics.unshared()
-        self.login = KnowsMe()
-        self.service: Service | None = None
-        self.sockets = listen(Place(host, port))
+        self.cells: MetricCells = metrics.private_cells()
+        self.login = OneUser()
+        self.service: ConnectionContext | None = None
+        self.sockets = listen(Endpoint(host, port))
         self.port = int(self.sockets[0].getsockname()[1])
         self.host = host
         self._certificate = certificate
@@ -148,14 +148,14 @@ class Standing:
         self._token: trio.lowlevel.TrioToken | None = None
 
         async def serve() -> None:
-            self.service = Service(
+            self.service = ConnectionContext(
                 store_id=store,
                 login=self.login,
-                runner=Runner(HANDLERS if handlers is None else handlers, threads),
+                runner=Dispatcher(HANDLERS if handlers is None else handlers, threads),
                 cells=self.cells,
-                refusals=Refusals(self.cells),
-                count=count or ConnectionCount(100),
-                budget=budget or ByteBudget(),
+                refusals=RefusalLog(self.cells),
+                count=count or ConnectionLimits(100),
+                budget=budget or FairByteBudget(),
             )
             self._listener = Listener(self.sockets, self.service, certificate)
             self._token = trio.lowlevel.current_trio_token()
@@ -176,9 +176,9 @@ class Standing:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
-    def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> Link:
+    def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> ServerLink:
         """A client of it."""
-        return Link.open(parse_url(self.url), credentials, open_s=open_s)
+        return ServerLink.open(parse_url(self.url), credentials, open_s=open_s)
 
     def stop(self, seconds: float = 40.0) -> None:
         """As SIGTERM does; returns when it has ended."""
@@ -203,21 +203,21 @@ class Standing:
         self.stop()
 
 
-def links(servers: Sequence[Standing], credentials: Credentials = ME) -> Link:
+def links(servers: Sequence[ThreadedServer], credentials: Credentials = ME) -> ServerLink:
     """A client of several servers."""
     url = "diesel://" + ",".join(server.place for server in servers)
-    return Link.open(parse_url(url), credentials)
+    return ServerLink.open(parse_url(url), credentials)
 
 
-def wire_stand_in(task: Task, cells: Cells) -> Wiring:
+def wire_stand_in(task: WorkerConfig, cells: MetricCells) -> Wiring:
     """The wiring of the program's workers."""
-    return Wiring(STORE, KnowsMe(), HANDLERS)
+    return Wiring(STORE, OneUser(), HANDLERS)
 
 
 PROGRAM = (sys.executable, "-m", "tests.server.stand_in")
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        live(wire_stand_in)
+        run_worker(wire_stand_in)
     supervisor.PROGRAM = (*PROGRAM, "--worker")
     server_main.main()

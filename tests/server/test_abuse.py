@@ -15,12 +15,12 @@ import trio.testing
 
 from diesel_fs import wire
 from diesel_fs.accounts import Account, Role
-from diesel_fs.chunk import Header, damaged
+from diesel_fs.chunk import Header, damaged_places
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.errors import BusyError, CorruptError, DieselError, UsageError
 from diesel_fs.layout import lease_prefix
-from diesel_fs.messages import Message, error_in
-from diesel_fs.metrics import unshared
+from diesel_fs.messages import Message, parse_error
+from diesel_fs.metrics import private_cells
 from diesel_fs.recovery import recover, verify
 from diesel_fs.rpc_connection import PAYLOAD_BYTES_MAX
 from diesel_fs.wire_values import columns_message, parts_message
@@ -28,10 +28,10 @@ from diesel_server import asking, limits, scrape, supervisor, writing
 from diesel_server.options import checked
 from diesel_server.service import takes_payload
 
-from .served import KEY, Sealer, Served, link_of
+from .served import KEY, ChunkMaker, InProcessServer, link_of
 from .served import filled as filled
 from .served import server as server
-from .stand_in import Standing
+from .stand_in import ThreadedServer
 from .test_asking import _map, _service
 from .test_hostile import answer, logged_in
 from .test_link import Scripted
@@ -45,9 +45,9 @@ def user(role: Role | None = None, *, admin: bool = False) -> Account:
 
 
 def test_S12_a_request_has_no_room_for_items_that_none_needs() -> None:
-    head = wire.frame({"id": 1, "do": "datasets", "x": [0] * 1024}, wire.ANSWER)[8:]
+    head = wire.frame({"id": 1, "do": "datasets", "x": [0] * 1024}, wire.ANSWER_LIMITS)[8:]
     with pytest.raises(CorruptError, match="too many items"):
-        wire.parse_head(head, wire.REQUEST)
+        wire.parse_head(head, wire.REQUEST_LIMITS)
 
 
 def test_S12_answers_about_entries_are_counted_before_they_are_made() -> None:
@@ -57,8 +57,10 @@ def test_S12_answers_about_entries_are_counted_before_they_are_made() -> None:
     assert limits.answer_bytes({"do": "stat", "paths": "x"}) == 0
 
 
-def test_S12_a_page_of_long_names_is_short(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    sealer = Sealer(filled.admin)
+def test_S12_a_page_of_long_names_is_short(
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealer = ChunkMaker(filled.admin)
     names = sorted(b"n" * 200 + b"%03d" % i for i in range(100))
     for name in names:
         sealer.add(b"many/" + name, b"")
@@ -73,10 +75,10 @@ def test_S12_a_page_of_long_names_is_short(filled: Served, monkeypatch: pytest.M
 
 
 def test_a_page_of_a_large_folder_costs_a_page(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the names of all before it, nor, from the metadata store, the whole folder."""
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     for i in range(100):
         sealer.add(b"many/%03d" % i, b"")
     sealer.put(*sealer.seal())
@@ -111,25 +113,25 @@ def test_S12_only_who_may_write_sends_payloads() -> None:
 
 
 def test_S12_a_payload_that_may_not_come_takes_no_memory() -> None:
-    with Standing() as server, logged_in(server) as client:
+    with ThreadedServer() as server, logged_in(server) as client:
         assert server.service is not None
         server.service.takes_payload = lambda account, do, size: do == "put"
-        client.sendall(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST, 100 << 20))
+        client.sendall(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, 100 << 20))
         time.sleep(0.3)
         assert server.service.budget.held == 0
         for _ in range(100):
             client.sendall(bytes(1 << 20))
         assert answer(client)[0]["error"] == "PermissionDenied"
-        client.sendall(wire.frame({"id": 2, "do": "echo"}, wire.REQUEST))
+        client.sendall(wire.frame({"id": 2, "do": "echo"}, wire.REQUEST_LIMITS))
         assert answer(client)[0]["id"] == 2
 
 
 def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
-    server: Served, monkeypatch: pytest.MonkeyPatch
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent is counted; what it decodes to is up to 16 times as much."""
     monkeypatch.setattr(writing, "DECODED_BYTES_MAX", 1 << 20)
-    real, at_work, most = damaged, [0], [0, 0]
+    real, at_work, most = damaged_places, [0], [0, 0]
 
     def slow(header: Header, body: memoryview) -> list[int]:
         is_large = int(header.records["size"].max()) > 1 << 20
@@ -139,8 +141,8 @@ def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
         at_work[0] -= 1
         return real(header, body)
 
-    monkeypatch.setattr(writing, "damaged", slow)
-    sealer = Sealer(server.admin)
+    monkeypatch.setattr(writing, "damaged_places", slow)
+    sealer = ChunkMaker(server.admin)
     for size in (1 << 10, 2 << 20):
         made = []
         for i in range(4):
@@ -158,16 +160,18 @@ def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
 
 def test_S12_one_user_does_not_have_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
-    with Standing() as server, logged_in(server) as client:
+    with ThreadedServer() as server, logged_in(server) as client:
         for number in range(8):
-            client.sendall(wire.frame({"id": number, "do": "sleep", "seconds": 0.5}, wire.REQUEST))
+            client.sendall(
+                wire.frame({"id": number, "do": "sleep", "seconds": 0.5}, wire.REQUEST_LIMITS)
+            )
         said = [answer(client)[0] for _ in range(8)]
         assert sorted("retry_after_s" in each for each in said) == [False] * 5 + [True] * 3
-        client.sendall(wire.frame({"id": 9, "do": "echo"}, wire.REQUEST))
+        client.sendall(wire.frame({"id": 9, "do": "echo"}, wire.REQUEST_LIMITS))
         assert "error" not in answer(client)[0]
 
 
-def test_S12_the_loop_looks_up_no_long_paths(filled: Served) -> None:
+def test_S12_the_loop_looks_up_no_long_paths(filled: InProcessServer) -> None:
     filled.loop.run(lambda: _map(filled))
     threads = _service(filled)._computing
     seen: list[int] = []
@@ -186,7 +190,7 @@ def test_S12_the_loop_looks_up_no_long_paths(filled: Served) -> None:
 
 
 def test_S12_identities_that_are_drawn_keep_no_reader_waiting(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a question to the object store, and nobody needs a role to ask it."""
     service = _service(filled)
@@ -219,7 +223,7 @@ def test_S12_identities_that_are_drawn_keep_no_reader_waiting(
 
 
 def test_S12_listings_of_all_datasets_are_shared(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, runs = filled.store.catalogue.all, []
 
@@ -232,7 +236,7 @@ def test_S12_listings_of_all_datasets_are_shared(
     with ThreadPoolExecutor(20) as threads:
         found = list(threads.map(lambda _: filled.admin.datasets(), range(40)))
     assert {info.name for each in found for info in each} == {"ds"}
-    assert all(info.marker is not None for each in found for info in each)
+    assert all(info.head is not None for each in found for info in each)
     assert len(runs) <= 10
     runs.clear()
     assert filled.client(user()).datasets() == []
@@ -240,10 +244,10 @@ def test_S12_listings_of_all_datasets_are_shared(
 
 
 def test_S12_readers_leave_room_for_administrators_jobs(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(4):
-        Sealer(filled.admin, f"ds{i}").file(b"a", b"1")
+        ChunkMaker(filled.admin, f"ds{i}").file(b"a", b"1")
     go = threading.Event()
     real = verify
 
@@ -264,7 +268,7 @@ def test_S12_readers_leave_room_for_administrators_jobs(
         assert all(each.result(20).sound for each in under_way)
 
 
-def test_S12_fresh_bytes_are_of_one_chunk(filled: Served) -> None:
+def test_S12_fresh_bytes_are_of_one_chunk(filled: InProcessServer) -> None:
     """A server looks at its own copy of it, whole."""
     info, (chunk,) = filled.store.dataset("ds"), filled.chunks()
     ask: Message = {"do": "read", "identity": info.identity.bytes, "fresh": True}
@@ -277,7 +281,9 @@ def test_S12_fresh_bytes_are_of_one_chunk(filled: Served) -> None:
         link.call({**ask, "parts": others})
 
 
-def test_S12_a_reader_has_so_many_leases(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S12_a_reader_has_so_many_leases(
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "LEASES_MAX", 3)
     identity = filled.store.dataset("ds").identity
     link = filled.link(user(Role.READ))
@@ -304,7 +310,7 @@ def test_S12_a_reader_has_so_many_leases(filled: Served, monkeypatch: pytest.Mon
 # A server that lies
 
 
-def test_N10_a_list_that_goes_round_and_round_ends(filled: Served) -> None:
+def test_N10_a_list_that_goes_round_and_round_ends(filled: InProcessServer) -> None:
     view = filled.store.view("ds")
     columns = columns_message(view.stat_many([b"a"]))
     for names in (b"a", b"../x", b"", b"a/b"):
@@ -325,7 +331,7 @@ def test_N10_a_list_that_goes_round_and_round_ends(filled: Served) -> None:
 )
 def test_N10_an_answer_with_bytes_that_nobody_asked_for(message: Message, size: int) -> None:
     def said(client: socket.socket) -> None:
-        client.sendall(wire.frame(message, wire.ANSWER, size))
+        client.sendall(wire.frame(message, wire.ANSWER_LIMITS, size))
         time.sleep(1)
 
     begun = time.monotonic()
@@ -336,8 +342,8 @@ def test_N10_an_answer_with_bytes_that_nobody_asked_for(message: Message, size: 
 
 def test_S8_a_server_s_words_do_nothing_to_a_terminal() -> None:
     evil = "\x1b]0;x\x07\x1b[2J\nready\r" + "x" * 100_000
-    error = error_in({"error": "DieselError", "message": evil, "advice": evil})
-    refused = wire.refused(wire.VERSION, b"\x1b[2J\xff\n")
+    error = parse_error({"error": "DieselError", "message": evil, "advice": evil})
+    refused = wire.refusal_error(wire.VERSION, b"\x1b[2J\xff\n")
     assert error is not None
     for text in (str(error), error.advice, str(refused)):
         assert text.isprintable()
@@ -351,10 +357,10 @@ def test_F7_one_ipv6_network_writes_no_more_lines_than_an_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from diesel_fs import metrics  # noqa: PLC0415
-    from diesel_server.refusals import Refusals  # noqa: PLC0415
+    from diesel_server.refusals import RefusalLog  # noqa: PLC0415
 
     async def main() -> None:
-        refusals = Refusals(metrics.unshared())
+        refusals = RefusalLog(metrics.private_cells())
         for i in range(200):
             refusals.add("login", "x", address=f"[2001:db8::{i:x}]:5")
 
@@ -392,7 +398,7 @@ def test_S12_whatever_is_sent_to_the_metrics_is_no_bug(head: bytes) -> None:
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.send_all, head)
-            await scrape._answer(theirs, lambda: ([], unshared()), lambda: True)  # type: ignore[arg-type]  # a stream in memory
+            await scrape._answer(theirs, lambda: ([], private_cells()), lambda: True)  # type: ignore[arg-type]  # a stream in memory
             nursery.cancel_scope.cancel()
 
     trio.run(main)

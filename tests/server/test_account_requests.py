@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 
 from diesel_fs import wire
-from diesel_fs.accounts import Account, Role, accounts_text, merged, without
-from diesel_fs.administration import Administration, DirectAdministration, ServerAdministration
+from diesel_fs.accounts import Account, Role, accounts_text, with_accounts, without_account
+from diesel_fs.administration import Administration, DirectAdministration, RemoteAdministration
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import (
     ConflictError,
     CorruptError,
@@ -25,9 +26,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.messages import Message, Value
 from diesel_fs.rpc import Answer
-from diesel_fs.storage.objects import Bytes
 from diesel_server.account_requests import account_handlers
-from diesel_server.login import Login
+from diesel_server.login import TableAuthenticator
 from diesel_server.requests import Reply, Request
 
 from .account_tables import MemoryTable, account
@@ -45,8 +45,8 @@ def table() -> MemoryTable:
 
 
 @pytest.fixture
-def login(table: MemoryTable) -> Login:
-    login = Login(lambda: table)
+def login(table: MemoryTable) -> TableAuthenticator:
+    login = TableAuthenticator(lambda: table)
     login.refresh()
     return login
 
@@ -54,12 +54,12 @@ def login(table: MemoryTable) -> Login:
 class Handled:
     """A server without a wire: requests of one user, handled in this process."""
 
-    def __init__(self, login: Login, asker: Account) -> None:
+    def __init__(self, login: TableAuthenticator, asker: Account) -> None:
         self._handlers = account_handlers(login)
         self.asker = asker
 
     def call(
-        self, message: Message, payload: Sequence[Bytes] = (), *, again: bool = True
+        self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
     ) -> Answer:
         request = Request({**message, "id": 7}, memoryview(b"".join(payload)), self.asker, "a:1")
         reply = self._handlers[str(message["do"])](request)
@@ -72,12 +72,12 @@ class Handled:
 
 @pytest.fixture(params=["direct", "server"])
 def administration(
-    request: pytest.FixtureRequest, table: MemoryTable, login: Login
+    request: pytest.FixtureRequest, table: MemoryTable, login: TableAuthenticator
 ) -> Administration:
     """As an administrator: the same by both ways."""
     if request.param == "direct":
         return DirectAdministration(table)
-    return ServerAdministration(Handled(login, ANN))
+    return RemoteAdministration(Handled(login, ANN))
 
 
 def test_users_are_added_renewed_and_removed(
@@ -87,15 +87,15 @@ def test_users_are_added_renewed_and_removed(
     assert administration.accounts()["new"] == Account("new", PUBLIC, admin=True)
     with pytest.raises(ConflictError):
         administration.add("new", PUBLIC, admin=False)
-    administration.renew("bob", PUBLIC, admin=False)
+    administration.replace_key("bob", PUBLIC, admin=False)
     assert table.accounts["bob"] == Account("bob", PUBLIC, grants=BOB.grants)
-    administration.renew("bob", PUBLIC, admin=True)
+    administration.replace_key("bob", PUBLIC, admin=True)
     assert table.accounts["bob"].admin
     administration.remove("bob")
     assert set(table.accounts) == {"ann", "eve", "new"}
     for work in (
         lambda: administration.remove("bob"),
-        lambda: administration.renew("bob", PUBLIC, admin=False),
+        lambda: administration.replace_key("bob", PUBLIC, admin=False),
         lambda: administration.grant("pets", "bob", Role.READ),
     ):
         with pytest.raises(NotFoundError):
@@ -114,14 +114,14 @@ def test_roles_are_granted_and_taken_away(
 
 
 def test_exports_are_imported(administration: Administration, table: MemoryTable) -> None:
-    text, before = administration.text(), dict(table.accounts)
+    text, before = administration.export_text(), dict(table.accounts)
     assert text == accounts_text(before).encode()
     administration.add("new", PUBLIC, admin=False)
     administration.grant("pets", "eve", Role.WRITE)
-    administration.load(text, replace=False)
+    administration.import_text(text, replace=False)
     assert set(table.accounts) == {"ann", "bob", "eve", "new"}
     assert table.accounts["eve"] == EVE
-    administration.load(text, replace=True)
+    administration.import_text(text, replace=True)
     assert table.accounts == before
 
 
@@ -140,7 +140,7 @@ def test_nonsense_is_imported_not_at_all(
     before = table.accounts
     for replace in (False, True):
         with pytest.raises(error):
-            administration.load(text, replace=replace)
+            administration.import_text(text, replace=replace)
     assert table.accounts is before
 
 
@@ -155,7 +155,7 @@ def test_bad_names_and_keys_are_refused(administration: Administration, table: M
         with pytest.raises(UsageError):
             administration.add("new", public, admin=True)
         with pytest.raises(UsageError):
-            administration.renew("bob", public, admin=True)
+            administration.replace_key("bob", public, admin=True)
     for dataset in ("../x", "", "a/b"):
         with pytest.raises(UsageError):
             administration.grant(dataset, "bob", Role.READ)
@@ -185,7 +185,7 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
 def test_who_may_ask_what(asker: Account, allowed: set[str], do: str) -> None:
     table = MemoryTable(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
     before = table.accounts
-    calls = Handled(Login(lambda: table), asker)
+    calls = Handled(TableAuthenticator(lambda: table), asker)
     message, payload = REQUESTS[do]
     if do in allowed:
         calls.call({"do": do, **message}, [payload])
@@ -197,9 +197,9 @@ def test_who_may_ask_what(asker: Account, allowed: set[str], do: str) -> None:
 
 
 def test_a_datasets_administrator_grants_on_that_one_alone(
-    table: MemoryTable, login: Login
+    table: MemoryTable, login: TableAuthenticator
 ) -> None:
-    bob = ServerAdministration(Handled(login, BOB))
+    bob = RemoteAdministration(Handled(login, BOB))
     bob.grant("pets", "eve", Role.ADMIN)
     with pytest.raises(PermissionDenied):
         bob.grant("cars", "eve", Role.READ)
@@ -217,15 +217,15 @@ def test_a_datasets_administrator_grants_on_that_one_alone(
 @pytest.mark.parametrize("do", REQUESTS)
 @pytest.mark.parametrize("lost", ["account", "key", "role"])
 def test_who_has_lost_a_right_cannot_use_it(
-    table: MemoryTable, login: Login, do: str, lost: str
+    table: MemoryTable, login: TableAuthenticator, do: str, lost: str
 ) -> None:
     """Though this server still thinks otherwise: what counts is the table, in the same step."""
     asker = account("ann", admin=True)
     if lost == "account":
-        table.accounts = without(table.accounts, "ann")
+        table.accounts = without_account(table.accounts, "ann")
     else:
         changed = Account("ann", PUBLIC if lost == "key" else ANN.public_key, admin=lost == "key")
-        table.accounts = merged(table.accounts, [changed])
+        table.accounts = with_accounts(table.accounts, [changed])
     before = table.accounts
     login.current(asker)  # it has not been told yet
     login.refresh = lambda: None  # type: ignore[method-assign]  # a fault is put in
@@ -235,10 +235,16 @@ def test_who_has_lost_a_right_cannot_use_it(
     assert table.accounts is before
 
 
-def test_while_the_accounts_are_away_nobody_administers(table: MemoryTable, login: Login) -> None:
+def test_while_the_accounts_are_away_nobody_administers(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
     table.fault = MetadataError("down")
-    ann = ServerAdministration(Handled(login, ANN))
-    for work in (ann.text, lambda: ann.remove("eve"), lambda: ann.grant("d", "eve", Role.READ)):
+    ann = RemoteAdministration(Handled(login, ANN))
+    for work in (
+        ann.export_text,
+        lambda: ann.remove("eve"),
+        lambda: ann.grant("d", "eve", Role.READ),
+    ):
         with pytest.raises(MetadataError):
             work()
 
@@ -246,20 +252,22 @@ def test_while_the_accounts_are_away_nobody_administers(table: MemoryTable, logi
 # The last administrator
 
 
-def test_through_a_server_the_last_administrator_stays(table: MemoryTable, login: Login) -> None:
-    ann = ServerAdministration(Handled(login, ANN))
+def test_through_a_server_the_last_administrator_stays(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    ann = RemoteAdministration(Handled(login, ANN))
     before = table.accounts
     for work in (
         lambda: ann.remove("ann"),
-        lambda: ann.load(accounts_text({"bob": BOB}).encode(), replace=True),
-        lambda: ann.load(
+        lambda: ann.import_text(accounts_text({"bob": BOB}).encode(), replace=True),
+        lambda: ann.import_text(
             accounts_text({"ann": Account("ann", ANN.public_key)}).encode(), replace=False
         ),
     ):
         with pytest.raises(ConflictError, match="no administrator"):
             work()  # type: ignore[no-untyped-call]  # any of the lambdas
     assert table.accounts is before
-    ann.renew("ann", PUBLIC, admin=False)  # a new key takes nothing away
+    ann.replace_key("ann", PUBLIC, admin=False)  # a new key takes nothing away
     assert table.accounts["ann"].admin
 
 
@@ -268,11 +276,13 @@ def test_by_direct_access_the_last_administrator_goes(table: MemoryTable) -> Non
     assert not any(each.admin for each in table.accounts.values())
 
 
-def test_two_administrators_cannot_remove_each_other(table: MemoryTable, login: Login) -> None:
+def test_two_administrators_cannot_remove_each_other(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
     """At once: one of them stays."""
     two = account("two", admin=True)
     for _ in range(20):
-        table.accounts = merged({}, [ANN, two])
+        table.accounts = with_accounts({}, [ANN, two])
         gate = threading.Barrier(2)
 
         def remove(asker: Account, other: str, gate: threading.Barrier = gate) -> bool:
@@ -311,7 +321,7 @@ def test_two_administrators_cannot_remove_each_other(table: MemoryTable, login: 
     ],
 )
 def test_malformed_requests_change_nothing(
-    table: MemoryTable, login: Login, message: dict[str, object]
+    table: MemoryTable, login: TableAuthenticator, message: dict[str, object]
 ) -> None:
     before = table.accounts
     with pytest.raises(UsageError):
@@ -319,15 +329,19 @@ def test_malformed_requests_change_nothing(
     assert table.accounts is before
 
 
-def test_what_is_changed_holds_on_this_server_at_once(table: MemoryTable, login: Login) -> None:
-    ServerAdministration(Handled(login, ANN)).grant("pets", "eve", Role.READ)
+def test_what_is_changed_holds_on_this_server_at_once(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    RemoteAdministration(Handled(login, ANN)).grant("pets", "eve", Role.READ)
     assert login.current(EVE).role("pets") is Role.READ
-    ServerAdministration(Handled(login, ANN)).remove("eve")
+    RemoteAdministration(Handled(login, ANN)).remove("eve")
     with pytest.raises(PermissionDenied):
         login.current(EVE)
 
 
-def test_every_request_of_the_wire_has_a_handler_that_was_asked_about(login: Login) -> None:
+def test_every_request_of_the_wire_has_a_handler_that_was_asked_about(
+    login: TableAuthenticator,
+) -> None:
     """Those of datasets in `test_requests.py`, those of accounts here: no others go by untested."""
     page = (Path(wire.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
     table = page.partition("| `do` | role |")[2].partition("\n\n")[0]

@@ -336,8 +336,8 @@ def said_to(server: Server, login: bytes, nonce_of: list[bytes]) -> dict[str, ob
         nonce_of.append(file.read(wire.NONCE_BYTES))
         file.write(login or login_frame(nonce_of[-1]))
         file.flush()
-        lengths = wire.parse_lengths(file.read(wire.LENGTHS_BYTES), wire.ANSWER)
-        answer: dict[str, object] = {**wire.parse_head(file.read(lengths.head), wire.ANSWER)}
+        lengths = wire.parse_lengths(file.read(wire.LENGTHS_BYTES), wire.ANSWER_LIMITS)
+        answer: dict[str, object] = {**wire.parse_head(file.read(lengths.head), wire.ANSWER_LIMITS)}
         if "error" in answer:
             assert file.read() == b""  # and that was all
         file.close()
@@ -348,9 +348,9 @@ SEED = bytes(range(1, 33))
 
 
 def login_frame(nonce: bytes) -> bytes:
-    signature = keys.sign(SEED, wire.signed(nonce, wire.NO_BINDING, "root"))
+    signature = keys.sign(SEED, wire.login_challenge(nonce, wire.NO_BINDING, "root"))
     message: Message = {"do": "login", "user": "root", "signature": signature, "program": "test"}
-    return wire.frame(message, wire.BEFORE_LOGIN)
+    return wire.frame(message, wire.BEFORE_LOGIN_LIMITS)
 
 
 def test_S2_a_login_that_was_recorded_opens_no_other_connection(tmp_path: Path) -> None:

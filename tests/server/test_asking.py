@@ -27,16 +27,16 @@ from diesel_fs.layout import chunk_object
 from diesel_fs.recovery import recover, verify
 from diesel_server import asking
 
-from .served import KEY, Sealer, Served, link_of, read
+from .served import KEY, ChunkMaker, InProcessServer, link_of, read
 from .served import filled as filled
 from .served import server as server
 
 # Entries
 
 
-def test_an_answer_knows_what_was_put_before_the_question(filled: Served) -> None:
+def test_an_answer_knows_what_was_put_before_the_question(filled: InProcessServer) -> None:
     """By the metadata store while there is no snapshot of that version, by one afterwards."""
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     for i in range(30):
         sealer.file(b"more/f%d" % i, b"x" * i)
         assert filled.admin.stat("ds", b"more/f%d" % i).size == i
@@ -52,10 +52,10 @@ def test_an_answer_knows_what_was_put_before_the_question(filled: Served) -> Non
     assert filled.admin.stat("ds", b"more/f29").size == 29
 
 
-def _service(filled: Served) -> asking.Asking:
+def _service(filled: InProcessServer) -> asking.QueryHandlers:
     handler = filled.handlers["datasets"]
     owner = getattr(handler, "__self__")  # noqa: B009  # a bound method's
-    assert isinstance(owner, asking.Asking)
+    assert isinstance(owner, asking.QueryHandlers)
     return owner
 
 
@@ -64,7 +64,7 @@ PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_both_ways_to_look_up_agree(
-    filled: Served, monkeypatch: pytest.MonkeyPatch, mapped: bool
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
 ) -> None:
     if mapped:
         monkeypatch.setattr(asking, "FEW_PATHS", 0)
@@ -85,9 +85,9 @@ def test_both_ways_to_look_up_agree(
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_folder_is_listed_page_by_page(
-    filled: Served, monkeypatch: pytest.MonkeyPatch, mapped: bool
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
 ) -> None:
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     names = sorted(b"n%d" % i for i in range(100))
     for i, name in enumerate(names):
         sealer.add(b"many/" + name, b"x" * i)
@@ -108,19 +108,19 @@ def test_a_folder_is_listed_page_by_page(
     assert filled.admin.list("empty").names == []
 
 
-async def _map(filled: Served) -> None:
+async def _map(filled: InProcessServer) -> None:
     service = _service(filled)
-    await service._making.ask(await service.known(filled.store.dataset("ds").identity))
+    await service._making.run(await service.find_dataset(filled.store.dataset("ds").identity))
 
 
-def test_C3_C4_ignorance_is_not_absence(filled: Served, tmp_path: Path) -> None:
+def test_C3_C4_ignorance_is_not_absence(filled: InProcessServer, tmp_path: Path) -> None:
     """The metadata store lost its newest commits, then all: never "no such file"."""
-    Sealer(filled.admin).session.finish()
+    ChunkMaker(filled.admin).session.finish()
     store = tmp_path / "store"
     filled.store.close()
     older = {file: file.read_bytes() for file in store.glob("meta.sqlite*")}
     filled.store.open_metadata(create=False)
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealer.file(b"later", b"333")
     sealer.session.finish()
     assert filled.admin.stat("ds", b"later").size == 3
@@ -153,7 +153,7 @@ def test_C3_C4_ignorance_is_not_absence(filled: Served, tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_the_metadata_store_is_away(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, (chunk,) = filled.admin.view("ds"), filled.chunks()
     calls = []
@@ -163,16 +163,16 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         time.sleep(0.2)
         raise MetadataError("it is away")
 
-    assert filled.admin.may_be_old(view) == ""
+    assert filled.admin.staleness_warning(view) == ""
     for name in ("marker", "markers", "lookup", "children", "changes", "commit"):
         monkeypatch.setattr(filled.store.meta, name, away)
     assert filled.admin.view("ds").version == view.version
-    said = filled.admin.may_be_old(view)
+    said = filled.admin.staleness_warning(view)
     assert "the server says: it is away" in said
     assert f"this is version {view.version} of ds, the newest snapshot" in said
     assert [info.name for info in filled.admin.datasets()] == ["ds"]
     info = filled.admin.dataset("ds")
-    assert info.marker is None
+    assert info.head is None
     assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
     calls.clear()
     begun = time.monotonic()
@@ -189,14 +189,14 @@ def test_reads_go_on_while_the_metadata_store_is_away(
     monkeypatch.undo()
     time.sleep(1.1)
     assert filled.admin.stat("ds", b"a").size == 1
-    assert filled.admin.may_be_old(filled.admin.view("ds")) == ""
+    assert filled.admin.staleness_warning(filled.admin.view("ds")) == ""
 
 
 def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = filled.admin.begin("ds")
-    real, back_s = filled.store.meta.marker, time.monotonic() + 2
+    real, back_s = filled.store.meta.head, time.monotonic() + 2
 
     def away(name: str) -> object:
         if time.monotonic() < back_s:
@@ -213,8 +213,10 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
     assert not isinstance(error.value, MetadataBehind)
 
 
-def test_many_questions_share_a_look(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = filled.store.meta.marker
+def test_many_questions_share_a_look(
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = filled.store.meta.head
     looks = []
 
     def slow(name: str) -> object:
@@ -234,7 +236,7 @@ def test_many_questions_share_a_look(filled: Served, monkeypatch: pytest.MonkeyP
 
 
 def test_a_snapshot_is_fetched_once(
-    filled: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = filled.admin.view("ds")  # the server's private copy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
@@ -256,17 +258,17 @@ def test_a_snapshot_is_fetched_once(
     assert filled.admin.view("ds").version == view.version
     assert filled.admin.view_at("ds", view.version).version == view.version
     assert filled.admin.snapshots.newest(view.identity) == view.version
-    assert [each.version for each in filled.admin.kept("ds")] == [view.version]
-    Sealer(filled.admin).file(b"more", b"1")
+    assert [each.version for each in filled.admin.kept_versions("ds")] == [view.version]
+    ChunkMaker(filled.admin).file(b"more", b"1")
     assert filled.admin.view("ds").lookup(b"more") > 0
     with pytest.raises(DieselError):
         filled.admin.view_at("ds", 5)
 
 
-def test_an_empty_dataset_has_a_view(server: Served) -> None:
+def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
     server.admin.begin("ds")
     assert len(server.admin.view("ds")) == 1
-    assert server.admin.kept("ds") == []
+    assert server.admin.kept_versions("ds") == []
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_an_empty_dataset_has_a_view(server: Served) -> None:
         lambda view: view[:-70] + bytes([view[-70] ^ 1]) + view[-69:],
     ],
 )
-def test_a_lying_server_is_found_out(filled: Served, lie: object, tmp_path: Path) -> None:
+def test_a_lying_server_is_found_out(filled: InProcessServer, lie: object, tmp_path: Path) -> None:
     """What it sends is checked whole before anything of it is used, and is not kept."""
     true = filled.store.view("ds")
     client = filled.client(Account("admin", KEY, admin=True))
@@ -289,21 +291,23 @@ def test_a_lying_server_is_found_out(filled: Served, lie: object, tmp_path: Path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-        patch.setattr(client._shelf, "_pieces", sent)
+        patch.setattr(client._versions, "_batches", sent)
         with pytest.raises(FormatError):
             client.view("ds")
         assert not list((tmp_path / "client's").rglob("*-*"))
 
 
-def test_another_snapshot_than_was_asked_for_is_none(filled: Served, tmp_path: Path) -> None:
+def test_another_snapshot_than_was_asked_for_is_none(
+    filled: InProcessServer, tmp_path: Path
+) -> None:
     """Intact, but of another dataset, or of another version than the server says."""
-    Sealer(filled.admin, "other").file(b"x", b"y")
+    ChunkMaker(filled.admin, "other").file(b"x", b"y")
     true, other = filled.store.view("ds"), filled.store.view("other")
     client = filled.client(Account("admin", KEY, admin=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
         for version, view in ((other.version, other), (true.version + 1, true)):
-            patch.setattr(client._shelf, "_pieces", lambda *_, v=version, b=view: (v, b.buffer))
+            patch.setattr(client._versions, "_batches", lambda *_, v=version, b=view: (v, b.buffer))
             with pytest.raises(CorruptError):
                 client.view("ds")
         assert not list((tmp_path / "client's").rglob("*-*"))
@@ -312,7 +316,9 @@ def test_another_snapshot_than_was_asked_for_is_none(filled: Served, tmp_path: P
 # Jobs
 
 
-def test_a_job_is_joined_and_goes_on_alone(filled: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_joined_and_goes_on_alone(
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, go, runs = verify, threading.Event(), []
 
     def slow(*arguments: object, **named: object) -> object:
@@ -335,7 +341,7 @@ def test_a_job_is_joined_and_goes_on_alone(filled: Served, monkeypatch: pytest.M
     assert verify(filled.admin, "ds", headers_only=True).sound
 
 
-def test_a_job_that_fails_says_why_and_leaves_room(filled: Served) -> None:
+def test_a_job_that_fails_says_why_and_leaves_room(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
     name = chunk_object(filled.store.dataset("ds").identity, chunk)
     content = filled.store.objects.get(name)

@@ -12,11 +12,11 @@ import trio.testing
 from diesel_fs import metrics, wire
 from diesel_fs.messages import Message
 from diesel_server import limits
-from diesel_server.channel import Channel, Gone, SocketChannel
-from diesel_server.connection import Connection, Service
-from diesel_server.refusals import Refusals
+from diesel_server.channel import Channel, ConnectionClosed, SocketChannel
+from diesel_server.connection import Connection, ConnectionContext
+from diesel_server.refusals import RefusalLog
 from diesel_server.requests import Reply, Request
-from diesel_server.running import Runner
+from diesel_server.running import Dispatcher
 
 from .stand_in import STORE
 from .test_connection import Client, Signed, request
@@ -55,7 +55,7 @@ def test_both_ways_in_any_pieces() -> None:
             nursery.start_soon(echo)
             nursery.start_soon(channel.send, [*parts, *parts])
             for part in [*parts, *parts]:
-                assert await channel.exactly(len(part)) == part
+                assert await channel.receive_exactly(len(part)) == part
             assert channel.sent_bytes == channel.received_bytes == 2 * sum(sizes)
             channel.close()
         other.close()
@@ -97,9 +97,9 @@ def test_the_end_is_the_end() -> None:
     async def main() -> None:
         channel, other = pair()
         other.close()
-        with pytest.raises(Gone):
-            await channel.exactly(1)
-        with pytest.raises(Gone):
+        with pytest.raises(ConnectionClosed):
+            await channel.receive_exactly(1)
+        with pytest.raises(ConnectionClosed):
             channel.send_now([b"x"])
         channel.close()
         channel.close()
@@ -112,7 +112,7 @@ def test_closing_wakes_who_waits() -> None:
         channel, other = pair()
 
         async def wait() -> None:
-            with pytest.raises(Gone):
+            with pytest.raises(ConnectionClosed):
                 await channel.wait()
 
         async with trio.open_nursery() as nursery:
@@ -130,9 +130,9 @@ def test_closing_wakes_who_waits() -> None:
 @asynccontextmanager
 async def connected(handlers: object) -> AsyncIterator[Client]:
     """A client that is logged in."""
-    cells = metrics.unshared()
-    runner = Runner(handlers)  # type: ignore[arg-type]  # handlers of several kinds
-    service = Service(STORE, Signed(), runner, cells, Refusals(cells))
+    cells = metrics.private_cells()
+    runner = Dispatcher(handlers)  # type: ignore[arg-type]  # handlers of several kinds
+    service = ConnectionContext(STORE, Signed(), runner, cells, RefusalLog(cells))
     channel, other = pair(1 << 20)
 
     async def opener() -> tuple[Channel, bytes]:
@@ -167,7 +167,7 @@ def test_requests_that_came_together_keep_nobody_waiting(refused: bool) -> None:
                 )
 
             heads: list[Message] = [{"id": n, "do": "prompt", **fields} for n in range(MANY)]
-            await client.send(b"".join(wire.frame(head, wire.REQUEST) for head in heads))
+            await client.send(b"".join(wire.frame(head, wire.REQUEST_LIMITS) for head in heads))
             while over() < MANY:
                 before = over()
                 await trio.lowlevel.checkpoint()

@@ -23,11 +23,11 @@ from diesel_fs.errors import CorruptError
 from diesel_fs.messages import Message
 from diesel_server import limits
 from diesel_server.channel import Channel, StreamChannel
-from diesel_server.connection import Connection, Service
-from diesel_server.limits import ByteBudget, ConnectionCount
-from diesel_server.refusals import Refusals
+from diesel_server.connection import Connection, ConnectionContext
+from diesel_server.limits import ConnectionLimits, FairByteBudget
+from diesel_server.refusals import RefusalLog
 from diesel_server.requests import Reply, Request
-from diesel_server.running import Runner
+from diesel_server.running import Dispatcher
 
 from .stand_in import HANDLERS, STORE
 
@@ -67,7 +67,7 @@ class MemoryChannel(StreamChannel):
 class Client:
     """The other end."""
 
-    def __init__(self, stream: Stream, service: Service) -> None:
+    def __init__(self, stream: Stream, service: ConnectionContext) -> None:
         self.stream = stream
         self.service = service
         self.over_s = -1.0  # when the server had ended the connection
@@ -87,8 +87,8 @@ class Client:
         return received
 
     async def answer(self) -> Message:
-        lengths = wire.parse_lengths(await self.exactly(8), wire.ANSWER)
-        message = wire.parse_head(await self.exactly(lengths.head), wire.ANSWER)
+        lengths = wire.parse_lengths(await self.exactly(8), wire.ANSWER_LIMITS)
+        message = wire.parse_head(await self.exactly(lengths.head), wire.ANSWER_LIMITS)
         await self.exactly(lengths.payload)
         return message
 
@@ -111,33 +111,33 @@ def login(nonce: bytes, user: str = "me") -> bytes:
     message: Message = {
         "do": "login", "user": user, "signature": nonce + user.encode(), "program": "",
     }  # fmt: skip
-    return wire.frame(message, wire.BEFORE_LOGIN)
+    return wire.frame(message, wire.BEFORE_LOGIN_LIMITS)
 
 
 def request(number: int, do: str = "echo", payload: bytes = b"", **fields: float) -> bytes:
     message: Message = {"id": number, "do": do, **fields}
-    return wire.frame(message, wire.REQUEST, len(payload)) + payload
+    return wire.frame(message, wire.REQUEST_LIMITS, len(payload)) + payload
 
 
 def converse(
     what: Callable[[Client], Awaitable[None]],
     *,
-    budget: ByteBudget | None = None,
+    budget: FairByteBudget | None = None,
     handlers: object = HANDLERS,
-) -> Service:
+) -> ConnectionContext:
     """Run one conversation with a connection; nothing is left when both have ended."""
-    made: list[Service] = []
+    made: list[ConnectionContext] = []
 
     async def main() -> None:
-        cells = metrics.unshared()
-        service = Service(
+        cells = metrics.private_cells()
+        service = ConnectionContext(
             store_id=STORE,
             login=Signed(),
-            runner=Runner(handlers),  # type: ignore[arg-type]  # handlers of several kinds
+            runner=Dispatcher(handlers),  # type: ignore[arg-type]  # handlers of several kinds
             cells=cells,
-            refusals=Refusals(cells),
-            count=ConnectionCount(10),
-            budget=budget or ByteBudget(),
+            refusals=RefusalLog(cells),
+            count=ConnectionLimits(10),
+            budget=budget or FairByteBudget(),
         )
         made.append(service)
         ours, theirs = memory_stream_pair()
@@ -233,7 +233,7 @@ def test_F7_a_payload_that_trickles_gives_its_memory_back() -> None:
     async def main(client: Client) -> None:
         await client.log_in()
         size = 10 << 20
-        await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST, size))
+        await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, size))
         while client.over_s < 0 and trio.current_time() < 1000:
             await client.send(bytes(1000))
             await trio.sleep(1)
@@ -297,17 +297,17 @@ def test_G6_an_answer_that_nobody_takes_ends_the_connection() -> None:
 def test_who_waits_for_memory_too_long_is_told_when_to_come_again() -> None:
     async def main(client: Client) -> None:
         await client.log_in()
-        assert await client.service.budget.take("else", 900_000, 1)
+        assert await client.service.budget.acquire("else", 900_000, 1)
         await client.send(request(1, payload=bytes(500_000)))
         answer = await client.answer()
         assert (answer["id"], answer["error"]) == (1, "BusyError")
         assert answer["retry_after_s"] == limits.RETRY_AFTER_S
         assert trio.current_time() == pytest.approx(limits.BUDGET_WAIT_S, abs=0.5)
-        client.service.budget.give("else", 900_000)
+        client.service.budget.release("else", 900_000)
         await client.send(request(2, payload=bytes(500_000)))
         assert "error" not in await client.answer()
 
-    service = converse(main, budget=ByteBudget(1_000_000, 1_000_000))
+    service = converse(main, budget=FairByteBudget(1_000_000, 1_000_000))
     assert service.cells.get("diesel_requests_total", "other", "busy") == 1
     assert service.cells.get("diesel_refusals_total", "memory") == 1
 
@@ -317,7 +317,7 @@ def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way() -> None:
         await client.log_in()
         await client.send(request(1, "sleep", seconds=20))
         await trio.sleep(1)
-        client.service.going = True
+        client.service.is_draining = True
         client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
         await client.send(request(2))
         answer = await client.answer()
@@ -332,7 +332,7 @@ def test_an_idle_connection_that_is_told_to_stop_ends_at_once() -> None:
     async def main(client: Client) -> None:
         await client.log_in()
         await trio.sleep(1)
-        client.service.going = True
+        client.service.is_draining = True
         client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
         assert await client.end() <= 2
 
@@ -376,11 +376,13 @@ REQUESTS = st.builds(
 )
 ODD = st.sampled_from(
     [
-        wire.frame({"id": 1, "do": "login"}, wire.REQUEST),
-        wire.frame({"id": 1, "do": "echo", "x!": 1}, wire.REQUEST, 3) + b"abc",
-        wire.frame({"id": 1, "do": "read", "parts": bytes(24)}, wire.REQUEST),
-        wire.frame({"id": 1, "do": "read", "parts": b"\xff" * 24}, wire.REQUEST),
-        wire.frame({"id": 1, "do": "fail", "kind": "BusyError", "message": "x"}, wire.REQUEST),
+        wire.frame({"id": 1, "do": "login"}, wire.REQUEST_LIMITS),
+        wire.frame({"id": 1, "do": "echo", "x!": 1}, wire.REQUEST_LIMITS, 3) + b"abc",
+        wire.frame({"id": 1, "do": "read", "parts": bytes(24)}, wire.REQUEST_LIMITS),
+        wire.frame({"id": 1, "do": "read", "parts": b"\xff" * 24}, wire.REQUEST_LIMITS),
+        wire.frame(
+            {"id": 1, "do": "fail", "kind": "BusyError", "message": "x"}, wire.REQUEST_LIMITS
+        ),
     ]
 )
 PIECES = st.lists(

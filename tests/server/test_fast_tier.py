@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.credentials import Credentials
 from diesel_fs.repositories import open_repository
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
@@ -22,7 +22,7 @@ from .program import Server, new_repository, until
 FILES = {f"d{i % 3}/{i:03}": os.urandom(3000 + i) for i in range(200)}
 
 
-class Place:
+class CachedServer:
     """A repository in a folder, and servers with one cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class Place:
         self.url = (folder / "store").as_uri()
         self.user: Credentials = new_repository(self.url)["root"]
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-        with Repository.open(self.url) as repository:
+        with LocalRepository.open(self.url) as repository:
             put_tree(repository, "ds", write(folder / "source", FILES), options=options)
             self.chunk_count = repository.view("ds").chunk_count
 
@@ -47,7 +47,7 @@ class Place:
         """Every file, one by one and then together, by a client with next to no memory."""
         with open_repository(server.url, self.user) as repository:
             view = repository.view("ds")
-            reader = ContentReader(view, repository.objects, 100_000)
+            reader = EntryReader(view, repository.objects, 100_000)
             order = np.random.default_rng(seed).permutation(view.files())
             for index in order.tolist():
                 assert bytes(reader.read(index)) == FILES[os.fsdecode(view.path(index))]
@@ -55,14 +55,14 @@ class Place:
                 assert bytes(content) == FILES[os.fsdecode(view.path(index))]
             return reader.stats()
 
-    def fill(self, server: Server) -> None:
+    def commit(self, server: Server) -> None:
         self.read_all(server)
         until(lambda: len(self.cached()) == self.chunk_count, "the tier to be filled")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path) -> CachedServer:
+    return CachedServer(tmp_path)
 
 
 def counts(server: Server) -> dict[str, float]:
@@ -79,9 +79,9 @@ def counts(server: Server) -> dict[str, float]:
         }
 
 
-def test_a_miss_fills_the_tier_and_the_store_is_left_alone(place: Place) -> None:
+def test_a_miss_fills_the_tier_and_the_store_is_left_alone(place: CachedServer) -> None:
     with place.server() as server:
-        place.fill(server)
+        place.commit(server)
         before = counts(server)
         place.read_all(server)
         after = counts(server)
@@ -90,10 +90,10 @@ def test_a_miss_fills_the_tier_and_the_store_is_left_alone(place: Place) -> None
     assert after["disk"] - before["disk"] >= len(FILES) // 2
 
 
-def test_B3_damage_in_the_tier_is_healed_from_the_store(place: Place) -> None:
+def test_B3_damage_in_the_tier_is_healed_from_the_store(place: CachedServer) -> None:
     """After the check when the chunk came, so that only the client sees it."""
     with place.server() as server:
-        place.fill(server)
+        place.commit(server)
         for path in place.cached():
             content = bytearray(path.read_bytes())
             content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
@@ -106,7 +106,7 @@ def test_B3_damage_in_the_tier_is_healed_from_the_store(place: Place) -> None:
         assert place.read_all(server)["healed"] == 0
 
 
-def test_J6_a_server_that_was_killed_leaves_a_tier_that_can_be_used(place: Place) -> None:
+def test_J6_a_server_that_was_killed_leaves_a_tier_that_can_be_used(place: CachedServer) -> None:
     with place.server(workers=2) as server:
         place.read_all(server)
         server.kill()
@@ -115,20 +115,20 @@ def test_J6_a_server_that_was_killed_leaves_a_tier_that_can_be_used(place: Place
             file.truncate(path.stat().st_size // 2)
     with place.server(workers=2) as server:
         assert place.read_all(server)["healed"] == 0
-        place.fill(server)
+        place.commit(server)
         assert "damaged" in server.log
 
 
-def test_J4_a_folder_that_goes_is_no_error_of_a_client(place: Place) -> None:
+def test_J4_a_folder_that_goes_is_no_error_of_a_client(place: CachedServer) -> None:
     with place.server() as server:
-        place.fill(server)
+        place.commit(server)
         shutil.rmtree(place.cache)
         stats = place.read_all(server)
         assert stats["damaged"] == stats["healed"] == 0
         assert not place.cache.exists()
 
 
-def test_J11_a_server_refuses_a_folder_that_is_not_its_own(place: Place) -> None:
+def test_J11_a_server_refuses_a_folder_that_is_not_its_own(place: CachedServer) -> None:
     place.cache = place.folder / "store" / "cache"
     with pytest.raises(AssertionError, match="lie in each other"):
         place.server()

@@ -19,23 +19,23 @@ import trio.testing
 from diesel_fs import wire
 from diesel_fs.errors import DieselError, MetadataError, PermissionDenied
 from diesel_fs.keys import sign
-from diesel_fs.rpc import Link
+from diesel_fs.rpc import ServerLink
 from diesel_fs.urls import parse_url
 from diesel_server import limits
-from diesel_server.limits import ByteBudget, ConnectionCount
+from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Reply, Request
 
 from .program import resident_bytes, until
-from .stand_in import HANDLERS, ME, SEED, Standing
+from .stand_in import HANDLERS, ME, SEED, ThreadedServer
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Standing]:
-    with Standing(count=ConnectionCount(1000)) as server:
+def server() -> Iterator[ThreadedServer]:
+    with ThreadedServer(count=ConnectionLimits(1000)) as server:
         yield server
 
 
-def knock(server: Standing) -> socket.socket:
+def connect(server: ThreadedServer) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port), 10)
     client.settimeout(20)
     return client
@@ -52,19 +52,19 @@ def exactly(client: socket.socket, size: int) -> bytes:
 
 
 def answer(client: socket.socket) -> tuple[dict[str, object], bytes]:
-    lengths = wire.parse_lengths(exactly(client, 8), wire.ANSWER)
-    message = wire.parse_head(exactly(client, lengths.head), wire.ANSWER)
+    lengths = wire.parse_lengths(exactly(client, 8), wire.ANSWER_LIMITS)
+    message = wire.parse_head(exactly(client, lengths.head), wire.ANSWER_LIMITS)
     return dict(message), exactly(client, lengths.payload)
 
 
-def logged_in(server: Standing) -> socket.socket:
-    client = knock(server)
+def logged_in(server: ThreadedServer) -> socket.socket:
+    client = connect(server)
     client.sendall(wire.greeting())
     said = exactly(client, 16)
     nonce = exactly(client, wire.parse_welcome(said)[2])
-    signature = sign(SEED, wire.signed(nonce, wire.NO_BINDING, ME.user))
+    signature = sign(SEED, wire.login_challenge(nonce, wire.NO_BINDING, ME.user))
     login = {"do": "login", "user": ME.user, "signature": signature, "program": "test"}
-    client.sendall(wire.frame(login, wire.BEFORE_LOGIN))  # type: ignore[arg-type]  # a plain dict is a message
+    client.sendall(wire.frame(login, wire.BEFORE_LOGIN_LIMITS))  # type: ignore[arg-type]  # a plain dict is a message
     assert answer(client)[0]["user"] == ME.user
     return client
 
@@ -79,10 +79,12 @@ def ended(client: socket.socket) -> bytes:
 
 
 def ask(client: socket.socket, number: int, do: str = "echo", payload: bytes = b"") -> None:
-    client.sendall(wire.frame({"id": number, "do": do}, wire.REQUEST, len(payload)) + payload)
+    client.sendall(
+        wire.frame({"id": number, "do": do}, wire.REQUEST_LIMITS, len(payload)) + payload
+    )
 
 
-def well(server: Standing) -> None:
+def assert_serving(server: ThreadedServer) -> None:
     """Others are served."""
     link = server.link()
     assert link.call({"do": "echo"}, [b"x"], deadline_s=10).payload.tobytes() == b"x"
@@ -102,25 +104,25 @@ TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
     ],
 )
 def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
-    server: Standing, said: bytes, named: str, caplog: pytest.LogCaptureFixture
+    server: ThreadedServer, said: bytes, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with knock(server) as client:
+    with connect(server) as client:
         with suppress(OSError):
             client.sendall(said)
         assert ended(client) == b""
     lines = [line for line in caplog.messages if "refused" in line]
     assert len(lines) == 1
     assert named in lines[0]
-    well(server)
+    assert_serving(server)
 
 
 def test_a_connection_that_only_looks_whether_the_port_is_open_is_no_line(
-    server: Standing, caplog: pytest.LogCaptureFixture
+    server: ThreadedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = server.cells.get("diesel_connections_total")
-    knock(server).close()
+    connect(server).close()
     until(lambda: server.cells.get("diesel_connections_total") > before, "the connection")
-    well(server)
+    assert_serving(server)
     assert not [line for line in caplog.messages if "refused" in line]
 
 
@@ -128,8 +130,8 @@ def test_a_connection_that_only_looks_whether_the_port_is_open_is_no_line(
     "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31)]
 )  # fmt: skip
-def test_S1_nothing_beyond_a_small_login_is_read(server: Standing, head: bytes) -> None:
-    with knock(server) as client:
+def test_S1_nothing_beyond_a_small_login_is_read(server: ThreadedServer, head: bytes) -> None:
+    with connect(server) as client:
         client.sendall(wire.greeting())
         exactly(client, 48)
         client.sendall(head)
@@ -137,14 +139,14 @@ def test_S1_nothing_beyond_a_small_login_is_read(server: Standing, head: bytes) 
         assert message["error"] == "CorruptError"
         assert "id" not in message
         assert ended(client) == b""
-    well(server)
+    assert_serving(server)
 
 
-def test_S1_nothing_but_a_login_is_answered(server: Standing) -> None:
-    with knock(server) as client:
+def test_S1_nothing_but_a_login_is_answered(server: ThreadedServer) -> None:
+    with connect(server) as client:
         client.sendall(wire.greeting())
         exactly(client, 48)
-        client.sendall(wire.frame({"id": 1, "do": "echo"}, wire.BEFORE_LOGIN))
+        client.sendall(wire.frame({"id": 1, "do": "echo"}, wire.BEFORE_LOGIN_LIMITS))
         assert answer(client)[0]["error"] == "PermissionDenied"
         assert ended(client) == b""
 
@@ -157,16 +159,16 @@ def test_S1_nothing_but_a_login_is_answered(server: Standing) -> None:
         struct.pack("<II", 10, (1 << 32) - 1),
         struct.pack("<II", 0, 0),
         struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
-        wire.frame({"do": "echo"}, wire.REQUEST),
-        wire.frame({"id": -1, "do": "echo"}, wire.REQUEST),
-        wire.frame({"id": "1", "do": "echo"}, wire.REQUEST),
-        wire.frame({"id": 1}, wire.REQUEST),
-        wire.frame({"id": 1, "do": 5}, wire.REQUEST),
-        wire.frame({"id": 1, "do": "sleep", "seconds": 5}, wire.REQUEST) * 2,
+        wire.frame({"do": "echo"}, wire.REQUEST_LIMITS),
+        wire.frame({"id": -1, "do": "echo"}, wire.REQUEST_LIMITS),
+        wire.frame({"id": "1", "do": "echo"}, wire.REQUEST_LIMITS),
+        wire.frame({"id": 1}, wire.REQUEST_LIMITS),
+        wire.frame({"id": 1, "do": 5}, wire.REQUEST_LIMITS),
+        wire.frame({"id": 1, "do": "sleep", "seconds": 5}, wire.REQUEST_LIMITS) * 2,
     ],
 )
 def test_F7_N10_a_bad_frame_ends_its_connection_with_one_error_and_one_line(
-    server: Standing, frame: bytes, caplog: pytest.LogCaptureFixture
+    server: ThreadedServer, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with logged_in(server) as client:
         client.sendall(frame)
@@ -176,11 +178,11 @@ def test_F7_N10_a_bad_frame_ends_its_connection_with_one_error_and_one_line(
         assert ended(client) == b""
     lines = [line for line in caplog.messages if "refused" in line]
     assert len(lines) == 1
-    well(server)
+    assert_serving(server)
 
 
 def test_a_refusal_names_who_what_and_where(caplog: pytest.LogCaptureFixture) -> None:
-    with Standing() as server:
+    with ThreadedServer() as server:
         link = server.link()
         for dataset in ("pets", "two words"):
             with pytest.raises(PermissionDenied):
@@ -195,9 +197,9 @@ def test_a_refusal_names_who_what_and_where(caplog: pytest.LogCaptureFixture) ->
     assert "dataset='two words'" in lines[1]
 
 
-def test_requests_of_one_connection_are_answered_in_any_order(server: Standing) -> None:
+def test_requests_of_one_connection_are_answered_in_any_order(server: ThreadedServer) -> None:
     with logged_in(server) as client:
-        client.sendall(wire.frame({"id": 1, "do": "sleep", "seconds": 0.5}, wire.REQUEST))
+        client.sendall(wire.frame({"id": 1, "do": "sleep", "seconds": 0.5}, wire.REQUEST_LIMITS))
         for number in range(2, 40):
             ask(client, number, payload=bytes([number]) * number)
         numbers: list[int] = []
@@ -209,11 +211,13 @@ def test_requests_of_one_connection_are_answered_in_any_order(server: Standing) 
         assert numbers[-1] == 1
 
 
-def test_no_more_than_some_requests_of_one_connection_are_taken(server: Standing) -> None:
+def test_no_more_than_some_requests_of_one_connection_are_taken(server: ThreadedServer) -> None:
     with logged_in(server) as client:
         most = limits.REQUESTS_PER_CONNECTION_MAX
         for number in range(2 * most):
-            client.sendall(wire.frame({"id": number, "do": "sleep", "seconds": 0.5}, wire.REQUEST))
+            client.sendall(
+                wire.frame({"id": number, "do": "sleep", "seconds": 0.5}, wire.REQUEST_LIMITS)
+            )
         time.sleep(0.3)
         assert server.cells.get("diesel_requests_under_way") == most
         for _ in range(2 * most):
@@ -221,18 +225,18 @@ def test_no_more_than_some_requests_of_one_connection_are_taken(server: Standing
 
 
 def test_S12_connections_without_a_login_are_limited_by_address_and_keep_nobody_out() -> None:
-    count = ConnectionCount(1000, greeting=100, per_address=10)
-    with Standing(count=count) as server:
-        silent = [knock(server) for _ in range(30)]
+    count = ConnectionLimits(1000, greeting=100, per_address=10)
+    with ThreadedServer(count=count) as server:
+        silent = [connect(server) for _ in range(30)]
         until(lambda: server.cells.get("diesel_refusals_total", "address") == 20, "those who go")
-        well(server)
+        assert_serving(server)
         assert server.cells.get("diesel_refusals_total", "address") >= 21
         for client in silent:
             client.close()
 
 
 def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> None:
-    count = ConnectionCount(1000, greeting=6, per_address=5)
+    count = ConnectionLimits(1000, greeting=6, per_address=5)
     gone: list[str] = []
 
     @contextmanager
@@ -253,10 +257,10 @@ def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> No
 
 
 def test_S12_who_is_one_too_many_is_told_and_nobody_else_suffers() -> None:
-    with Standing(count=ConnectionCount(20)) as server:
+    with ThreadedServer(count=ConnectionLimits(20)) as server:
         link = server.link()
         link.call({"do": "echo"})
-        crowd = [knock(server) for _ in range(60)]
+        crowd = [connect(server) for _ in range(60)]
         time.sleep(0.3)
         assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
         assert server.cells.get("diesel_refusals_total", "connections") >= 41
@@ -266,13 +270,13 @@ def test_S12_who_is_one_too_many_is_told_and_nobody_else_suffers() -> None:
         for client in crowd:
             client.close()
         until(lambda: server.cells.get("diesel_connections") <= 1, "the crowd's end")
-        well(server)
+        assert_serving(server)
 
 
 def test_S12_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    with Standing() as server:
+    with ThreadedServer() as server:
         for _ in range(200):
-            with knock(server) as client:
+            with connect(server) as client:
                 client.sendall(bytes(16))
                 ended(client)
         assert server.cells.get("diesel_refusals_total", "greeting") == 200
@@ -282,8 +286,8 @@ def test_S12_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None:
     evil = "x\nrefused user=root from=1.2.3.4 why='"
-    with Standing() as server, pytest.raises(DieselError):
-        Link.open(parse_url(server.url), type(ME)(evil, SEED)).call({"do": "echo"})
+    with ThreadedServer() as server, pytest.raises(DieselError):
+        ServerLink.open(parse_url(server.url), type(ME)(evil, SEED)).call({"do": "echo"})
     lines = [line for line in caplog.messages if "refused" in line]
     assert lines
     assert all("\n" not in line for line in lines)
@@ -305,13 +309,13 @@ def test_G6_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch)
             yield Reply({"more": True}, [bytes(1 << 20)])
         yield Reply()
 
-    with Standing({"pieces": piece, "echo": HANDLERS["echo"]}) as server:
+    with ThreadedServer({"pieces": piece, "echo": HANDLERS["echo"]}) as server:
         with logged_in(server) as client:
             ask(client, 1, "pieces")
             until(lambda: server.cells.get("diesel_requests_under_way") == 1, "the request")
             until(lambda: server.cells.get("diesel_requests_under_way") == 0, "its end")
             assert len(made) < 30
-            well(server)
+            assert_serving(server)
         assert server.cells.get("diesel_refusals_total", "frame") == 1
         assert server.cells.get("diesel_requests_total", "other", "gone") == 1
 
@@ -319,19 +323,21 @@ def test_G6_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch)
 def test_F7_a_length_takes_no_memory_before_there_is_room() -> None:
     """Payloads wait for the budget before a byte of them is received."""
     most = 64 << 20
-    with Standing(budget=ByteBudget(most, most // 2), count=ConnectionCount(1000)) as server:
+    with ThreadedServer(
+        budget=FairByteBudget(most, most // 2), count=ConnectionLimits(1000)
+    ) as server:
         clients = [logged_in(server) for _ in range(20)]
         for client in clients:
-            head = wire.frame({"id": 1, "do": "echo"}, wire.REQUEST, 30 << 20)
+            head = wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, 30 << 20)
             client.sendall(head + bytes(100))
         time.sleep(0.5)
         assert server.service is not None
         assert 0 < server.service.budget.held <= most
-        well(server)
+        assert_serving(server)
         for client in clients:
             client.close()
         until(lambda: server.service is not None and not server.service.budget.held, "memory")
-        well(server)
+        assert_serving(server)
 
 
 def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +345,8 @@ def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None
     once the load has dropped."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
     monkeypatch.setattr(limits, "RETRY_AFTER_S", 0.1)
-    budget = ByteBudget(16 << 20, 8 << 20)
-    with Standing(budget=budget, count=ConnectionCount(1000)) as server:
+    budget = FairByteBudget(16 << 20, 8 << 20)
+    with ThreadedServer(budget=budget, count=ConnectionLimits(1000)) as server:
         before = resident_bytes(os.getpid())
 
         def put(i: int) -> bool:
@@ -354,7 +360,7 @@ def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None
             assert all(threads.map(put, range(160)))
         assert budget.held == 0
         begun = time.monotonic()
-        well(server)
+        assert_serving(server)
         assert time.monotonic() - begun < 1
         assert resident_bytes(os.getpid()) - before < 32 * (6 << 20) + (64 << 20)
 
@@ -364,9 +370,9 @@ def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
 ) -> None:
     monkeypatch.setattr("diesel_server.running.THREAD_WAIT_S", 0.2)
     one = {"jobs": 1, "reads": 1, "others": 1}
-    with Standing(threads=one) as server, logged_in(server) as client:
+    with ThreadedServer(threads=one) as server, logged_in(server) as client:
         slow = {"id": 1, "do": "blocking_sleep", "seconds": 1.5}
-        client.sendall(wire.frame(slow, wire.REQUEST))  # type: ignore[arg-type]  # a plain dict is a message
+        client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]  # a plain dict is a message
         ask(client, 2)
         message, _ = answer(client)
         assert (message["id"], message["error"]) == (2, "BusyError")
@@ -380,7 +386,10 @@ def test_a_request_without_room_is_drained_and_the_connection_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
-    with Standing(budget=ByteBudget(1 << 20, 1 << 20)) as server, logged_in(server) as client:
+    with (
+        ThreadedServer(budget=FairByteBudget(1 << 20, 1 << 20)) as server,
+        logged_in(server) as client,
+    ):
         ask(client, 1, payload=bytes(2 << 20))
         message, _ = answer(client)
         assert (message["id"], message["error"]) == (1, "BusyError")
@@ -393,7 +402,9 @@ def test_a_request_without_room_is_drained_and_the_connection_goes_on(
 def test_a_read_counts_what_it_asks_for() -> None:
     part = struct.pack("<16sII", b"c" * 16, 0, 600 << 20)
     assert limits.answer_bytes({"do": "read", "parts": part}) == 600 << 20
-    assert limits.answer_bytes({"do": "read", "parts": part * 2}) == wire.REQUEST.payload_bytes
+    assert (
+        limits.answer_bytes({"do": "read", "parts": part * 2}) == wire.REQUEST_LIMITS.payload_bytes
+    )
     for parts in (part[:-1], "x", None, 5):
         assert limits.answer_bytes({"do": "read", "parts": parts}) == 0
     assert limits.answer_bytes({"do": "stat"}) == 0
@@ -403,14 +414,14 @@ def test_the_budget_is_fair() -> None:
     """First come, first served; who has had a share waits without keeping others waiting."""
 
     async def main() -> None:
-        budget = ByteBudget(100, 60)
-        assert await budget.take("a", 60, 1)
-        assert not await budget.take("a", 1, 1)
-        assert not await budget.take("b", 61, 1)
+        budget = FairByteBudget(100, 60)
+        assert await budget.acquire("a", 60, 1)
+        assert not await budget.acquire("a", 1, 1)
+        assert not await budget.acquire("b", 61, 1)
         got: list[str] = []
 
         async def take(owner: str, size: int) -> None:
-            if await budget.take(owner, size, 10):
+            if await budget.acquire(owner, size, 10):
                 got.append(owner)
 
         async with trio.open_nursery() as nursery:
@@ -421,15 +432,15 @@ def test_the_budget_is_fair() -> None:
             nursery.start_soon(take, "c", 40)
             await trio.sleep(0.1)
             assert got == ["b"]
-            budget.give("a", 60)
+            budget.release("a", 60)
             await trio.sleep(0.1)
             assert sorted(got) == ["a", "b", "c"]
             assert budget.held == 90
         with trio.move_on_after(1):
-            await budget.take("d", 50, 100)
+            await budget.acquire("d", 50, 100)
         assert budget.held == 90
         for owner, size in (("a", 10), ("b", 40), ("c", 40)):
-            budget.give(owner, size)
+            budget.release(owner, size)
         assert budget.held == 0
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -437,9 +448,9 @@ def test_the_budget_is_fair() -> None:
 
 def test_G7_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRAIN_S", 0.5)
-    server = Standing()
+    server = ThreadedServer()
     with logged_in(server) as client:
-        client.sendall(wire.frame({"id": 1, "do": "sleep", "seconds": 100}, wire.REQUEST))
+        client.sendall(wire.frame({"id": 1, "do": "sleep", "seconds": 100}, wire.REQUEST_LIMITS))
         until(lambda: server.cells.get("diesel_requests_under_way") == 1, "the request")
         begun = time.monotonic()
         server.stop()
@@ -455,7 +466,7 @@ def test_what_a_thread_has_begun_is_finished_where_the_client_has_gone() -> None
         finished.set()
         return Reply()
 
-    with Standing({"work": work}) as server:
+    with ThreadedServer({"work": work}) as server:
         with logged_in(server) as client:
             ask(client, 1, "work")
             until(lambda: server.cells.get("diesel_requests_under_way") == 1, "the request")
@@ -468,14 +479,14 @@ def test_J8_a_handler_without_memory_ends_its_request_alone() -> None:
     def hungry(request: Request) -> Reply:
         raise MemoryError
 
-    with Standing({"hungry": hungry, "echo": HANDLERS["echo"]}) as server:
+    with ThreadedServer({"hungry": hungry, "echo": HANDLERS["echo"]}) as server:
         link = server.link()
         with pytest.raises(DieselError, match="internal error"):
             link.call({"do": "hungry"})
         assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
 
 
-def test_S12_many_small_requests_do_not_starve_others(server: Standing) -> None:
+def test_S12_many_small_requests_do_not_starve_others(server: ThreadedServer) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -501,9 +512,9 @@ def test_S12_many_small_requests_do_not_starve_others(server: Standing) -> None:
             thread.join()
 
 
-def test_TLS_to_a_plain_port_and_plain_to_TLS_are_said(server: Standing) -> None:
+def test_TLS_to_a_plain_port_and_plain_to_TLS_are_said(server: ThreadedServer) -> None:
     with pytest.raises(MetadataError, match="closed the connection before TLS stood"):
-        Link.open(parse_url(f"diesel+tls://localhost:{server.port}"), ME).call({"do": "echo"})
+        ServerLink.open(parse_url(f"diesel+tls://localhost:{server.port}"), ME).call({"do": "echo"})
     context = ssl.create_default_context()
-    with knock(server) as client, pytest.raises((ssl.SSLError, OSError)):
+    with connect(server) as client, pytest.raises((ssl.SSLError, OSError)):
         context.wrap_socket(client, server_hostname="localhost")

@@ -15,6 +15,7 @@ import pytest
 
 from diesel_fs import rpc, wire
 from diesel_fs.credentials import Credentials
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import (
     BusyError,
     ConfigError,
@@ -27,25 +28,24 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.messages import Message
-from diesel_fs.rpc import Link
+from diesel_fs.rpc import ServerLink
 from diesel_fs.rpc_connection import Deadline
-from diesel_fs.storage.objects import Bytes
 from diesel_fs.urls import parse_url
-from diesel_server.limits import ConnectionCount
+from diesel_server.limits import ConnectionLimits
 from diesel_server.requests import Reply, Request
 
 from .program import until
-from .stand_in import ME, STORE, Standing, links
+from .stand_in import ME, STORE, ThreadedServer, links
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Standing]:
-    with Standing() as server:
+def server() -> Iterator[ThreadedServer]:
+    with ThreadedServer() as server:
         yield server
 
 
 @pytest.fixture
-def link(server: Standing) -> Iterator[Link]:
+def link(server: ThreadedServer) -> Iterator[ServerLink]:
     link = server.link()
     yield link
     link.close()
@@ -55,7 +55,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_payload_goes_and_comes_in_parts(link: Link) -> None:
+def test_a_payload_goes_and_comes_in_parts(link: ServerLink) -> None:
     parts: list[Bytes] = [
         b"a" * 3,
         bytearray(b"b" * 70_000),
@@ -72,20 +72,20 @@ def test_a_payload_goes_and_comes_in_parts(link: Link) -> None:
     assert room == whole
 
 
-def test_a_thousand_small_parts(link: Link) -> None:
+def test_a_thousand_small_parts(link: ServerLink) -> None:
     parts = [bytes([i % 256]) * (i % 7) for i in range(1000)]
     assert link.call({"do": "echo"}, parts).payload.tobytes() == b"".join(parts)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1999, 2001])
-def test_a_payload_that_does_not_fit_its_room_is_refused(link: Link, size: int) -> None:
+def test_a_payload_that_does_not_fit_its_room_is_refused(link: ServerLink, size: int) -> None:
     room = memoryview(bytearray(size))
     with pytest.raises(CorruptError, match="were asked for"):
         link.call({"do": "echo"}, [bytes(2000)], room=room)
     assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
 
 
-def test_an_error_is_its_class_and_ends_that_request_alone(link: Link) -> None:
+def test_an_error_is_its_class_and_ends_that_request_alone(link: ServerLink) -> None:
     """G3: one request meets an error, or a bug; the connection goes on."""
     peer = link.call({"do": "echo"}).message["peer"]
     with pytest.raises(NoSuchDataset, match="gone"):
@@ -101,7 +101,7 @@ def test_an_error_is_its_class_and_ends_that_request_alone(link: Link) -> None:
     assert link.call({"do": "echo"}).message["peer"] == peer
 
 
-def test_a_request_that_is_unknown_and_fields_that_are(link: Link) -> None:
+def test_a_request_that_is_unknown_and_fields_that_are(link: ServerLink) -> None:
     """G4: what may be left out is, what may not is refused."""
     with pytest.raises(UsageError, match="does not know the request"):
         link.call({"do": "later"})
@@ -115,11 +115,11 @@ def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
     def later(request: Request) -> Reply:
         return Reply({"later!": 1})
 
-    with Standing({"later": later}) as server, pytest.raises(UsageError, match="later!"):
+    with ThreadedServer({"later": later}) as server, pytest.raises(UsageError, match="later!"):
         server.link().call({"do": "later"})
 
 
-def test_streams(link: Link) -> None:
+def test_streams(link: ServerLink) -> None:
     """Each answer but the last has `more`; one that is left early takes its connection along."""
     answers = list(link.stream({"do": "count", "n": 5}))
     assert [answer.message["i"] for answer in answers] == list(range(5))
@@ -152,14 +152,14 @@ def test_a_generator_whose_client_has_gone_is_closed() -> None:
         finally:
             closed.set()
 
-    with Standing({"endless": begun}) as server:
+    with ThreadedServer({"endless": begun}) as server:
         stream = server.link().stream({"do": "endless"})
         next(stream)
         stream.close()  # type: ignore[attr-defined]  # an Iterator that is a generator
         assert closed.wait(10)
 
 
-def test_many_threads_share_a_link(server: Standing, link: Link) -> None:
+def test_many_threads_share_a_link(server: ThreadedServer, link: ServerLink) -> None:
     def ask(i: int) -> bool:
         body = bytes([i % 256]) * (i * 37 % 50_000)
         return link.call({"do": "echo", "text": str(i)}, [body]).payload.tobytes() == body
@@ -173,7 +173,7 @@ def test_many_threads_share_a_link(server: Standing, link: Link) -> None:
 
 
 def test_connections_that_have_been_idle_for_long_are_not_used(
-    server: Standing, link: Link, monkeypatch: pytest.MonkeyPatch
+    server: ThreadedServer, link: ServerLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = link.call({"do": "echo"}).message["peer"]
     assert link.call({"do": "echo"}).message["peer"] == first
@@ -181,7 +181,7 @@ def test_connections_that_have_been_idle_for_long_are_not_used(
     assert link.call({"do": "echo"}).message["peer"] != first
 
 
-def test_descriptors_come_back(server: Standing) -> None:
+def test_descriptors_come_back(server: ThreadedServer) -> None:
     link = server.link()
     link.call({"do": "echo"})
     link.close()
@@ -194,10 +194,10 @@ def test_descriptors_come_back(server: Standing) -> None:
 
 
 def test_the_store_is_known_and_connecting_is_lazy() -> None:
-    nobody = Link.open(parse_url("diesel://127.0.0.1:1"), ME, open_s=0.2)
+    nobody = ServerLink.open(parse_url("diesel://127.0.0.1:1"), ME, open_s=0.2)
     with pytest.raises(MetadataError, match=r"127\.0\.0\.1:1"):
         assert nobody.store_id
-    with Standing() as server:
+    with ThreadedServer() as server:
         assert server.link().store_id == STORE
 
 
@@ -206,13 +206,15 @@ def test_the_store_is_known_and_connecting_is_lazy() -> None:
 )
 def test_malformed_addresses(url: str) -> None:
     with pytest.raises(ConfigError):
-        Link.open(parse_url(url), ME)
+        ServerLink.open(parse_url(url), ME)
 
 
 def test_a_host_that_does_not_exist() -> None:
     begun = time.monotonic()
     with pytest.raises(MetadataError, match="cannot reach"):
-        Link.open(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call({"do": "x"})
+        ServerLink.open(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call(
+            {"do": "x"}
+        )
     assert time.monotonic() - begun < 30
 
 
@@ -221,7 +223,7 @@ def test_ipv6() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    with Standing(host="::1") as server:
+    with ThreadedServer(host="::1") as server:
         assert "[::1]" in server.url
         assert str(server.link().call({"do": "echo"}).message["peer"]).startswith("[::1]:")
 
@@ -230,7 +232,7 @@ def test_ipv6() -> None:
     "credentials", [Credentials("me", bytes(32)), Credentials("you", bytes(range(32)))]
 )
 def test_wrong_credentials_are_refused_at_once(
-    server: Standing, credentials: Credentials, caplog: pytest.LogCaptureFixture
+    server: ThreadedServer, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = server.cells.get("diesel_connections_total")
     begun = time.monotonic()
@@ -247,8 +249,8 @@ def test_wrong_credentials_are_refused_at_once(
 def test_who_is_revoked_is_refused_on_a_live_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_server.connection.CURRENT_S", 0.0)
-    with Standing() as server:
+    monkeypatch.setattr("diesel_server.connection.ACCOUNT_REFRESH_S", 0.0)
+    with ThreadedServer() as server:
         link = server.link()
         link.call({"do": "echo"})
         server.login.revoked = True
@@ -256,14 +258,14 @@ def test_who_is_revoked_is_refused_on_a_live_connection(
             link.call({"do": "echo"}, [bytes(100_000)])
 
 
-def test_a_deadline_covers_the_whole_answer(server: Standing, link: Link) -> None:
+def test_a_deadline_covers_the_whole_answer(server: ThreadedServer, link: ServerLink) -> None:
     begun = time.monotonic()
     with pytest.raises(DeadlineError):
         link.call({"do": "sleep", "seconds": 5}, deadline_s=0.3)
     assert time.monotonic() - begun < 2
 
     def drip(client: socket.socket) -> None:
-        client.sendall(wire.frame({"id": 1}, wire.ANSWER, 1000))
+        client.sendall(wire.frame({"id": 1}, wire.ANSWER_LIMITS, 1000))
         for _ in range(100):
             client.send(b"x")
             time.sleep(0.05)
@@ -276,7 +278,7 @@ def test_a_deadline_covers_the_whole_answer(server: Standing, link: Link) -> Non
 
 
 def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
-    monkeypatch: pytest.MonkeyPatch, server: Standing
+    monkeypatch: pytest.MonkeyPatch, server: ThreadedServer
 ) -> None:
     """G4: a client of another version is told so, by the server and by itself."""
     for version in (wire.VERSION - 1, wire.VERSION + 1):
@@ -287,7 +289,7 @@ def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
             with pytest.raises(MetadataError) as caught:
                 server.link(open_s=0.2).call({"do": "echo"})
             assert time.monotonic() - begun < 8
-        assert wire.other_version(version) in str(caught.value)
+        assert wire.version_mismatch(version) in str(caught.value)
         assert caught.value.exit_code == 14
 
 
@@ -321,12 +323,12 @@ class Scripted:
                 client.recv(16, socket.MSG_WAITALL)
                 client.sendall(wire.welcome(bytes(32)))
                 self._read(client)
-                client.sendall(wire.frame({"user": "me", "store": str(STORE)}, wire.ANSWER))
+                client.sendall(wire.frame({"user": "me", "store": str(STORE)}, wire.ANSWER_LIMITS))
                 message = self._read(client)
                 self.requests.append(message)
                 act = self._acts.pop(0) if self._acts else None
                 if act is None:
-                    client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER))
+                    client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER_LIMITS))
                     time.sleep(5)
                 else:
                     act(client)  # type: ignore[operator]  # one of several acts
@@ -334,14 +336,14 @@ class Scripted:
                 return
 
     def _read(self, client: socket.socket) -> Message:
-        lengths = wire.parse_lengths(client.recv(8, socket.MSG_WAITALL), wire.REQUEST)
+        lengths = wire.parse_lengths(client.recv(8, socket.MSG_WAITALL), wire.REQUEST_LIMITS)
         head = client.recv(lengths.head, socket.MSG_WAITALL)
         if lengths.payload:
             client.recv(lengths.payload, socket.MSG_WAITALL)
-        return wire.parse_head(head, wire.REQUEST)
+        return wire.parse_head(head, wire.REQUEST_LIMITS)
 
-    def link(self) -> Link:
-        return Link.open(parse_url(f"diesel://127.0.0.1:{self.port}"), ME)
+    def link(self) -> ServerLink:
+        return ServerLink.open(parse_url(f"diesel://127.0.0.1:{self.port}"), ME)
 
     def __enter__(self) -> "Scripted":
         return self
@@ -356,7 +358,7 @@ def close(client: socket.socket) -> None:
 
 
 def half(client: socket.socket) -> None:
-    client.sendall(wire.frame({"id": 1}, wire.ANSWER, 100) + b"x" * 50)
+    client.sendall(wire.frame({"id": 1}, wire.ANSWER_LIMITS, 100) + b"x" * 50)
 
 
 def test_what_may_be_repeated_is_sent_again_when_the_connection_breaks() -> None:
@@ -371,20 +373,20 @@ def test_what_may_not_is_not() -> None:
     for act in (close, half):
         with Scripted(act) as scripted:
             with pytest.raises(MetadataError, match="not known"):
-                scripted.link().call({"do": "echo"}, again=False)
+                scripted.link().call({"do": "echo"}, may_repeat=False)
             assert len(scripted.requests) == 1
 
 
 def test_what_has_not_arrived_whole_may_always_be_sent_again() -> None:
     """The server closes before it has the whole request: it cannot have been carried out."""
-    server = Standing()
+    server = ThreadedServer()
     try:
         link = server.link()
         link.call({"do": "echo"})
         port = server.port
         server.stop()
-        server = Standing(port=port)
-        assert link.call({"do": "echo"}, [b"x"], again=False).payload.tobytes() == b"x"
+        server = ThreadedServer(port=port)
+        assert link.call({"do": "echo"}, [b"x"], may_repeat=False).payload.tobytes() == b"x"
     finally:
         server.stop()
 
@@ -397,14 +399,14 @@ def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
             "id": 1, "error": "BusyError", "message": "overloaded", "advice": "",
             "retry_after_s": 0.05,
         }  # fmt: skip
-        client.sendall(wire.frame(answer, wire.ANSWER))
+        client.sendall(wire.frame(answer, wire.ANSWER_LIMITS))
 
     def locked(client: socket.socket) -> None:
         answer: Message = {"id": 1, "error": "BusyError", "message": "locked", "advice": ""}
-        client.sendall(wire.frame(answer, wire.ANSWER))
+        client.sendall(wire.frame(answer, wire.ANSWER_LIMITS))
 
     with Scripted(busy, busy) as scripted:
-        scripted.link().call({"do": "echo"}, again=False)
+        scripted.link().call({"do": "echo"}, may_repeat=False)
         assert len(scripted.requests) == 3
     with Scripted(*[busy] * 100) as scripted, pytest.raises(BusyError, match="overloaded"):
         scripted.link().call({"do": "echo"}, deadline_s=0.5)
@@ -417,8 +419,8 @@ def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        wire.frame({"id": 2}, wire.ANSWER),
-        wire.frame({}, wire.ANSWER),
+        wire.frame({"id": 2}, wire.ANSWER_LIMITS),
+        wire.frame({}, wire.ANSWER_LIMITS),
         b"\xff" * 8,
         b"\1\0\0\0\0\0\0\0\xc1",
         b"\0" * 8,
@@ -433,7 +435,7 @@ def test_N10_an_answer_that_contradicts_the_wire(said: bytes) -> None:
 
 
 def test_G1_another_server_is_asked_when_one_dies() -> None:
-    first, second = Standing(), Standing()
+    first, second = ThreadedServer(), ThreadedServer()
     try:
         link = links([first, second])
         for _ in range(3):
@@ -448,7 +450,7 @@ def test_G1_another_server_is_asked_when_one_dies() -> None:
 
 
 def test_clients_spread_over_the_servers() -> None:
-    with Standing() as first, Standing() as second:
+    with ThreadedServer() as first, ThreadedServer() as second:
         for _ in range(40):
             links([first, second]).call({"do": "echo"})
         assert first.cells.get("diesel_logins_total") > 5
@@ -457,10 +459,10 @@ def test_clients_spread_over_the_servers() -> None:
 
 def test_a_server_that_hangs_is_left_for_another() -> None:
     """It accepts, and then says nothing, or nothing any more."""
-    with Standing() as well, Scripted(lambda client: time.sleep(60)) as hangs:
+    with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
             url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
-            link = Link.open(parse_url(url), ME)
+            link = ServerLink.open(parse_url(url), ME)
             link._first = 0
             begun = time.monotonic()
             assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
@@ -474,7 +476,7 @@ def test_a_server_that_hangs_is_left_for_another() -> None:
 def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: bool) -> None:
     """Stopped, or the machine is gone: neither the first call nor the next fails for it."""
     silent = [socket.create_server(("127.0.0.1", 0), backlog=16 if hello else 0) for _ in range(2)]
-    with ExitStack() as stack, Standing() as well:
+    with ExitStack() as stack, ThreadedServer() as well:
         for each in silent:
             stack.enter_context(each)
             for _ in range(0 if hello else 2):  # its backlog is full: connecting hangs
@@ -482,7 +484,9 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
                 waiting.setblocking(False)
                 waiting.connect_ex(each.getsockname())
         places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
-        link = Link.open(parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0)
+        link = ServerLink.open(
+            parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0
+        )
         link._first = 2
         with pytest.raises(DieselError):
             link._connected(Deadline(0.0))
@@ -493,17 +497,17 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
 
 def test_G8_servers_of_one_address_serve_one_store() -> None:
     other = UUID(int=8)
-    with Standing() as first, Standing(store=other) as second:
+    with ThreadedServer() as first, ThreadedServer(store=other) as second:
         link = links([first, second])
         store = link.store_id
-        link.rest()
+        link.close_idle()
         (first if store == STORE else second).stop()
         with pytest.raises(MetadataError, match="another store"):
             link.call({"do": "echo"}, deadline_s=3)
 
 
 def test_a_server_that_is_going_sends_its_clients_to_another() -> None:
-    with Standing() as first, Standing() as second:
+    with ThreadedServer() as first, ThreadedServer() as second:
         link = links([first, second])
         link._first = 0
         link.call({"do": "echo"})
@@ -514,13 +518,13 @@ def test_a_server_that_is_going_sends_its_clients_to_another() -> None:
         time.sleep(0.2)
         first.begin_stop()
         link._first = 0
-        assert link.call({"do": "echo"}, again=False)
+        assert link.call({"do": "echo"}, may_repeat=False)
         until(lambda: second.cells.get("diesel_requests_total", "other", "ok"), "its count")
         thread.join(10)
 
 
 def test_too_many_connections_are_told_so() -> None:
-    with Standing(count=ConnectionCount(3)) as server:
+    with ThreadedServer(count=ConnectionLimits(3)) as server:
         held = [server.link() for _ in range(2)]
         for link in held:
             link.call({"do": "echo"})
@@ -533,7 +537,9 @@ def test_too_many_connections_are_told_so() -> None:
 # Forks
 
 
-def test_Z9_a_forked_child_has_connections_of_its_own(server: Standing, link: Link) -> None:
+def test_Z9_a_forked_child_has_connections_of_its_own(
+    server: ThreadedServer, link: ServerLink
+) -> None:
     """Parent and child both go on, and the child's end breaks nothing of the parent's."""
     parent_peer = link.call({"do": "echo"}).message["peer"]
     stream = link.stream({"do": "count", "n": 50})
@@ -561,7 +567,7 @@ def test_Z9_a_forked_child_has_connections_of_its_own(server: Standing, link: Li
     os.close(writing)
 
 
-def test_Z9_a_fork_while_other_threads_are_asking(server: Standing, link: Link) -> None:
+def test_Z9_a_fork_while_other_threads_are_asking(server: ThreadedServer, link: ServerLink) -> None:
     stop = threading.Event()
 
     def ask() -> None:
@@ -586,6 +592,6 @@ def test_Z9_a_fork_while_other_threads_are_asking(server: Standing, link: Link) 
             thread.join()
 
 
-def test_numpy_memory_is_sent_as_it_is(link: Link) -> None:
+def test_numpy_memory_is_sent_as_it_is(link: ServerLink) -> None:
     values = np.arange(1000, dtype=np.uint32)
     assert link.call({"do": "echo"}, [values.data]).payload.tobytes() == values.tobytes()

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from diesel_fs import keys
-from diesel_fs.accounts import Account, Role, merged, without
+from diesel_fs.accounts import Account, Role, with_accounts, without_account
 from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDenied
-from diesel_fs.wire import NO_BINDING, signed
+from diesel_fs.wire import NO_BINDING, login_challenge
 from diesel_server.login import (
     ADDRESSES_MAX,
     COPY_S,
@@ -22,7 +22,7 @@ from diesel_server.login import (
     REFRESH_S,
     RETRY_S,
     ROLES_S,
-    Login,
+    TableAuthenticator,
 )
 
 from .account_tables import MemoryTable, account, seed
@@ -54,12 +54,12 @@ def table() -> MemoryTable:
 
 
 @pytest.fixture
-def login(table: MemoryTable, clock: Clock) -> Login:
-    return Login(lambda: table, clock)
+def login(table: MemoryTable, clock: Clock) -> TableAuthenticator:
+    return TableAuthenticator(lambda: table, clock)
 
 
 def enter(
-    login: Login,
+    login: TableAuthenticator,
     user: str = "bob",
     key_of: str = "",
     *,
@@ -70,7 +70,7 @@ def enter(
     address: str = "192.0.2.1",
 ) -> Account:
     """Log in with a key; `heard` and `bound` are what the client signs."""
-    signature = keys.sign(seed(key_of or user), signed(heard, bound, user))
+    signature = keys.sign(seed(key_of or user), login_challenge(heard, bound, user))
     return login.authenticate(user, signature, nonce, binding, address)
 
 
@@ -83,12 +83,12 @@ def refused(work: Callable[[], object]) -> DieselError:
 # Who is let in
 
 
-def test_who_signs_with_the_right_key_is_let_in(login: Login) -> None:
+def test_who_signs_with_the_right_key_is_let_in(login: TableAuthenticator) -> None:
     assert enter(login) == BOB
     assert enter(login, "ann", binding=TLS, bound=TLS) == ANN
 
 
-def test_S1_who_has_no_key_is_not(login: Login) -> None:
+def test_S1_who_has_no_key_is_not(login: TableAuthenticator) -> None:
     for signature in (b"", bytes(64), os.urandom(64), bytes(65)):
         with pytest.raises(PermissionDenied):
             login.authenticate("bob", signature, NONCE, NO_BINDING)
@@ -96,9 +96,9 @@ def test_S1_who_has_no_key_is_not(login: Login) -> None:
         enter(login, "ann", key_of="bob")
 
 
-def test_S2_a_login_that_was_heard_opens_nothing_else(login: Login) -> None:
+def test_S2_a_login_that_was_heard_opens_nothing_else(login: TableAuthenticator) -> None:
     """It is bound to its nonce, to the certificate that its client saw, and to its user."""
-    heard = keys.sign(seed("bob"), signed(NONCE, TLS, "bob"))
+    heard = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
     assert login.authenticate("bob", heard, NONCE, TLS) == BOB
     for user, nonce, binding in (
         ("bob", bytes(32), TLS),  # on another connection
@@ -110,7 +110,7 @@ def test_S2_a_login_that_was_heard_opens_nothing_else(login: Login) -> None:
             login.authenticate(user, heard, nonce, binding)
 
 
-def test_an_unknown_user_and_a_wrong_key_get_the_same_answer(login: Login) -> None:
+def test_an_unknown_user_and_a_wrong_key_get_the_same_answer(login: TableAuthenticator) -> None:
     """The words and the class; why it was stands in a note, which does not travel."""
     unknown, wrong = (refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     assert (type(unknown), str(unknown)) == (type(wrong), str(wrong))
@@ -121,7 +121,7 @@ def test_an_unknown_user_and_a_wrong_key_get_the_same_answer(login: Login) -> No
 
 @pytest.mark.parametrize("user", ["", "eve", "x" * 1000, "Ä" * 64, "../x", "\0", "bob ", "="])
 def test_an_unknown_user_is_refused_after_the_same_work(
-    login: Login, monkeypatch: pytest.MonkeyPatch, user: str
+    login: TableAuthenticator, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
     """One signature is verified, whoever it is, over words of the same kind; any name will do."""
     verified = []
@@ -139,15 +139,18 @@ def test_an_unknown_user_is_refused_after_the_same_work(
 
 def test_nobody_has_the_key_of_unknown_users(table: MemoryTable) -> None:
     """And where somebody had, there still is no account."""
-    login = Login(lambda: table)
-    login._nobody = keys.public_key(seed("eve"))
+    login = TableAuthenticator(lambda: table)
+    login._decoy_key = keys.public_key(seed("eve"))
     with pytest.raises(PermissionDenied):
         enter(login, "eve")
 
 
 def test_an_empty_table_refuses_everyone(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """With the same answer as ever; the operator is told what to do, once a minute."""
-    empty, full = Login(MemoryTable, clock), Login(lambda: MemoryTable(ANN), clock)
+    empty, full = (
+        TableAuthenticator(MemoryTable, clock),
+        TableAuthenticator(lambda: MemoryTable(ANN), clock),
+    )
     caplog.set_level(logging.INFO)
     errors = [refused(lambda: enter(empty)) for _ in range(3)]
     assert {str(error) for error in errors} == {str(refused(lambda: enter(full)))}
@@ -159,17 +162,19 @@ def test_an_empty_table_refuses_everyone(clock: Clock, caplog: pytest.LogCapture
     assert len([line for line in caplog.messages if "there are no accounts" in line]) == 2
 
 
-def test_a_new_user_is_let_in_at_once(login: Login, table: MemoryTable) -> None:
+def test_a_new_user_is_let_in_at_once(login: TableAuthenticator, table: MemoryTable) -> None:
     enter(login)
     eve = account("eve")
-    table.change(lambda accounts: merged(accounts, [eve]))
+    table.change(lambda accounts: with_accounts(accounts, [eve]))
     assert enter(login, "eve") == eve
-    table.change(lambda accounts: without(accounts, "eve"))
+    table.change(lambda accounts: without_account(accounts, "eve"))
     with pytest.raises(PermissionDenied):
         enter(login, "eve")
 
 
-def test_an_unchanged_table_is_not_read_again(login: Login, table: MemoryTable) -> None:
+def test_an_unchanged_table_is_not_read_again(
+    login: TableAuthenticator, table: MemoryTable
+) -> None:
     for _ in range(5):
         enter(login)
     assert table.reads == 1
@@ -178,7 +183,7 @@ def test_an_unchanged_table_is_not_read_again(login: Login, table: MemoryTable) 
 # Too many failures
 
 
-def test_failures_are_limited_by_user_and_address(login: Login, clock: Clock) -> None:
+def test_failures_are_limited_by_user_and_address(login: TableAuthenticator, clock: Clock) -> None:
     for _ in range(OF_USER.burst):
         with pytest.raises(PermissionDenied):
             enter(login, "bob", "eve")
@@ -190,7 +195,7 @@ def test_failures_are_limited_by_user_and_address(login: Login, clock: Clock) ->
         enter(login, "bob", "eve")
 
 
-def test_an_unknown_user_meets_the_same_limit(login: Login) -> None:
+def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None:
     for _ in range(OF_USER.burst):
         refused(lambda: enter(login, "eve"))
     with pytest.raises(BusyError, match="too many"):
@@ -205,7 +210,9 @@ def test_an_unknown_user_meets_the_same_limit(login: Login) -> None:
         (["strange"], "other"),
     ],
 )
-def test_failures_are_limited_by_address(login: Login, addresses: list[str], other: str) -> None:
+def test_failures_are_limited_by_address(
+    login: TableAuthenticator, addresses: list[str], other: str
+) -> None:
     for i in range(OF_ADDRESS.burst):
         refused(lambda i=i: enter(login, f"u{i}", address=addresses[i % len(addresses)]))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     for address in addresses:
@@ -215,7 +222,7 @@ def test_failures_are_limited_by_address(login: Login, addresses: list[str], oth
     refused(lambda: enter(login, "new", address=other))
 
 
-def test_what_is_remembered_of_failures_is_limited(login: Login) -> None:
+def test_what_is_remembered_of_failures_is_limited(login: TableAuthenticator) -> None:
     for i in range(20):
         refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     bucket = login._of_user
@@ -226,7 +233,7 @@ def test_what_is_remembered_of_failures_is_limited(login: Login) -> None:
     assert len(bucket._free_s) == ADDRESSES_MAX
 
 
-def test_logins_that_succeed_are_not_limited(login: Login) -> None:
+def test_logins_that_succeed_are_not_limited(login: TableAuthenticator) -> None:
     for _ in range(3 * OF_USER.burst):
         enter(login)
 
@@ -235,24 +242,30 @@ def test_logins_that_succeed_are_not_limited(login: Login) -> None:
 
 
 def test_what_is_taken_away_is_gone_within_seconds(
-    login: Login, table: MemoryTable, clock: Clock
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
 ) -> None:
     """For who is logged in: the account, the key, a role."""
     ann, bob = enter(login, "ann"), enter(login)
-    table.change(lambda accounts: merged(accounts, [replace(BOB, grants={"pets": Role.READ})]))
-    table.change(lambda accounts: merged(accounts, [replace(ANN, admin=False)]))
+    table.change(
+        lambda accounts: with_accounts(accounts, [replace(BOB, grants={"pets": Role.READ})])
+    )
+    table.change(lambda accounts: with_accounts(accounts, [replace(ANN, admin=False)]))
     clock.now_s += REFRESH_S + 0.1
     assert login.current(bob).role("pets") is Role.READ
     assert not login.current(ann).admin
-    table.change(lambda accounts: merged(accounts, [replace(BOB, public_key=ANN.public_key)]))
-    table.change(lambda accounts: without(accounts, "ann"))
+    table.change(
+        lambda accounts: with_accounts(accounts, [replace(BOB, public_key=ANN.public_key)])
+    )
+    table.change(lambda accounts: without_account(accounts, "ann"))
     clock.now_s += REFRESH_S + 0.1
     for one in (ann, bob):
         with pytest.raises(PermissionDenied, match="not valid any more"):
             login.current(one)
 
 
-def test_looking_again_costs_little(login: Login, table: MemoryTable, clock: Clock) -> None:
+def test_looking_again_costs_little(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
+) -> None:
     bob = enter(login)
     before = table.tokens
     for _ in range(1000):
@@ -266,7 +279,7 @@ def test_looking_again_costs_little(login: Login, table: MemoryTable, clock: Clo
 
 
 def test_C1_while_the_accounts_are_away_reading_goes_on(
-    login: Login, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
+    login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At first as before: a Redis that restarts ends no put. Then reading alone, then nothing."""
     bob, since_s = enter(login), clock.now_s
@@ -296,7 +309,7 @@ def test_C1_while_the_accounts_are_away_reading_goes_on(
 
 
 def test_while_the_accounts_are_away_nobody_else_is_let_in(
-    login: Login, table: MemoryTable
+    login: TableAuthenticator, table: MemoryTable
 ) -> None:
     """Unknown, or with another key: perhaps they are right, so they are told to come back."""
     enter(login)
@@ -320,7 +333,7 @@ def test_a_server_that_never_saw_the_accounts_lets_nobody_in(clock: Clock) -> No
             raise MetadataError("down")
         return table
 
-    login = Login(open_table, clock)
+    login = TableAuthenticator(open_table, clock)
     with pytest.raises(MetadataError):
         enter(login)
     with pytest.raises(MetadataError):
@@ -333,7 +346,7 @@ def test_a_server_that_never_saw_the_accounts_lets_nobody_in(clock: Clock) -> No
 
 
 def test_any_fault_of_the_table_fails_closed(
-    login: Login, table: MemoryTable, caplog: pytest.LogCaptureFixture
+    login: TableAuthenticator, table: MemoryTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     table.fault = ZeroDivisionError("a bug")
     with pytest.raises(MetadataError):
@@ -343,7 +356,7 @@ def test_any_fault_of_the_table_fails_closed(
 
 def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> None:
     """One waits for it; the others go by the copy."""
-    login = Login(lambda: table, clock)
+    login = TableAuthenticator(lambda: table, clock)
     bob = enter(login)
     clock.now_s += REFRESH_S + 1
     table.gate = threading.Event()
@@ -361,7 +374,7 @@ def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> N
 
 def test_many_logins_at_once_share_a_look(table: MemoryTable) -> None:
     """Each is checked against a table that was read after it had come."""
-    login = Login(lambda: table)
+    login = TableAuthenticator(lambda: table)
     enter(login)
     before, table.gate = table.tokens, threading.Event()
     with ThreadPoolExecutor(16) as pool:
@@ -377,7 +390,7 @@ def test_many_logins_at_once_share_a_look(table: MemoryTable) -> None:
 
 
 def test_C3_lost_accounts_let_nobody_in_and_end_no_reading(
-    login: Login, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
+    login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     bob, since_s = enter(login), clock.now_s
     table.lose()
@@ -391,13 +404,13 @@ def test_C3_lost_accounts_let_nobody_in_and_end_no_reading(
     clock.now_s = since_s + COPY_S + 1
     with pytest.raises(MetadataError):
         login.current(bob)
-    table.change(lambda accounts: merged(accounts, [BOB]))
+    table.change(lambda accounts: with_accounts(accounts, [BOB]))
     assert enter(login) == BOB
     assert login.current(bob) == BOB
 
 
 def test_a_table_whose_last_user_was_removed_is_not_lost(
-    login: Login, table: MemoryTable, clock: Clock
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
 ) -> None:
     bob = enter(login)
     table.change(lambda accounts: {})
@@ -407,12 +420,12 @@ def test_a_table_whose_last_user_was_removed_is_not_lost(
 
 
 def test_S8_no_word_of_it_is_a_secret(
-    login: Login, table: MemoryTable, caplog: pytest.LogCaptureFixture
+    login: TableAuthenticator, table: MemoryTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    signature = keys.sign(seed("eve"), signed(NONCE, NO_BINDING, "bob"))
+    signature = keys.sign(seed("eve"), login_challenge(NONCE, NO_BINDING, "bob"))
     error = refused(lambda: login.authenticate("bob", signature, NONCE, NO_BINDING, "a"))
     shown = repr(error) + str(error) + "".join(error.__notes__) + caplog.text + repr(login)
-    for secret in (signature, seed("eve"), NONCE, login._nobody):
+    for secret in (signature, seed("eve"), NONCE, login._decoy_key):
         assert secret.hex() not in shown
         assert repr(secret)[2:-1] not in shown

@@ -39,7 +39,7 @@ def test_only_a_store_that_is_not_there_is_to_be_made(
     with pytest.raises(ObjectMissing) as missing:
         _objects(parse_url((tmp_path / "store").as_uri()))
     assert "user add" in missing.value.advice
-    clouds.enable()
+    clouds.open_buckets_directly()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

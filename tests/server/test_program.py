@@ -21,8 +21,8 @@ import pytest
 from diesel_fs import metrics
 from diesel_fs.errors import DieselError, MetadataError
 from diesel_fs.repositories import open_repository
-from diesel_fs.repository import Repository
-from diesel_fs.rpc import Link
+from diesel_fs.repository import LocalRepository
+from diesel_fs.rpc import ServerLink
 from diesel_fs.urls import parse_url
 from diesel_fs.writer.put import put_tree
 from diesel_server import main, options, watching
@@ -47,8 +47,8 @@ def stand_in(
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
 
 
-def link(server: Server) -> Link:
-    return Link.open(parse_url(server.url), ME)
+def link(server: Server) -> ServerLink:
+    return ServerLink.open(parse_url(server.url), ME)
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -76,7 +76,7 @@ def metric(server: Server, name: str) -> float:
     return sum(map(float, values))
 
 
-def put(repository: Repository, source: Path) -> None:
+def put(repository: LocalRepository, source: Path) -> None:
     assert put_tree(repository, "pets", source).files
 
 
@@ -264,7 +264,7 @@ def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str) -> None:
         assert status == 200
         assert "pets" not in text
         assert "root" not in text
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         assert repository.stat("pets", b"9").size == 9
 
 
@@ -274,16 +274,16 @@ def test_what_the_metadata_lack_is_folded_in_at_the_start(tmp_path: Path, url: s
     source = tmp_path / "source"
     source.mkdir()
     (source / "a").write_bytes(b"a")
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         put(repository, source)
-        before = repository.dataset("pets").marker
+        before = repository.dataset("pets").head
     for file in (tmp_path / "store").glob("meta.sqlite*"):
         file.unlink()
     with Server(tmp_path, "--store", url) as server:
         until(lambda: "folded in" in server.log, "the look at the metadata")
         with open_repository(server.url, root, create=False) as repository:
             assert repository.stat("pets", b"a").size == 1
-            after = repository.dataset("pets").marker
+            after = repository.dataset("pets").head
     assert before is not None
     assert after is not None
     assert after.digest == before.digest
@@ -370,7 +370,7 @@ def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
         results: list[bool] = []
 
         def ask() -> None:
-            answer = link(server).call({"do": "blocking_sleep", "seconds": 2.0}, again=False)
+            answer = link(server).call({"do": "blocking_sleep", "seconds": 2.0}, may_repeat=False)
             results.append(answer.message["slept"] is True)
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
@@ -380,13 +380,13 @@ def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(MetadataError, match="it is going"):
-            Link.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+            ServerLink.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
         assert server.wait(10) == 0
         for thread in threads:
             thread.join(10)
         assert results == [True] * 6
         with pytest.raises(MetadataError, match="refused"):
-            Link.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+            ServerLink.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
 
 
 def test_G7_an_idle_server_ends_at_once(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_G7_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
         def ask() -> None:
             with pytest.raises(DieselError):
-                link(server).call({"do": "blocking_sleep", "seconds": 20.0}, again=False)
+                link(server).call({"do": "blocking_sleep", "seconds": 20.0}, may_repeat=False)
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -491,16 +491,16 @@ def test_SIGHUP_reads_the_certificate_again(
     with stand_in(tmp_path, *arguments, workers=2, listen="0.0.0.0:0") as server:
         url = parse_url(f"diesel+tls://localhost:{server.port}")
         with pytest.raises(MetadataError, match="certificate"):
-            Link.open(url, ME).call({"do": "echo"})
+            ServerLink.open(url, ME).call({"do": "echo"})
         install(good)
         server.signal(signal.SIGHUP)
         until(lambda: server.log.count("has been read again") == 2, "the new certificate")
-        client = Link.open(url, ME)
+        client = ServerLink.open(url, ME)
         client.call({"do": "echo"})
         certificate.write_text("nonsense")
         server.signal(signal.SIGHUP)
         until(lambda: server.log.count("goes on with the certificate") == 2, "the refusal")
-        client.rest()
+        client.close_idle()
         client.call({"do": "echo"})
 
 
@@ -578,11 +578,13 @@ def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
 
 
 def test_json_of_a_task_has_what_a_worker_needs() -> None:
-    from diesel_server.task import Task, task_line  # noqa: PLC0415
+    from diesel_server.task import WorkerConfig, config_line  # noqa: PLC0415
 
-    task = Task("file:///x?meta=redis://:hush@h", 0, True, [3], 4, 1, 5, "", "", "", 0, {"A": "é"})
+    task = WorkerConfig(
+        "file:///x?meta=redis://:hush@h", 0, True, [3], 4, 1, 5, "", "", "", 0, {"A": "é"}
+    )
     assert "hush" not in repr(task)
-    assert json.loads(task_line(task))["sockets"] == [3]
+    assert json.loads(config_line(task))["sockets"] == [3]
 
 
 @pytest.fixture(autouse=True)

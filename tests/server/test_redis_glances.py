@@ -13,14 +13,14 @@ import pytest
 import trio
 
 from diesel_fs.errors import MetadataError, NoSuchDataset
-from diesel_fs.repository import Repository
-from diesel_fs.storage.metadata import Marker
+from diesel_fs.repository import LocalRepository
+from diesel_fs.storage.metadata import DatasetHead
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.urls import parse_url
 from diesel_server import redis_glances
-from diesel_server.markers import Markers
-from diesel_server.redis_glances import RedisGlances, glances_of
+from diesel_server.markers import HeadCache
+from diesel_server.redis_glances import PipelinedHeadReads, pipelined_heads
 from tests.storage.batches import files
 from tests.storage.redis_servers import RedisServer, free_port
 
@@ -50,9 +50,9 @@ def _url(redis: RedisServer, *, tcp: bool = False) -> str:
     return f"unix://:no%2Fword@{redis.socket}?db=3"
 
 
-async def _learnt(glances: RedisGlances) -> Marker:
+async def _learnt(glances: PipelinedHeadReads) -> DatasetHead:
     for _ in range(LEARN):
-        found = await glances.marker(NAME)
+        found = await glances.head(NAME)
     assert found is not None
     return found
 
@@ -62,12 +62,12 @@ def test_a_marker_by_a_connection_of_the_loop_s_own(
     redis: RedisServer, meta: RedisMetadata, tcp: bool
 ) -> None:
     async def main() -> None:
-        with closing(RedisGlances(parse_redis_url(_url(redis, tcp=tcp)))) as glances:
-            assert await _learnt(glances) == meta.marker(NAME)
+        with closing(PipelinedHeadReads(parse_redis_url(_url(redis, tcp=tcp)))) as glances:
+            assert await _learnt(glances) == meta.head(NAME)
             meta.commit(IDENTITY, files(2, b"c").batch())
-            assert await glances.marker(NAME) == meta.marker(NAME)
+            assert await glances.head(NAME) == meta.head(NAME)
             assert len(glances._idle) == 1
-            assert await glances.marker("another") is None
+            assert await glances.head("another") is None
 
     trio.run(main)
 
@@ -77,11 +77,11 @@ def test_many_at_once_have_few_connections(redis: RedisServer, meta: RedisMetada
         meta.create(f"d{n}", uuid.UUID(int=100 + n))
 
     async def main() -> None:
-        with closing(RedisGlances(parse_redis_url(_url(redis)))) as glances:
-            found: dict[str, Marker | None] = {}
+        with closing(PipelinedHeadReads(parse_redis_url(_url(redis)))) as glances:
+            found: dict[str, DatasetHead | None] = {}
 
             async def ask(name: str) -> None:
-                found[name] = await glances.marker(name)
+                found[name] = await glances.head(name)
 
             for _ in range(LEARN):
                 async with trio.open_nursery() as nursery:
@@ -89,7 +89,7 @@ def test_many_at_once_have_few_connections(redis: RedisServer, meta: RedisMetada
                         nursery.start_soon(ask, f"d{n}")
             assert len(glances._idle) <= 8
             for n in range(20):
-                assert found[f"d{n}"] == meta.marker(f"d{n}")
+                assert found[f"d{n}"] == meta.head(f"d{n}")
 
     trio.run(main)
 
@@ -98,15 +98,15 @@ def test_connections_that_were_closed_are_replaced(redis: RedisServer, meta: Red
     """All of them once one is found to be: only one look is in vain."""
 
     async def main() -> None:
-        with closing(RedisGlances(parse_redis_url(_url(redis)))) as glances:
+        with closing(PipelinedHeadReads(parse_redis_url(_url(redis)))) as glances:
             true = await _learnt(glances)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(glances.marker, NAME)
-                nursery.start_soon(glances.marker, "another")
+                nursery.start_soon(glances.head, NAME)
+                nursery.start_soon(glances.head, "another")
             assert len(glances._idle) == 2
             redis.client().client_kill_filter(_type="normal", skipme=True)
-            assert await glances.marker(NAME) is None
-            assert await glances.marker(NAME) == true
+            assert await glances.head(NAME) is None
+            assert await glances.head(NAME) == true
 
     trio.run(main)
 
@@ -114,27 +114,27 @@ def test_connections_that_were_closed_are_replaced(redis: RedisServer, meta: Red
 def test_a_redis_that_hangs_costs_a_moment_and_its_late_reply_is_nobody_s(
     redis: RedisServer, meta: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_glances, "GLANCE_S", 0.2)
-    monkeypatch.setattr(redis_glances, "REST_S", 0.3)
+    monkeypatch.setattr(redis_glances, "READ_S", 0.2)
+    monkeypatch.setattr(redis_glances, "OPEN_S", 0.3)
 
     async def main() -> None:
-        with closing(RedisGlances(parse_redis_url(_url(redis)))) as glances:
+        with closing(PipelinedHeadReads(parse_redis_url(_url(redis)))) as glances:
             old = await _learnt(glances)
             redis.signal(signal.SIGSTOP)
             try:
                 began_s = time.monotonic()
-                assert await glances.marker(NAME) is None
+                assert await glances.head(NAME) is None
                 assert 0.15 < time.monotonic() - began_s < 5
                 began_s = time.monotonic()
                 for _ in range(100):
-                    assert await glances.marker(NAME) is None
+                    assert await glances.head(NAME) is None
                 assert time.monotonic() - began_s < 0.15, "each of them has waited"
             finally:
                 redis.signal(signal.SIGCONT)
             meta.commit(IDENTITY, files(2, b"c").batch())
-            true = meta.marker(NAME)
+            true = meta.head(NAME)
             await trio.sleep(0.4)
-            assert await glances.marker(NAME) == true != old
+            assert await glances.head(NAME) == true != old
 
     trio.run(main)
 
@@ -147,9 +147,9 @@ def test_a_redis_that_is_away_or_wants_another_password_proves_nothing(
 
     async def main() -> None:
         for url in (wrong, nowhere, "unix:///nowhere/at/all"):
-            with closing(RedisGlances(parse_redis_url(url))) as glances:
+            with closing(PipelinedHeadReads(parse_redis_url(url))) as glances:
                 for _ in range(2 * LEARN):
-                    assert await glances.marker(NAME) is None
+                    assert await glances.head(NAME) is None
                 assert not glances._idle
 
     trio.run(main)
@@ -160,7 +160,7 @@ def test_a_redis_that_is_away_or_wants_another_password_proves_nothing(
 )
 def test_where_there_is_only_the_long_way(meta_url: str) -> None:
     url = parse_url(f"file:///store?meta={quote(meta_url)}" if meta_url else "file:///store")
-    assert glances_of(url) is None
+    assert pipelined_heads(url) is None
 
 
 # Markers
@@ -169,32 +169,32 @@ def test_where_there_is_only_the_long_way(meta_url: str) -> None:
 class Slow:
     """The metadata store of a repository, whose looks are counted."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: LocalRepository) -> None:
         self.long_looks = 0
-        real = repository.meta.marker
+        real = repository.meta.head
 
-        def marker(name: str) -> Marker:
+        def marker(name: str) -> DatasetHead:
             self.long_looks += 1
             return real(name)
 
-        repository.meta.marker = marker  # type: ignore[method-assign]  # it is counted
+        repository.meta.head = marker  # type: ignore[method-assign]  # it is counted
 
 
 @pytest.fixture
-def repository(tmp_path: Path, redis: RedisServer) -> Iterator[Repository]:
+def repository(tmp_path: Path, redis: RedisServer) -> Iterator[LocalRepository]:
     url = f"{(tmp_path / 'store').as_uri()}?meta={quote(_url(redis))}"
-    with Repository.open(url, create=True) as opened:
+    with LocalRepository.open(url, create=True) as opened:
         opened.begin(NAME)
         yield opened
 
 
 @pytest.fixture
-def watched() -> Iterator[Callable[[Repository], Markers]]:
+def watched() -> Iterator[Callable[[LocalRepository], HeadCache]]:
     """Makes markers as a server does."""
-    made: list[Markers] = []
+    made: list[HeadCache] = []
 
-    def make(repository: Repository) -> Markers:
-        made.append(Markers(repository, glances=glances_of(repository.url)))
+    def make(repository: LocalRepository) -> HeadCache:
+        made.append(HeadCache(repository, glances=pipelined_heads(repository.url)))
         return made[-1]
 
     yield make
@@ -203,7 +203,7 @@ def watched() -> Iterator[Callable[[Repository], Markers]]:
 
 
 def test_looks_take_no_thread_once_it_is_learnt(
-    repository: Repository, watched: Callable[[Repository], Markers]
+    repository: LocalRepository, watched: Callable[[LocalRepository], HeadCache]
 ) -> None:
     counted = Slow(repository)
 
@@ -220,7 +220,7 @@ def test_looks_take_no_thread_once_it_is_learnt(
 
 
 def test_an_answer_is_of_a_moment_after_the_question(
-    repository: Repository, watched: Callable[[Repository], Markers]
+    repository: LocalRepository, watched: Callable[[LocalRepository], HeadCache]
 ) -> None:
     """While somebody commits all the time, and others ask."""
     identity = repository.dataset(NAME).identity
@@ -252,8 +252,8 @@ def test_an_answer_is_of_a_moment_after_the_question(
 
 
 def test_a_snapshot_that_is_newer_than_the_marker_is_noticed(
-    repository: Repository,
-    watched: Callable[[Repository], Markers],
+    repository: LocalRepository,
+    watched: Callable[[LocalRepository], HeadCache],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Within half a second or so, although the glance alone knows nothing of it."""
@@ -275,13 +275,13 @@ def test_a_snapshot_that_is_newer_than_the_marker_is_noticed(
 
 
 def test_a_redis_that_is_away_is_an_error_and_comes_back(
-    repository: Repository,
-    watched: Callable[[Repository], Markers],
+    repository: LocalRepository,
+    watched: Callable[[LocalRepository], HeadCache],
     redis: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(redis_glances, "REST_S", 0.1)
-    monkeypatch.setattr("diesel_server.markers.DOWN_S", 0.1)
+    monkeypatch.setattr(redis_glances, "OPEN_S", 0.1)
+    monkeypatch.setattr("diesel_server.markers.OPEN_S", 0.1)
 
     async def main() -> None:
         markers = watched(repository)

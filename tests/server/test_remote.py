@@ -14,7 +14,7 @@ import pytest
 
 from diesel_fs.accounts import Account, Role
 from diesel_fs.administration import open_administration
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.chunk_id import chunk_id_text
 from diesel_fs.client import connect
@@ -32,7 +32,7 @@ from diesel_fs.keys import public_key
 from diesel_fs.recovery import recover, verify
 from diesel_fs.remote import RemoteRepository
 from diesel_fs.repositories import open_repository
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.urls import parse_url
 from diesel_fs.writer import PutOptions, put_tree
@@ -41,16 +41,16 @@ from tests.storage.redis_servers import RedisServer
 from tests.storage.s3_server import Server as S3Server
 
 from ..trees import facts, write
-from ..writer.test_put import shown
-from .behind import Behind, as_user, behind
+from ..writer.test_put import dataset_state
+from .behind import ServerWithRedis, as_user, server_with_redis
 from .program import Server, until
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Behind]:
-    with behind(tmp_path / "behind", workers=1) as found:
+def servers(tmp_path: Path) -> Iterator[ServerWithRedis]:
+    with server_with_redis(tmp_path / "behind", workers=1) as found:
         yield found
 
 
@@ -60,7 +60,7 @@ def tree(top: Path, seed: int = 0, count: int = 400) -> Path:
     return write(top, {f"d{i % 7}/f{i:04}": draw.randbytes(4096 + i) for i in range(count)})
 
 
-def program(servers: Behind, *words: str | Path) -> "subprocess.Popen[bytes]":
+def program(servers: ServerWithRedis, *words: str | Path) -> "subprocess.Popen[bytes]":
     """`dlcmd`, running, as the administrator."""
     return subprocess.Popen(
         [sys.executable, "-m", "dlcmd", *map(str, words)],
@@ -78,7 +78,7 @@ def state(view: Snapshot) -> list[tuple[object, ...]]:
     return [(view.path(i), view.stat(i), view.extents(i)) for i in range(len(view))]
 
 
-def check_whole(servers: Behind, name: str = "ds") -> None:
+def check_whole(servers: ServerWithRedis, name: str = "ds") -> None:
     """The metadata are what the chunks say, now and rebuilt."""
     with servers.open() as repository:
         live = state(repository.view(name))
@@ -95,7 +95,7 @@ def check_whole(servers: Behind, name: str = "ds") -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
-    servers: Behind, tmp_path: Path, seed: int
+    servers: ServerWithRedis, tmp_path: Path, seed: int
 ) -> None:
     """The client goes on at the other one; a put that is acknowledged is there, once and whole."""
     servers.add()
@@ -119,8 +119,8 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     assert put.returncode == 0, (out, err)
     assert kills, "it was over before anything was killed: this proves nothing"
     with servers.open() as repository:
-        assert shown(repository) == facts(source)
-        marker = repository.dataset("ds").marker
+        assert dataset_state(repository) == facts(source)
+        marker = repository.dataset("ds").head
     assert marker is not None
     assert marker.files == 1500
     check_whole(servers)
@@ -131,7 +131,7 @@ def crash(server: Server) -> None:
     server.close()
 
 
-def _again(servers: Behind, port: int) -> Server:
+def _again(servers: ServerWithRedis, port: int) -> Server:
     before = len(servers.servers)
     server = servers.add(f"127.0.0.1:{port}")
     assert servers.servers.pop() is server
@@ -140,7 +140,7 @@ def _again(servers: Behind, port: int) -> Server:
 
 
 def test_G1_a_put_whose_only_server_dies_fails_and_can_be_repeated(
-    servers: Behind, tmp_path: Path
+    servers: ServerWithRedis, tmp_path: Path
 ) -> None:
     source = tree(tmp_path / "source", 1, 3000)
     put = program(servers, "put", "--chunk-size", "64K", "--jobs", "2", source, "ds")
@@ -159,19 +159,19 @@ def test_G1_a_put_whose_only_server_dies_fails_and_can_be_repeated(
         assert 100 < len(repository.view("ds")) < 3000, "this proves nothing"
         report = put_tree(repository, "ds", source, options=SMALL)
         assert report.unchanged > 0
-        assert shown(repository) == facts(source)
+        assert dataset_state(repository) == facts(source)
     check_whole(servers)
 
 
-def _files(repository: Repository) -> int:
+def _files(repository: LocalRepository) -> int:
     try:
-        marker = repository.dataset("ds").marker
+        marker = repository.dataset("ds").head
     except DieselError:
         return 0
     return marker.files if marker else 0
 
 
-def test_G1_readers_go_on_at_the_other_server(servers: Behind, tmp_path: Path) -> None:
+def test_G1_readers_go_on_at_the_other_server(servers: ServerWithRedis, tmp_path: Path) -> None:
     servers.add()
     source = tree(tmp_path / "source")
     with servers.open() as repository:
@@ -188,7 +188,7 @@ def test_G1_readers_go_on_at_the_other_server(servers: Behind, tmp_path: Path) -
             assert dataset.get(path) == (source / path).read_bytes()
 
 
-def test_L1_L2_two_puts_at_once(servers: Behind, tmp_path: Path) -> None:
+def test_L1_L2_two_puts_at_once(servers: ServerWithRedis, tmp_path: Path) -> None:
     sources = [
         write(
             tmp_path / f"source-{name}",
@@ -206,7 +206,7 @@ def test_L1_L2_two_puts_at_once(servers: Behind, tmp_path: Path) -> None:
         for put in puts:
             _, err = put.communicate(timeout=100)
             assert put.returncode == 0, err
-        contents = {path: entry[-1] for path, entry in shown(repository).items()}
+        contents = {path: entry[-1] for path, entry in dataset_state(repository).items()}
     for name, source in zip(("one", "two"), sources, strict=True):
         for i in range(300):
             own = contents[f"own-{name}/{i}".encode()]
@@ -219,7 +219,7 @@ def test_L1_L2_two_puts_at_once(servers: Behind, tmp_path: Path) -> None:
 # Redis
 
 
-def test_C2_a_redis_that_comes_back_is_waited_for(servers: Behind, tmp_path: Path) -> None:
+def test_C2_a_redis_that_comes_back_is_waited_for(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source", 2, 3000)
     put = program(servers, "put", "--chunk-size", "64K", "--jobs", "2", source, "ds")
     with servers.direct() as direct:
@@ -231,11 +231,13 @@ def test_C2_a_redis_that_comes_back_is_waited_for(servers: Behind, tmp_path: Pat
     _, err = put.communicate(timeout=120)
     assert put.returncode == 0, err
     with servers.open() as repository:
-        assert shown(repository) == facts(source)
+        assert dataset_state(repository) == facts(source)
     check_whole(servers)
 
 
-def test_C3_an_emptied_redis_is_never_an_empty_dataset(servers: Behind, tmp_path: Path) -> None:
+def test_C3_an_emptied_redis_is_never_an_empty_dataset(
+    servers: ServerWithRedis, tmp_path: Path
+) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository:
         put_tree(repository, "ds", source, options=SMALL)
@@ -246,7 +248,7 @@ def test_C3_an_emptied_redis_is_never_an_empty_dataset(servers: Behind, tmp_path
         accounts()
         _until_let_in(repository)
         assert repository.view("ds").file_count == 400
-        assert shown(repository) == facts(source)
+        assert dataset_state(repository) == facts(source)
         for path in (b"d0/f0000", b"nothing"):
             with pytest.raises(MetadataBehind, match="recover"):
                 repository.stat("ds", path)
@@ -269,20 +271,20 @@ def _until_let_in(repository: RemoteRepository) -> None:
             time.sleep(0.1)
 
 
-def _accounts(servers: Behind) -> Callable[[], None]:
+def _accounts(servers: ServerWithRedis) -> Callable[[], None]:
     """What puts the accounts back that are in the Redis now."""
     url = parse_url(servers.direct_url)
     with open_administration(url, None) as direct:
-        text = direct.text()
+        text = direct.export_text()
 
     def back() -> None:
         with open_administration(url, None) as direct:
-            direct.load(text, replace=True)
+            direct.import_text(text, replace=True)
 
     return back
 
 
-def test_C7_a_full_redis_stops_writers_alone(servers: Behind, tmp_path: Path) -> None:
+def test_C7_a_full_redis_stops_writers_alone(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository, servers.redis.client() as client:
         put_tree(repository, "ds", source, options=SMALL)
@@ -293,16 +295,16 @@ def test_C7_a_full_redis_stops_writers_alone(servers: Behind, tmp_path: Path) ->
             put_tree(repository, "ds", source, options=SMALL)
         view = repository.view("ds")
         assert view.file_count >= 400
-        reader = ContentReader(view, repository.objects, 1 << 20)
+        reader = EntryReader(view, repository.objects, 1 << 20)
         index = view.lookup(b"d0/f0000")
         assert len(reader.read(index)) == 4096
         client.config_set("maxmemory", 0)
         put_tree(repository, "ds", source, options=SMALL)
-        assert shown(repository) == facts(source)
+        assert dataset_state(repository) == facts(source)
     check_whole(servers)
 
 
-def test_C13_a_redis_that_hangs(servers: Behind, tmp_path: Path) -> None:
+def test_C13_a_redis_that_hangs(servers: ServerWithRedis, tmp_path: Path) -> None:
     """Questions about entries fail soon, reads go on; and all goes on when it does."""
     source = tree(tmp_path / "source", count=50)
     with servers.open() as repository:
@@ -336,7 +338,7 @@ def test_C13_a_redis_that_hangs(servers: Behind, tmp_path: Path) -> None:
             for thread in threads:
                 thread.start()
             time.sleep(1)
-            reader = ContentReader(view, repository.objects, 1 << 20)
+            reader = EntryReader(view, repository.objects, 1 << 20)
             begun = time.monotonic()
             assert len(reader.read(view.lookup(b"d0/f0000"))) == 4096
             assert time.monotonic() - begun < 5
@@ -362,7 +364,9 @@ def test_C13_a_redis_that_hangs(servers: Behind, tmp_path: Path) -> None:
 # Bytes
 
 
-def test_G3_a_corrupt_chunk_harms_its_own_files_alone(servers: Behind, tmp_path: Path) -> None:
+def test_G3_a_corrupt_chunk_harms_its_own_files_alone(
+    servers: ServerWithRedis, tmp_path: Path
+) -> None:
     source = write(tmp_path / "source", {f"f{i}": os.urandom(20_000) for i in range(12)})
     with servers.open() as repository:
         put_tree(repository, "ds", source, options=PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1))
@@ -373,7 +377,7 @@ def test_G3_a_corrupt_chunk_harms_its_own_files_alone(servers: Behind, tmp_path:
         with chunk.open("r+b") as file:
             file.seek(extent.offset)
             file.write(b"\xff" * 8)
-        reader = ContentReader(view, repository.objects, 1)
+        reader = EntryReader(view, repository.objects, 1)
         for i in range(12):
             index = view.lookup(b"f%d" % i)
             if index == bad:
@@ -390,11 +394,11 @@ def _text(view: Snapshot, number: int) -> str:
 
 def test_G8_servers_of_different_stores_are_told_apart(tmp_path: Path) -> None:
     """A client asks for nothing at the second one."""
-    with behind(tmp_path / "one", workers=1) as one:
+    with server_with_redis(tmp_path / "one", workers=1) as one:
         other = tmp_path / "other"
         with RedisServer(tmp_path / "redis") as redis:
             url = f"{other.as_uri()}?meta={redis.url}"
-            who = one.who["root"]
+            who = one.credentials["root"]
             with open_administration(parse_url(url), None, create=True) as accounts:
                 accounts.add(who.user, public_key(who.seed), admin=True)
             with Server(
@@ -404,12 +408,12 @@ def test_G8_servers_of_different_stores_are_told_apart(tmp_path: Path) -> None:
                 with open_repository(both, who) as repository:
                     assert isinstance(repository, RemoteRepository)
                     repository.begin("ds")
-                    with Repository.open(url) as direct:
+                    with LocalRepository.open(url) as direct:
                         at_second = bool(direct.datasets())
                     crash(second if at_second else one.servers[0])
                     with pytest.raises(MetadataError, match="another store"):
                         repository._link.call({"do": "datasets"}, deadline_s=3)
-                with Repository.open(url) as direct:
+                with LocalRepository.open(url) as direct:
                     assert bool(direct.datasets()) == at_second
 
 
@@ -419,12 +423,12 @@ def test_roles_hold_over_the_wire(tmp_path: Path) -> None:
         Account("writer", b"", grants={"ds": Role.WRITE}),
     )
     source = tree(tmp_path / "source", count=20)
-    with behind(tmp_path / "behind", "root", *users, workers=1) as servers:
+    with server_with_redis(tmp_path / "behind", "root", *users, workers=1) as servers:
         with servers.open() as root:
             put_tree(root, "ds", source, options=SMALL)
             put_tree(root, "secret", source, options=SMALL)
         with servers.open("reader") as reader:
-            assert shown(reader) == facts(source)
+            assert dataset_state(reader) == facts(source)
             assert [info.name for info in reader.datasets()] == ["ds"]
             with pytest.raises(PermissionDenied):
                 reader.begin("ds")
@@ -444,7 +448,7 @@ def test_S11_errors_tell_clients_nothing_of_where_the_store_lies(tmp_path: Path)
     """A chunk is lost, then the metadata store is away: the operator's log has the places."""
     reader = Account("reader", b"", grants={"ds": Role.READ})
     source = tree(tmp_path / "source", count=20)
-    with behind(tmp_path / "behind", "root", reader, workers=1) as servers:
+    with server_with_redis(tmp_path / "behind", "root", reader, workers=1) as servers:
         with servers.direct() as direct:
             put_tree(direct, "ds", source, options=SMALL)
         for chunk in (servers.store / "datasets").rglob("chunks/*/*"):
@@ -453,7 +457,7 @@ def test_S11_errors_tell_clients_nothing_of_where_the_store_lies(tmp_path: Path)
         with servers.open("reader") as repository:
             view = repository.view("ds")
             files = [at for at in range(view.entry_count) if view.stat(at).kind == Kind.FILE]
-            said = [error_of(lambda: ContentReader(view, repository.objects, 1).read(files[0]))]
+            said = [error_of(lambda: EntryReader(view, repository.objects, 1).read(files[0]))]
             assert "the server's store" in said[0]
             assert str(servers.store) in server.log
             servers.redis.kill()
@@ -517,8 +521,8 @@ def test_S11_over_a_bucket_clients_know_nothing_of_it(
                 dataset.delete_dataset()
 
 
-def test_a_python_program_says_who_it_is(servers: Behind) -> None:
-    who = servers.who["root"]
+def test_a_python_program_says_who_it_is(servers: ServerWithRedis) -> None:
+    who = servers.credentials["root"]
     with connect("ds", servers.url, who.user, who.key_text, create=True) as dataset:
         dataset.put(b"content", "a/b")
         dataset.flush()
@@ -533,7 +537,7 @@ def test_a_python_program_says_who_it_is(servers: Behind) -> None:
 
 
 @pytest.mark.fuse
-def test_G1_a_mount_outlives_its_server(servers: Behind, tmp_path: Path) -> None:
+def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path) -> None:
     """What it has goes on being read; what needs the server fails, in time, until it is back."""
     source = tree(tmp_path / "source", count=60)
     at = tmp_path / "mount"
@@ -570,13 +574,13 @@ def test_G1_a_mount_outlives_its_server(servers: Behind, tmp_path: Path) -> None
 
 
 @pytest.mark.fuse
-def test_S8_a_mount_shows_nobody_its_key(servers: Behind, tmp_path: Path) -> None:
+def test_S8_a_mount_shows_nobody_its_key(servers: ServerWithRedis, tmp_path: Path) -> None:
     """Not in the arguments nor the environment of any of its processes, nor in its log."""
     source = tree(tmp_path / "source", count=10)
     at, log = tmp_path / "mount", tmp_path / "log"
     at.mkdir()
     key_file = tmp_path / "key"
-    key_file.write_text(servers.who["root"].key_text)
+    key_file.write_text(servers.credentials["root"].key_text)
     key_file.chmod(0o600)
     with servers.open() as repository:
         put_tree(repository, "ds", source, options=SMALL)
@@ -596,7 +600,7 @@ def test_S8_a_mount_shows_nobody_its_key(servers: Behind, tmp_path: Path) -> Non
     dlcmd("mount", "--log-file", log, "ds", at)
     try:
         assert len(list(at.rglob("f*"))) == 10
-        secret = servers.who["root"].key_text.encode()
+        secret = servers.credentials["root"].key_text.encode()
         looked = 0
         for process in Path("/proc").glob("[0-9]*"):
             try:

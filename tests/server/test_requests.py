@@ -33,13 +33,13 @@ from diesel_fs.layout import chunk_object, dataset_object, lease_object
 from diesel_fs.leases import ReadLease, leased_versions
 from diesel_fs.messages import Message
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import put_file
 from diesel_server.directory import Directory
-from diesel_server.markers import Markers
+from diesel_server.markers import HeadCache
 
 from ..housekeeping.purged import read_all
-from .served import KEY, Sealer, Served, link_of, read
+from .served import KEY, ChunkMaker, InProcessServer, link_of, read
 from .served import filled as filled
 from .served import server as server
 
@@ -92,7 +92,7 @@ def request(do: str, name: str, identity: UUID) -> Message:
 
 @pytest.mark.parametrize("do", NEEDED)
 @pytest.mark.parametrize("role", list(Role))
-def test_S10_every_request_wants_its_role(filled: Served, do: str, role: Role) -> None:
+def test_S10_every_request_wants_its_role(filled: InProcessServer, do: str, role: Role) -> None:
     """Who may not read a dataset is told what he is told of one that is not there."""
     identity = filled.store.dataset("ds").identity
     link = filled.link(Account("somebody", KEY, grants={"ds": role}))
@@ -118,17 +118,17 @@ def test_S10_every_request_wants_its_role(filled: Served, do: str, role: Role) -
 
 
 @pytest.mark.parametrize("do", [do for do in NEEDED if do != "begin"])
-def test_nobody_is_told_where_the_store_is(server: Served, do: str) -> None:
+def test_nobody_is_told_where_the_store_is(server: InProcessServer, do: str) -> None:
     with pytest.raises(NoSuchDataset) as error:
         list(link_of(server.admin).stream(request(do, "no", uuid4())))
     assert "file:" not in str(error.value)
 
 
-def test_every_request_is_in_the_table(server: Served) -> None:
+def test_every_request_is_in_the_table(server: InProcessServer) -> None:
     assert set(server.handlers) == {"datasets", *NEEDED}
 
 
-def test_a_listing_shows_what_may_be_read(filled: Served) -> None:
+def test_a_listing_shows_what_may_be_read(filled: InProcessServer) -> None:
     for name in ("other", "third"):
         filled.admin.begin(name)
     reader = filled.client(Account("r", KEY, grants={"ds": Role.READ, "third": Role.ADMIN}))
@@ -137,7 +137,7 @@ def test_a_listing_shows_what_may_be_read(filled: Served) -> None:
     assert filled.client(Account("none", KEY)).datasets() == []
 
 
-def test_who_may_write_does_not_make_a_dataset(server: Served) -> None:
+def test_who_may_write_does_not_make_a_dataset(server: InProcessServer) -> None:
     writer = server.with_role(Role.WRITE, "ds")
     with pytest.raises(PermissionDenied):
         writer.begin("ds")
@@ -146,13 +146,13 @@ def test_who_may_write_does_not_make_a_dataset(server: Served) -> None:
     with pytest.raises(NoSuchDataset):
         writer.begin("other")
     server.with_role(Role.ADMIN, "ds").begin("ds")
-    Sealer(writer).file(b"a", b"1")
+    ChunkMaker(writer).file(b"a", b"1")
     assert writer.stat("ds", b"a").size == 1
 
 
-def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: Served) -> None:
+def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
-    Sealer(filled.admin, "other").file(b"x", b"y")
+    ChunkMaker(filled.admin, "other").file(b"x", b"y")
     reader = filled.with_role(Role.READ, "other")
     with pytest.raises(ObjectMissing):
         read(reader, filled.store.dataset("other").identity, chunk, 10)
@@ -161,7 +161,7 @@ def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: Served) -> None:
 
 
 @pytest.mark.parametrize("token", ["purge", "policy", "../x", "0" * 31, "G" * 32, "0" * 64])
-def test_S10_a_lease_is_only_a_readers(filled: Served, token: str) -> None:
+def test_S10_a_lease_is_only_a_readers(filled: InProcessServer, token: str) -> None:
     identity = filled.store.dataset("ds").identity
     with pytest.raises(UsageError):
         link_of(filled.admin).call(
@@ -169,7 +169,7 @@ def test_S10_a_lease_is_only_a_readers(filled: Served, token: str) -> None:
         )
 
 
-def test_a_reader_takes_a_lease_through_the_server(filled: Served) -> None:
+def test_a_reader_takes_a_lease_through_the_server(filled: InProcessServer) -> None:
     """It is nobody's process as far as the server can tell, so it ends by its time alone."""
     view = filled.admin.view("ds")
     reader = filled.with_role(Role.READ, "ds")
@@ -177,7 +177,7 @@ def test_a_reader_takes_a_lease_through_the_server(filled: Served) -> None:
     objects = filled.store.objects
     assert leased_versions(objects, view.identity, time.time()) == {view.version}
     assert leased_versions(objects, view.identity, time.time() + 3600) == set()
-    lease.move(view.version + 1)
+    lease.switch_version(view.version + 1)
     assert leased_versions(objects, view.identity, time.time()) == {view.version + 1}
     lease.close()
     assert leased_versions(objects, view.identity, time.time()) == set()
@@ -187,7 +187,7 @@ def test_a_reader_takes_a_lease_through_the_server(filled: Served) -> None:
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
-    filled: Served,
+    filled: InProcessServer,
     is_told: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -204,14 +204,14 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
         told = [record.name for record in caplog.records if "2 objects are left" in record.message]
         assert len(told) == 2  # by the server to itself, and to who has asked
     else:
-        with Repository.open(filled.store.url) as another:
+        with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
         monkeypatch.setattr("diesel_server.directory.REMEMBERED_S", 0)
     for _ in range(2):
         assert read(reader, identity, chunk, 50) == content
-        lease.move(version + 1)
+        lease.switch_version(version + 1)
         assert leased_versions(filled.store.objects, identity, time.time()) == {version + 1}
-        lease.move(version)
+        lease.switch_version(version)
         for do in NEEDED.keys() - {"begin", "put", "read", "lease", "join", "leave"}:
             with pytest.raises(NoSuchDataset):
                 list(link_of(filled.admin).stream(request(do, "no", identity)))
@@ -236,15 +236,15 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
         reader.objects.delete(lease_object(identity, "0" * 32))
 
 
-def test_a_dying_dataset_is_not_the_one_of_its_name(filled: Served) -> None:
+def test_a_dying_dataset_is_not_the_one_of_its_name(filled: InProcessServer) -> None:
     old, (chunk,) = filled.store.dataset("ds").identity, filled.chunks()
     content = read(filled.admin, old, chunk, 50)
     lease = ReadLease.take(filled.admin.objects, old, filled.admin.view("ds").version)
     filled.admin.delete_dataset("ds")
     directory = Directory(filled.store)
-    assert directory.find(old).is_dying
+    assert directory.find(old).is_being_deleted
     assert directory.named("ds") is None
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealer.file(b"new", b"1")
     sealer.session.finish()
     assert read(filled.admin, old, chunk, 50) == content
@@ -256,7 +256,7 @@ def test_a_dying_dataset_is_not_the_one_of_its_name(filled: Served) -> None:
 
 @pytest.mark.parametrize("do", ["begin", "verify", "delete_dataset"])
 def test_C1_a_metadata_store_that_was_away_when_the_server_started(
-    filled: Served, tmp_path: Path, do: str
+    filled: InProcessServer, tmp_path: Path, do: str
 ) -> None:
     filled.store.close()
     file, away = tmp_path / "store/meta.sqlite", tmp_path / "away"
@@ -270,10 +270,10 @@ def test_C1_a_metadata_store_that_was_away_when_the_server_started(
         assert verify(filled.admin, "ds").sound
     else:
         filled.admin.delete_dataset("ds")
-        assert filled.store.meta.markers() == []
+        assert filled.store.meta.heads() == []
 
 
-class Away:
+class UnavailableRepository:
     """A repository whose metadata store is being looked for while others ask for it, too."""
 
     def __init__(self) -> None:
@@ -299,8 +299,8 @@ class Away:
 
 def test_C1_who_waits_while_the_metadata_store_is_looked_for_shares_what_comes_of_it() -> None:
     """Each try takes seconds: one after the other they would hold up all that is asked."""
-    away = Away()
-    markers = Markers(cast("Repository", away))
+    away = UnavailableRepository()
+    markers = HeadCache(cast("LocalRepository", away))
     away.others = [threading.Thread(target=markers.reopen, daemon=True) for _ in range(3)]
     markers.reopen()
     for thread in away.others:
@@ -311,7 +311,7 @@ def test_C1_who_waits_while_the_metadata_store_is_looked_for_shares_what_comes_o
     assert away.tries == 2
 
 
-def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:
+def test_a_client_deletes_and_replaces_nothing_else(filled: InProcessServer) -> None:
     objects, identity = filled.admin.objects, filled.store.dataset("ds").identity
     (chunk,) = filled.chunks()
     name = chunk_object(identity, chunk)
@@ -332,7 +332,7 @@ def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:
     assert objects.get(name, 8, 4) == content[8:12]
     assert objects.stat(name).bytes == len(content)
     room = bytearray(20)
-    objects.read_again(name, 3, room)
+    objects.read_uncached(name, 3, room)
     assert room == content[3:23]
     parts = list(objects.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9))))
     assert parts == [content[:5], content[3:12], b""]
@@ -344,9 +344,9 @@ def test_a_client_deletes_and_replaces_nothing_else(filled: Served) -> None:
 # Chunks
 
 
-def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: Served) -> None:
+def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: InProcessServer) -> None:
     before = filled.chunks()
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"content" * 100)
     good, parts = sealer.seal()
     now = id_fields(good).seconds
@@ -387,14 +387,14 @@ def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: Served) -> None:
     assert filled.chunks() == [*before, good]
 
 
-def test_a_put_may_be_sent_again(filled: Served) -> None:
+def test_a_put_may_be_sent_again(filled: InProcessServer) -> None:
     """As a client does that got no answer: nothing is there twice. Another's chunk stays."""
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"1")
     chunk, parts = sealer.seal()
     for _ in range(3):
         sealer.put(chunk, parts)
-    marker = filled.admin.dataset("ds").marker
+    marker = filled.admin.dataset("ds").head
     assert marker is not None
     assert (marker.files, marker.chunks) == (4, 2)
     sealer.add(b"f", b"2")
@@ -405,8 +405,10 @@ def test_a_put_may_be_sent_again(filled: Served) -> None:
     assert filled.store.objects.get(name) == b"".join(parts)
 
 
-def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(filled: Served) -> None:
-    sealer = Sealer(filled.admin)
+def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
+    filled: InProcessServer,
+) -> None:
+    sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"1")
     chunk, parts = sealer.seal()
     filled.store.objects.put(chunk_object(sealer.session.identity, chunk), parts)
@@ -417,7 +419,7 @@ def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(filled:
 
 
 def test_commits_that_come_together_go_together(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = filled.store.commit_all
     sizes = []
@@ -428,7 +430,7 @@ def test_commits_that_come_together_go_together(
         return real(identity, chunks)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr(filled.store, "commit_all", slow)
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealed = []
     for i in range(12):
         sealer.add(b"f%d" % i, b"x" * i)
@@ -441,10 +443,10 @@ def test_commits_that_come_together_go_together(
 
 
 def test_one_bad_commit_of_several_fails_alone(
-    filled: Served, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = filled.store.commit_all
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealed = []
     for i in range(4):
         sealer.add(b"f%d" % i, b"x" * i)
@@ -470,16 +472,16 @@ def test_one_bad_commit_of_several_fails_alone(
         assert list(threads.map(put, sealed)) == [True, True, False, True]
 
 
-def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: Served) -> None:
+def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: InProcessServer) -> None:
     """Another server deletes it: this one still remembers it."""
-    sealer = Sealer(filled.admin)
+    sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"1")
     chunk, parts = sealer.seal()
-    with Repository.open(filled.store.url) as other:
+    with LocalRepository.open(filled.store.url) as other:
         other.delete_dataset("ds")
     with pytest.raises(NoSuchDataset):
         sealer.put(chunk, parts)
-    assert list(filled.store.chunk_names(sealer.session.identity)) == []
+    assert list(filled.store.chunk_ids(sealer.session.identity)) == []
     with pytest.raises(ConflictError):
         sealer.session.new_id()
     with pytest.raises(NoSuchDataset):
@@ -487,14 +489,14 @@ def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: Served) -> None:
 
 
 def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_again(
-    filled: Served, tmp_path: Path
+    filled: InProcessServer, tmp_path: Path
 ) -> None:
     """Redis came back with an older state; the writer goes on and is told that all is done."""
     store = tmp_path / "store"
-    filled.store.meta.durable()
-    sealer = Sealer(filled.admin)
+    filled.store.meta.sync()
+    sealer = ChunkMaker(filled.admin)
     lost = sealer.file(b"lost", b"1")
-    sealer.session.admit(*_front(filled, sealer, lost))
+    sealer.session.validate_chunk(*_front(filled, sealer, lost))
     known = filled.store.meta
     identity = sealer.session.identity
     filled.store.objects.stat(chunk_object(identity, lost))
@@ -503,7 +505,7 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
     headers = (filled.store.read_header(identity, each) for each in kept)
     known.rebuild("ds", info.identity, (batch_of(header, stored=True) for header in headers))
     last = sealer.file(b"last", b"22")
-    sealer.session.admit(*_front(filled, sealer, last))
+    sealer.session.validate_chunk(*_front(filled, sealer, last))
     sealer.session.finish()
     assert filled.admin.stat("ds", b"lost").size == 1
     assert filled.admin.stat("ds", b"last").size == 2
@@ -512,7 +514,7 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
 
 
 def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
-    filled: Served, tmp_path: Path
+    filled: InProcessServer, tmp_path: Path
 ) -> None:
     (chunk,) = filled.chunks()
     identity = filled.store.dataset("ds").identity
@@ -541,7 +543,7 @@ def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
     assert len(filled.store.view("ds").files()) == 0
 
 
-def _front(filled: Served, sealer: Sealer, chunk: ChunkId) -> tuple[bytes, bytes]:
+def _front(filled: InProcessServer, sealer: ChunkMaker, chunk: ChunkId) -> tuple[bytes, bytes]:
     data = bytes(filled.store.objects.get(chunk_object(sealer.session.identity, chunk)))
     header = filled.store.read_header(sealer.session.identity, chunk)
     start = header.preamble.body_start

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from diesel_fs.errors import DieselError, UsageError
-from diesel_server.rounds import Groups, Rounds
+from diesel_server.rounds import GroupCommit, ThreadSingleFlight
 
 
 class Gate:
@@ -34,9 +34,9 @@ class Gate:
         assert await trio.to_thread.run_sync(lambda: self.began.acquire(timeout=20))
 
 
-async def _ask(rounds: Rounds[str, int], key: str, found: list[int | str]) -> None:
+async def _ask(rounds: ThreadSingleFlight[str, int], key: str, found: list[int | str]) -> None:
     try:
-        found.append(await rounds.ask(key))
+        found.append(await rounds.run(key))
     except DieselError as error:
         found.append(error.message)
 
@@ -49,7 +49,7 @@ def test_who_asks_during_a_run_gets_the_next(key: str, outcomes: list[int | str]
     gate, found = Gate(), list[int | str]()
 
     async def main() -> None:
-        rounds = Rounds(gate.run, trio.CapacityLimiter(2))
+        rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask, rounds, key, found)
             await gate.wait_begun()
@@ -72,7 +72,7 @@ def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_askers() -> None
     gate, found = Gate(), list[int | str]()
 
     async def main() -> None:
-        rounds = Rounds(gate.run, trio.CapacityLimiter(2))
+        rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask, rounds, "a", found)
             nursery.start_soon(_ask, rounds, "b", found)
@@ -82,7 +82,7 @@ def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_askers() -> None
         assert gate.ended == 0
         gate.go.release(4)
         with trio.fail_after(20):
-            assert {await rounds.ask("a"), await rounds.ask("b")} == {3, 4}
+            assert {await rounds.run("a"), await rounds.run("b")} == {3, 4}
 
     trio.run(main)
     assert (found, gate.runs, gate.ended) == ([], 4, 4)
@@ -100,14 +100,14 @@ def test_items_go_together_within_a_size_and_the_bad_one_fails_alone() -> None:
 
     outcomes: dict[int, int | str] = {}
 
-    async def add(groups: Groups[str, int, int], item: int) -> None:
+    async def add(groups: GroupCommit[str, int, int], item: int) -> None:
         try:
             outcomes[item] = await groups.add("a", item, 10)
         except UsageError as error:
             outcomes[item] = error.message
 
     async def main() -> None:
-        groups = Groups(run, trio.CapacityLimiter(1), 40, lambda e: isinstance(e, UsageError))
+        groups = GroupCommit(run, trio.CapacityLimiter(1), 40, lambda e: isinstance(e, UsageError))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(add, groups, 100)
             await trio.testing.wait_all_tasks_blocked()

@@ -21,9 +21,9 @@ import pytest
 from redis import Redis
 
 from diesel_fs.credentials import KEY_PREFIX, parse_key
-from tests.cli.conftest import Said
+from tests.cli.conftest import CommandResult
 from tests.storage.conftest import s3 as s3
-from tests.storage.redis_servers import RedisServer, free_port, tell
+from tests.storage.redis_servers import RedisServer, execute, free_port
 from tests.storage.s3_server import Server as S3
 from tests.trees import facts, write
 
@@ -66,7 +66,7 @@ class Search:
                 continue
             self.look(str(path), os.fsencode(path) + path.read_bytes())
 
-    def look_at_said(self, said: Said) -> None:
+    def look_at_said(self, said: CommandResult) -> None:
         self.look("what a program said", said.out + said.err.encode())
 
     def look_at_redis(self, client: Redis) -> None:
@@ -78,10 +78,10 @@ class Search:
             b"list": ("LRANGE", "{}", "0", "-1"),
         }
         for key in client.scan_iter():
-            kind = tell(client, "TYPE", key)
+            kind = execute(client, "TYPE", key)
             assert isinstance(kind, bytes)
             command, _, *more = readers[kind]
-            reply = tell(client, command, key, *more)
+            reply = execute(client, command, key, *more)
             values: list[object] = [reply]
             if isinstance(reply, dict):
                 values = [*reply, *reply.values()]
@@ -173,7 +173,7 @@ class Tapped:
         self._listener.close()
 
 
-class Day:
+class Deployment:
     """Programs over one site, and what they were told that nobody else may know."""
 
     def __init__(self, folder: Path, s3: S3, redis: RedisServer) -> None:
@@ -231,10 +231,10 @@ class Day:
 
 
 @pytest.fixture
-def day(tmp_path: Path, s3: S3) -> Iterator[Day]:
+def day(tmp_path: Path, s3: S3) -> Iterator[Deployment]:
     options = {"requirepass": f"canary-{secrets.token_hex(16)}"}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as redis:
-        day = Day(tmp_path, s3, redis)
+        day = Deployment(tmp_path, s3, redis)
         yield day
         day.close()
 
@@ -260,7 +260,7 @@ def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
     assert search.found
 
 
-def test_S8_S11_no_secret_leaves(day: Day, tmp_path: Path) -> None:
+def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
     search, source = day.search, tmp_path / "src"
     write(source, {f"d{i % 3}/{i}": os.urandom(2000) for i in range(60)})
     listener = Listener(search, day.server.pid)
@@ -271,7 +271,7 @@ def test_S8_S11_no_secret_leaves(day: Day, tmp_path: Path) -> None:
             *words: str | Path,
             code: int | None = None,
             environment: Mapping[str, str] | None = None,
-        ) -> Said:
+        ) -> CommandResult:
             said = root.run(*words, environment={**day.home, **(environment or {})})
             search.look_at_said(said)
             assert code is None or said.code == code, (words, said)
@@ -331,7 +331,7 @@ def test_S8_S11_no_secret_leaves(day: Day, tmp_path: Path) -> None:
     assert not search.found
 
 
-def test_S8_a_server_that_cannot_start_says_no_secret(day: Day, tmp_path: Path) -> None:
+def test_S8_a_server_that_cannot_start_says_no_secret(day: Deployment, tmp_path: Path) -> None:
     """With a wrong password, and with one in its URL (which stands in its own command line only:
     its workers have none)."""
     wrong = f"canary-{secrets.token_hex(16)}"
@@ -358,7 +358,7 @@ def test_S8_a_server_that_cannot_start_says_no_secret(day: Day, tmp_path: Path) 
 
 
 @pytest.mark.fuse
-def test_S8_S17_no_secret_leaves_by_a_mount(day: Day, tmp_path: Path) -> None:
+def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
     """By a key file, and by a key in the environment: which the mount's processes do not have."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"

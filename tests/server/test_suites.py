@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import PutOptions, put_tree
 from tests.cli.conftest import Dlcmd
 from tests.cli.test_datasets import (  # noqa: F401
@@ -88,32 +88,32 @@ from tests.writer.test_tar import (  # noqa: F401
 )
 
 from ..trees import write
-from .behind import Behind, as_user, behind
+from .behind import ServerWithRedis, as_user, server_with_redis
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    with behind(tmp_path_factory.mktemp("behind")) as found:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
+    with server_with_redis(tmp_path_factory.mktemp("behind")) as found:
         found.add()
         yield found
 
 
 @pytest.fixture
-def repository(servers: Behind) -> Iterator[Repository]:
+def repository(servers: ServerWithRedis) -> Iterator[LocalRepository]:
     servers.empty()
     with servers.open() as opened:
         yield opened
 
 
 @pytest.fixture
-def url(servers: Behind) -> Iterator[str]:
+def url(servers: ServerWithRedis) -> Iterator[str]:
     servers.empty()
     with as_user(servers):
         yield servers.url
 
 
 @pytest.fixture
-def large(url: str, servers: Behind, tmp_path: Path) -> str:
+def large(url: str, servers: ServerWithRedis, tmp_path: Path) -> str:
     """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})

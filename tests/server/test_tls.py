@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import ConfigError, MetadataError, PermissionDenied
-from diesel_fs.rpc import Link
+from diesel_fs.rpc import ServerLink
 from diesel_fs.urls import parse_url
 from diesel_server.certificate import load_certificate
 
 from .certificates import DAY, Authority, Pair
-from .stand_in import ME, Standing
+from .stand_in import ME, ThreadedServer
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def trusted(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
 
 
-def serving(pair: Pair) -> Standing:
-    return Standing(certificate=load_certificate(pair.certificate, pair.key))
+def serving(pair: Pair) -> ThreadedServer:
+    return ThreadedServer(certificate=load_certificate(pair.certificate, pair.key))
 
 
 def test_payloads_over_TLS(authority: Authority) -> None:
@@ -47,8 +47,8 @@ def test_payloads_over_TLS(authority: Authority) -> None:
         link.call({"do": "echo"}, [body], room=room)
         assert room == body
         assert len(list(link.stream({"do": "count", "n": 100}))) == 100
-        link.rest()
-        assert link.call({"do": "echo"}, [b"x"], again=False).payload.tobytes() == b"x"
+        link.close_idle()
+        assert link.call({"do": "echo"}, [b"x"], may_repeat=False).payload.tobytes() == b"x"
 
 
 def test_an_idle_connection_over_TLS_is_used_again(authority: Authority) -> None:
@@ -119,17 +119,17 @@ def test_S3_no_old_TLS(authority: Authority) -> None:
 def test_S3_no_fall_back(authority: Authority) -> None:
     """A plain client is not served on a port with TLS, nor the other way round."""
     with serving(authority.issue()) as server:
-        plain = Link.open(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
+        plain = ServerLink.open(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
         with pytest.raises(MetadataError, match=re.escape("diesel+tls://")):
             plain.call({"do": "echo"})
     with (
-        Standing() as server,
+        ThreadedServer() as server,
         pytest.raises(MetadataError, match="closed the connection before TLS stood"),
     ):
-        Link.open(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
+        ServerLink.open(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
 
 
-class Between:
+class Interceptor:
     """Somebody in the middle, who has a certificate that the client trusts, and passes all on.
 
     The first `cuts` connections are closed before TLS stands.
@@ -191,38 +191,38 @@ class Between:
 
 
 @pytest.fixture
-def between(authority: Authority) -> Iterator[tuple[Standing, Between, Pair]]:
+def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Interceptor, Pair]]:
     pair = authority.issue()
     with serving(pair) as server:
-        middle = Between(authority.issue(), server.port, authority.path)
+        middle = Interceptor(authority.issue(), server.port, authority.path)
         yield server, middle, pair
         middle.close()
 
 
 def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
-    between: tuple[Standing, Between, Pair],
+    between: tuple[ThreadedServer, Interceptor, Pair],
 ) -> None:
     """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
     server, middle, _ = between
     with pytest.raises(PermissionDenied):
-        Link.open(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
+        ServerLink.open(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
     assert server.cells.get("diesel_refusals_total", "login") == 1
     assert server.link().call({"do": "echo"})
 
 
 def test_a_connection_that_is_cut_before_TLS_stands_is_made_again(
-    between: tuple[Standing, Between, Pair],
+    between: tuple[ThreadedServer, Interceptor, Pair],
 ) -> None:
     """A server that is being stopped does so: another worker, or the next server, takes over."""
     _, middle, _ = between
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2
     with pytest.raises(PermissionDenied):  # the third got as far as the login
-        Link.open(url, ME).call({"do": "echo"})
+        ServerLink.open(url, ME).call({"do": "echo"})
     assert middle.cuts == 0
     middle.cuts = 1000
     with pytest.raises(MetadataError, match="closed the connection before TLS stood"):
-        Link.open(url, ME, open_s=1.0).call({"do": "echo"})
+        ServerLink.open(url, ME, open_s=1.0).call({"do": "echo"})
 
 
 def test_the_binding_is_the_first_certificate_of_the_chain(
@@ -233,7 +233,7 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
     chain.write_bytes(pair.certificate.read_bytes() + authority.path.read_bytes())
     der = ssl.PEM_cert_to_DER_cert(pair.certificate.read_text())
     assert load_certificate(chain, pair.key).binding == hashlib.sha256(der).digest()
-    with Standing(certificate=load_certificate(chain, pair.key)) as server:
+    with ThreadedServer(certificate=load_certificate(chain, pair.key)) as server:
         assert server.link().call({"do": "echo"})
 
 
@@ -278,5 +278,5 @@ def test_a_new_certificate_is_for_new_connections(authority: Authority) -> None:
         assert server._listener is not None
         server._listener.certificate = load_certificate(second.certificate, second.key)
         assert link.call({"do": "echo"})  # the connection that there is goes on
-        link.rest()
+        link.close_idle()
         assert link.call({"do": "echo"})

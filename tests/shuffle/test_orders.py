@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
-from diesel_fs.shuffle import chunk_order, chunk_shuffle, full_shuffle, quality
+from diesel_fs.shuffle import chunk_order, chunk_shuffle, full_shuffle, measure_quality
 from diesel_fs.snapshot import Snapshot
 
 from .datasets import dataset, odd_dataset
@@ -151,7 +151,7 @@ def test_an_empty_dataset() -> None:
     for rank in range(3):
         assert chunk_shuffle(empty, 1, 2, rank=rank, world=3).tolist() == []
     assert full_shuffle(empty, 1, 2).tolist() == []
-    assert quality(empty, empty.files()).files == 0
+    assert measure_quality(empty, empty.files()).files == 0
 
 
 def test_seeds_and_epochs_give_different_orders() -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diesel_fs.shuffle import BATCH_FILES, chunk_order, chunk_shuffle, full_shuffle, quality
+from diesel_fs.shuffle import BATCH_FILES, chunk_order, chunk_shuffle, full_shuffle, measure_quality
 
 from .datasets import dataset
 
@@ -88,7 +88,7 @@ def test_quality_of_known_orders() -> None:
         chunk_shuffle(snapshot, 1, 2, group_size=4),
         full_shuffle(snapshot, 1, 2),
     ):
-        measured = quality(snapshot, order)
+        measured = measure_quality(snapshot, order)
         batches = [order[at : at + BATCH_FILES] for at in range(0, len(order), BATCH_FILES)]
         batches = [batch.tolist() for batch in batches if len(batch) == BATCH_FILES]
         chunks = snapshot.chunk_of(np.arange(len(snapshot)))
@@ -97,14 +97,14 @@ def test_quality_of_known_orders() -> None:
         assert measured.chunks_in_batch == pytest.approx(sum(in_batch) / len(in_batch))
         assert measured.folders_in_batch == pytest.approx(sum(folders) / len(folders))
         assert (measured.files, measured.chunks, measured.folders) == (4000, 40, 8)
-    packed_quality = quality(snapshot, packed)
+    packed_quality = measure_quality(snapshot, packed)
     assert packed_quality.rank_correlation == pytest.approx(1)
     assert packed_quality.chunks_open_max == 1
-    assert quality(snapshot, packed[::-1]).rank_correlation == pytest.approx(-1)
-    by_four = quality(snapshot, chunk_shuffle(snapshot, 1, 2, group_size=4))
+    assert measure_quality(snapshot, packed[::-1]).rank_correlation == pytest.approx(-1)
+    by_four = measure_quality(snapshot, chunk_shuffle(snapshot, 1, 2, group_size=4))
     assert by_four.chunks_open_max == 4
     assert by_four.chunks_in_batch < 8
-    full = quality(snapshot, full_shuffle(snapshot, 1, 2))
+    full = measure_quality(snapshot, full_shuffle(snapshot, 1, 2))
     assert full.chunks_open_max == 40
     assert abs(full.rank_correlation) < 3 / math.sqrt(4000)
     assert full.chunks_in_batch == pytest.approx(full.chunks_in_batch_expected, rel=0.02)
@@ -116,7 +116,7 @@ def test_quality_of_known_orders() -> None:
 def test_quality_of_a_few_files() -> None:
     """Fewer than a batch: the batch is all of them."""
     few = dataset(3, 2)
-    measured = quality(few, chunk_shuffle(few, 1, 2))
+    measured = measure_quality(few, chunk_shuffle(few, 1, 2))
     assert measured.chunks_in_batch == measured.chunks_in_batch_expected == 3
     one = dataset(1, 1)
-    assert quality(one, one.files()).chunks_open_max == 1
+    assert measure_quality(one, one.files()).chunks_open_max == 1

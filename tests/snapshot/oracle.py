@@ -11,7 +11,7 @@ import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshot_merge import merge
+from diesel_fs.snapshot_merge import build_snapshot
 
 HOME = 3
 """The chunk that empty files are in."""
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnEntry:
     """What somebody put at a path. A file of several parts has a checksum in each of them only."""
 
     kind: Kind
@@ -46,7 +46,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownEntry:
     """What a snapshot has to tell of a path."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Shown:
     target: bytes = b""
 
 
-State = Mapping[bytes, Own]
+State = Mapping[bytes, OwnEntry]
 
 
 def folders_above(path: bytes) -> list[bytes]:
@@ -66,19 +66,19 @@ def folders_above(path: bytes) -> list[bytes]:
     return [b"/".join(parts[:i]) for i in range(len(parts))] if path else []
 
 
-def shown(state: State) -> dict[bytes, Shown]:
+def shown(state: State) -> dict[bytes, ShownEntry]:
     """What shows at which path, in the order of a snapshot."""
     above = {folder for path in state for folder in folders_above(path)} | {b""}
     result = {}
     for path in sorted(above | set(state), key=lambda path: (depth(path), path.split(b"/"))):
         own = state.get(path)
         if path in above and (own is None or own.kind != Kind.FOLDER):
-            result[path] = Shown(Kind.FOLDER, 0o755, 0, 0)
+            result[path] = ShownEntry(Kind.FOLDER, 0o755, 0, 0)
         else:
             assert own is not None
             size = len(own.target) if own.kind == Kind.LINK else sum(p.size for p in own.parts)
             parts = own.parts if size else ()
-            result[path] = Shown(own.kind, own.mode, size, own.mtime_ns, parts, own.target)
+            result[path] = ShownEntry(own.kind, own.mode, size, own.mtime_ns, parts, own.target)
     return result
 
 
@@ -92,7 +92,7 @@ def depth(path: bytes) -> int:
     return path.count(b"/") + 1 if path else 0
 
 
-def rows_of(changes: Mapping[bytes, Own | None], seed: int = 0) -> Rows:
+def rows_of(changes: Mapping[bytes, OwnEntry | None], seed: int = 0) -> Rows:
     """Rows for these changes, None being a tombstone; in an order that depends on the seed."""
     paths = sorted(changes)
     order = np.random.default_rng(seed).permutation(len(paths)).tolist()
@@ -102,7 +102,7 @@ def rows_of(changes: Mapping[bytes, Own | None], seed: int = 0) -> Rows:
     records = np.zeros(len(paths), RECORD)
     numbers, names, chunks, tails = [], [], [], {}
     for i, path in enumerate(paths):
-        own = changes[path] or Own(Kind.TOMBSTONE)
+        own = changes[path] or OwnEntry(Kind.TOMBSTONE)
         folder, slash, name = path.rpartition(b"/")
         numbers.append(folders.setdefault(folder, len(folders)))
         names.append(name)
@@ -132,7 +132,7 @@ def rows_of(changes: Mapping[bytes, Own | None], seed: int = 0) -> Rows:
     )
 
 
-def chunks_in(owns: Iterable[Own | None]) -> set[int]:
+def chunks_in(owns: Iterable[OwnEntry | None]) -> set[int]:
     return {part.chunk for own in owns if own for part in own.parts}
 
 
@@ -150,7 +150,7 @@ def tail_of(parts: Sequence[Part]) -> bytes:
 
 def build(
     previous: Snapshot | None,
-    changes: Mapping[bytes, Own | None],
+    changes: Mapping[bytes, OwnEntry | None],
     chunks: Sequence[int],
     *,
     version: int = 1,
@@ -158,7 +158,7 @@ def build(
 ) -> bytes:
     """The file of the next snapshot."""
     table = [ChunkInfo(chunk_id(number), 1_000_000 + number) for number in chunks]
-    parts = merge(
+    parts = build_snapshot(
         previous,
         rows_of(changes, seed),
         table,
@@ -170,7 +170,7 @@ def build(
     return b"".join(parts)
 
 
-def shown_by(snapshot: Snapshot) -> dict[bytes, Shown]:
+def shown_by(snapshot: Snapshot) -> dict[bytes, ShownEntry]:
     """What the snapshot tells, entry by entry, in its order."""
     result = {}
     for i in range(len(snapshot)):
@@ -182,21 +182,23 @@ def shown_by(snapshot: Snapshot) -> dict[bytes, Shown]:
             number = int.from_bytes(snapshot.chunk_ids[extent.chunk][:2], "big")
             parts.append(Part(number, *extent[1:5], extent.size))
         target = snapshot.link(i) if stat.kind == Kind.LINK else b""
-        result[snapshot.path(i)] = Shown(
+        result[snapshot.path(i)] = ShownEntry(
             stat.kind, stat.mode, stat.size, stat.mtime_ns, tuple(parts), target
         )
     return result
 
 
 SMALL: State = {
-    b"a": Own(Kind.FILE, 0o600, -5, (Part(3, 96, 7, 1, 2**64 - 1, 9),)),
-    b"b": Own(Kind.FOLDER, 0o700, 77),
-    b"c/\xff\n": Own(Kind.FILE, parts=(Part(3, 103, 5, 1, 6, 65536), Part(9, 101, 2, 1, 3, 4))),
-    b"c/link": Own(Kind.LINK, 0o777, 2**33, target=b"../a"),
-    b"c/x": Own(Kind.FILE),
-    b"c/x/shadows": Own(Kind.FILE, parts=(Part(9, 103, 7, 0, 3, 7),)),
-    b"c/l": Own(Kind.LINK, target=b"hidden"),
-    b"c/l/shadows": Own(Kind.FOLDER),
-    b"n" * 255: Own(Kind.FILE),
+    b"a": OwnEntry(Kind.FILE, 0o600, -5, (Part(3, 96, 7, 1, 2**64 - 1, 9),)),
+    b"b": OwnEntry(Kind.FOLDER, 0o700, 77),
+    b"c/\xff\n": OwnEntry(
+        Kind.FILE, parts=(Part(3, 103, 5, 1, 6, 65536), Part(9, 101, 2, 1, 3, 4))
+    ),
+    b"c/link": OwnEntry(Kind.LINK, 0o777, 2**33, target=b"../a"),
+    b"c/x": OwnEntry(Kind.FILE),
+    b"c/x/shadows": OwnEntry(Kind.FILE, parts=(Part(9, 103, 7, 0, 3, 7),)),
+    b"c/l": OwnEntry(Kind.LINK, target=b"hidden"),
+    b"c/l/shadows": OwnEntry(Kind.FOLDER),
+    b"n" * 255: OwnEntry(Kind.FILE),
 }
 """One of everything."""

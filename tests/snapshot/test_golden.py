@@ -18,7 +18,7 @@ def test_the_golden_snapshot_tells_what_it_told() -> None:
     assert (snapshot.version, snapshot.digest) == (12, 1 << 127 | 2)
     assert list(snapshot.chunk_ids) == [oracle.chunk_id(3), oracle.chunk_id(9)]
     assert snapshot.chunk_sizes.tolist() == [1_000_003, 1_000_009]
-    assert [snapshot.path(i) for i in snapshot.shadowed().tolist()] == [b"c/l", b"c/x"]
+    assert [snapshot.path(i) for i in snapshot.shadowing_folders().tolist()] == [b"c/l", b"c/x"]
     assert all(snapshot.lookup(path) == i for i, path in enumerate(shown(SMALL)))
 
 

@@ -26,7 +26,7 @@ from diesel_fs.snapshot import Snapshot
 from diesel_fs.snapshot_layout import Columns
 
 from . import oracle
-from .oracle import Own, build, shown, shown_by
+from .oracle import OwnEntry, build, shown, shown_by
 
 SMALL = build(None, oracle.SMALL, [3, 9])
 TABLE_AT, SECTIONS, HEADER_BYTES = 160, 18, 640
@@ -269,12 +269,12 @@ ROOM = PATH_BYTES_MAX - len(CHAIN)
 def test_E2_a_path_of_more_bytes_than_any_path_has() -> None:
     """Many folders in each other: refused when made, and when somebody else made it."""
     longest = CHAIN + b"d" * ROOM
-    deep = Snapshot(build(None, {longest: Own(Kind.FILE)}, [3]))
+    deep = Snapshot(build(None, {longest: OwnEntry(Kind.FILE)}, [3]))
     last = len(deep) - 1
     assert deep.path(last) == longest
     assert deep.lookup(longest) == deep.lookup_many([longest])[0] == last
     with pytest.raises(UsageError, match="262144 bytes"):
-        build(None, {longest + b"d": Own(Kind.FILE)}, [3])
+        build(None, {longest + b"d": OwnEntry(Kind.FILE)}, [3])
     columns = put("name_start", last + 1, int(deep.columns.name_start[-1]) + 1)(deep.columns)
     columns = columns._replace(names=np.append(put("names", -8, 100)(columns).names, np.uint8(0)))
     with pytest.raises(CorruptError, match="path is too long"):
@@ -302,7 +302,7 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
         assert len(set(everything)) == len(snapshot) == len(snapshot.walk(0))
         assert snapshot.paths(snapshot.walk(0)) == everything
         with suppress(CorruptError):  # its chunks are not those of the dataset
-            assert build(snapshot, {b"new": Own(Kind.FILE)}, [3, 9])
+            assert build(snapshot, {b"new": OwnEntry(Kind.FILE)}, [3, 9])
     read_unverified(sealed)
 
 
@@ -338,7 +338,7 @@ class Counting(Snapshot):
 def test_E2_forced_collisions_leave_lookups_logarithmic() -> None:
     """All fingerprints equal, as if somebody had found names that collide."""
     count = 100_000
-    state = {b"d/%05d" % i: Own(Kind.FILE) for i in range(count)}
+    state = {b"d/%05d" % i: OwnEntry(Kind.FILE) for i in range(count)}
     good = Snapshot(build(None, state, [3]))
     columns = good.columns._replace(
         fingerprint=np.full(count + 1, 7, np.uint32), slot=np.arange(1, count + 2, dtype=np.uint32)

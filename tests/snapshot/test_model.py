@@ -14,7 +14,7 @@ from diesel_fs.errors import NoSuchPath
 from diesel_fs.snapshot import Snapshot
 
 from . import oracle
-from .oracle import Own, Part, build, depth, shadowed, shown, shown_by
+from .oracle import OwnEntry, Part, build, depth, shadowed, shown, shown_by
 
 CHUNKS = range(12)
 HOME_PART = Part(oracle.HOME, 0, 0, 0, 0, 0)
@@ -48,14 +48,14 @@ times = st.integers(-(2**63), 2**63 - 1)
 modes = st.integers(0, 0o777)
 targets = st.binary(min_size=1, max_size=9).map(lambda target: target.replace(b"\0", b"0"))
 owns = st.one_of(
-    st.builds(Own, st.just(Kind.FILE), modes, times, contents),
-    st.builds(Own, st.just(Kind.LINK), modes, times, target=targets),
-    st.builds(Own, st.just(Kind.FOLDER), modes, times),
+    st.builds(OwnEntry, st.just(Kind.FILE), modes, times, contents),
+    st.builds(OwnEntry, st.just(Kind.LINK), modes, times, target=targets),
+    st.builds(OwnEntry, st.just(Kind.FOLDER), modes, times),
 )
 batches = st.dictionaries(paths, st.one_of(st.none(), owns, owns), max_size=8)
 
 
-def apply(state: dict[bytes, Own], changes: Mapping[bytes, Own | None]) -> None:
+def apply(state: dict[bytes, OwnEntry], changes: Mapping[bytes, OwnEntry | None]) -> None:
     for path, own in changes.items():
         if own is None:
             state.pop(path, None)
@@ -63,7 +63,7 @@ def apply(state: dict[bytes, Own], changes: Mapping[bytes, Own | None]) -> None:
             state[path] = own
 
 
-def chunks_of(state: Mapping[bytes, Own], extra: int) -> list[int]:
+def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
     """The chunks that the state needs, and some that hold nothing."""
     table = sorted(
         oracle.chunks_in(state.values())
@@ -74,7 +74,7 @@ def chunks_of(state: Mapping[bytes, Own], extra: int) -> list[int]:
     return table
 
 
-def check(snapshot: Snapshot, state: Mapping[bytes, Own]) -> None:
+def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
     """Every way to ask gives what the dict says."""
     expected = shown(state)
     everything = list(expected)
@@ -101,7 +101,7 @@ def check(snapshot: Snapshot, state: Mapping[bytes, Own]) -> None:
     assert snapshot.used_bytes().tolist() == list(used.values())
     assert (snapshot.file_count, snapshot.entry_count) == (len(files), len(expected))
     assert snapshot.byte_count == sum(expected[everything[i]].size for i in files)
-    assert [everything[i] for i in snapshot.shadowed().tolist()] == shadowed(state)
+    assert [everything[i] for i in snapshot.shadowing_folders().tolist()] == shadowed(state)
     for i, path in enumerate(everything):
         check_family(snapshot, everything, i, path)
 
@@ -123,9 +123,9 @@ def check_family(snapshot: Snapshot, everything: list[bytes], i: int, path: byte
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(batches, st.integers(0, 99)), min_size=1, max_size=5))
 def test_a_merge_gives_what_the_dict_says_and_the_bytes_of_a_full_build(
-    steps: list[tuple[dict[bytes, Own | None], int]],
+    steps: list[tuple[dict[bytes, OwnEntry | None], int]],
 ) -> None:
-    state: dict[bytes, Own] = {}
+    state: dict[bytes, OwnEntry] = {}
     previous: Snapshot | None = None
     for version, (changes, extra) in enumerate(steps):
         apply(state, changes)
@@ -147,15 +147,15 @@ def test_a_large_merge_gives_the_bytes_of_a_full_build() -> None:
         rng.choice(pool) + b"/" + rng.randbytes(rng.randint(1, 12)).hex().encode()
         for _ in range(3000)
     ]
-    state: dict[bytes, Own] = {}
+    state: dict[bytes, OwnEntry] = {}
     previous: Snapshot | None = None
     for version, size in enumerate([2000, 3, 500, 1, 900]):
-        changes: dict[bytes, Own | None] = {}
+        changes: dict[bytes, OwnEntry | None] = {}
         for path in rng.sample(every, size):
             kind = rng.choice([Kind.FILE, Kind.FILE, Kind.LINK, Kind.FOLDER])
             file = (Part(rng.randint(0, 11), 105, 6, 1, 7, 65536),) * rng.randint(0, 2)
-            own = Own(kind, parts=file if kind == Kind.FILE else (), target=path[-3:])
-            own = Own(kind, parts=own.parts, target=path[-3:] if kind == Kind.LINK else b"")
+            own = OwnEntry(kind, parts=file if kind == Kind.FILE else (), target=path[-3:])
+            own = OwnEntry(kind, parts=own.parts, target=path[-3:] if kind == Kind.LINK else b"")
             changes[path] = None if rng.random() < 0.3 else own
         apply(state, changes)
         merged = build(previous, changes, list(CHUNKS), version=version, seed=version)
@@ -177,23 +177,23 @@ def test_a_dataset_without_entries_is_a_root() -> None:
 
 def test_the_root_can_have_an_entry_of_its_own_and_lose_it() -> None:
     empty = build(None, {}, [])
-    made = build(Snapshot(empty), {b"": Own(Kind.FOLDER, 0o711, 9)}, [])
+    made = build(Snapshot(empty), {b"": OwnEntry(Kind.FOLDER, 0o711, 9)}, [])
     assert Snapshot(made).stat(0) == Stat(Kind.FOLDER, 0o711, 0, 9)
     assert build(Snapshot(made), {b"": None}, []) == empty
 
 
 def test_a_file_that_a_folder_shadowed_comes_back_when_the_folder_is_empty() -> None:
     """The previous snapshot remembers it: a merge sees nothing else."""
-    file = Own(Kind.FILE, parts=(Part(1, 102, 3, 0, 4, 3),))
-    shadowing = Snapshot(build(None, {b"p": file, b"p/q": Own(Kind.FILE)}, [1, 3]))
+    file = OwnEntry(Kind.FILE, parts=(Part(1, 102, 3, 0, 4, 3),))
+    shadowing = Snapshot(build(None, {b"p": file, b"p/q": OwnEntry(Kind.FILE)}, [1, 3]))
     assert shadowing.stat(1).kind == Kind.FOLDER
-    assert shadowing.shadowed().tolist() == [1]
+    assert shadowing.shadowing_folders().tolist() == [1]
     after = Snapshot(build(shadowing, {b"p/q": None}, [1, 3]))
     assert shown_by(after) == shown({b"p": file})
 
 
 def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:
-    file = Own(Kind.FILE, parts=(Part(5, 102, 3, 0, 4, 3),))
+    file = OwnEntry(Kind.FILE, parts=(Part(5, 102, 3, 0, 4, 3),))
     before = Snapshot(build(None, {b"f": file}, [2, 5]))
     after = Snapshot(build(before, {}, [9, 5, 1, 3, 4]))
     assert (before.chunk_of([0, 1]).tolist(), after.chunk_of([0, 1]).tolist()) == ([-1, 1], [-1, 3])
@@ -211,7 +211,7 @@ def test_what_a_snapshot_is_of() -> None:
 
 def test_sixty_bytes_an_entry_beside_names() -> None:
     """FORMAT.md, section 7."""
-    state = {b"f%04d" % i: Own(Kind.FILE) for i in range(2000)}
+    state = {b"f%04d" % i: OwnEntry(Kind.FILE) for i in range(2000)}
     snapshot = Snapshot(build(None, state, [oracle.HOME]))
     assert 59 < snapshot.bytes_per_entry < 61
 

@@ -15,26 +15,31 @@ from hypothesis import strategies as st
 from diesel_fs import snapshot_pieces
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import CorruptError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshot_pieces import BLOCK_BYTES_MAX, PIECE_BYTES, Gathered, SnapshotPieces
+from diesel_fs.snapshot_pieces import (
+    BLOCK_BYTES_MAX,
+    PIECE_BYTES,
+    CompressedSnapshots,
+    SnapshotAssembler,
+)
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
     folder: Path = tmp_path_factory.mktemp("pieces")
     source = write(folder / "source", {f"d{i % 7}/file{i}": b"" for i in range(500)})
-    with Repository.open((folder / "store").as_uri(), create=True) as opened:
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
         put_tree(opened, "ds", source, options=options)
         yield opened
 
 
 @pytest.fixture
-def view(repository: Repository) -> Snapshot:
+def view(repository: LocalRepository) -> Snapshot:
     return repository.view("ds")
 
 
@@ -44,19 +49,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_pieces, "PIECE_BYTES", 10_000)
 
 
-def together(pieces: Iterator[tuple[int, bytes | memoryview]]) -> bytes:
-    gathered, total = Gathered(), 0
+def joined(pieces: Iterator[tuple[int, bytes | memoryview]]) -> bytes:
+    gathered, total = SnapshotAssembler(), 0
     for raw_bytes, block in pieces:
         gathered.add(raw_bytes, block)
         total += raw_bytes
-    return bytes(gathered.whole(total))
+    return bytes(gathered.joined(total))
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_cut_is_put_together_again(kept: bool, tmp_path: Path, view: Snapshot) -> None:
-    pieces = SnapshotPieces(tmp_path / "pieces" if kept else None)
+    pieces = CompressedSnapshots(tmp_path / "pieces" if kept else None)
     for _ in range(3):
-        assert together(pieces.pieces(view)) == view.buffer
+        assert joined(pieces.pieces(view)) == view.buffer
         assert len(list(pieces.pieces(view))) == -(-len(view.buffer) // 10_000) > 3
     assert pieces.made == (1 if kept else 6)
 
@@ -64,10 +69,10 @@ def test_what_is_cut_is_put_together_again(kept: bool, tmp_path: Path, view: Sna
 def test_a_version_is_made_once_however_many_ask(
     tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces, ready = SnapshotPieces(tmp_path / "pieces"), threading.Barrier(8)
+    pieces, ready = CompressedSnapshots(tmp_path / "pieces"), threading.Barrier(8)
     packed = snapshot_pieces.compressed
 
-    def slow(view: Snapshot) -> Iterator[snapshot_pieces.Piece]:
+    def slow(view: Snapshot) -> Iterator[snapshot_pieces.SnapshotPiece]:
         threading.Event().wait(0.1)
         return packed(view)
 
@@ -75,27 +80,27 @@ def test_a_version_is_made_once_however_many_ask(
 
     def ask() -> bytes:
         ready.wait(20)
-        return together(pieces.pieces(view))
+        return joined(pieces.pieces(view))
 
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask) for _ in range(8)]
         assert all(each.result(20) == view.buffer for each in asked)
     assert pieces.made == 1
     assert not pieces._making
-    assert together(SnapshotPieces(tmp_path / "pieces").pieces(view)) == view.buffer
+    assert joined(CompressedSnapshots(tmp_path / "pieces").pieces(view)) == view.buffer
 
 
 def test_another_process_finds_them(tmp_path: Path, view: Snapshot) -> None:
-    list(SnapshotPieces(tmp_path / "pieces").pieces(view))
-    other = SnapshotPieces(tmp_path / "pieces")
-    assert together(other.pieces(view)) == view.buffer
+    list(CompressedSnapshots(tmp_path / "pieces").pieces(view))
+    other = CompressedSnapshots(tmp_path / "pieces")
+    assert joined(other.pieces(view)) == view.buffer
     assert other.made == 0
     (file,) = (tmp_path / "pieces").iterdir()
     assert file.stat().st_mode & 0o077 == 0
 
 
 def test_old_versions_go(tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = SnapshotPieces(tmp_path / "pieces")
+    pieces = CompressedSnapshots(tmp_path / "pieces")
     for version in (7, 8, 9, 10):
         monkeypatch.setattr(view, "version", version)
         list(pieces.pieces(view))
@@ -106,7 +111,7 @@ def test_old_versions_go(tmp_path: Path, view: Snapshot, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("at", [0, 5000, -1, -20, -60])
 @pytest.mark.parametrize("how", ["flip", "cut", "empty"])
 def test_J6_a_damaged_file_is_made_again(at: int, how: str, tmp_path: Path, view: Snapshot) -> None:
-    pieces = SnapshotPieces(tmp_path / "pieces")
+    pieces = CompressedSnapshots(tmp_path / "pieces")
     list(pieces.pieces(view))
     (file,) = (tmp_path / "pieces").iterdir()
     content = bytearray(file.read_bytes())
@@ -114,34 +119,34 @@ def test_J6_a_damaged_file_is_made_again(at: int, how: str, tmp_path: Path, view
         content[at] ^= 1
     file.write_bytes(content if how == "flip" else content[: at if how == "cut" else 0])
     try:
-        first = together(pieces.pieces(view))
+        first = joined(pieces.pieces(view))
     except CorruptError:  # the client asks again
         assert how == "flip"
         assert at >= 0
     else:
         assert first == view.buffer
-    assert together(pieces.pieces(view)) == view.buffer
+    assert joined(pieces.pieces(view)) == view.buffer
     assert pieces.made == 2
 
 
 def test_J1_a_full_disk_is_no_error(
     tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = SnapshotPieces(tmp_path / "pieces")
+    pieces = CompressedSnapshots(tmp_path / "pieces")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", full)
-        assert together(pieces.pieces(view)) == view.buffer
+        assert joined(pieces.pieces(view)) == view.buffer
     assert list((tmp_path / "pieces").iterdir()) == []
     (tmp_path / "file").touch()
-    assert together(SnapshotPieces(tmp_path / "file").pieces(view)) == view.buffer
+    assert joined(CompressedSnapshots(tmp_path / "file").pieces(view)) == view.buffer
 
 
 def test_no_descriptor_stays_open(tmp_path: Path, view: Snapshot) -> None:
-    pieces = SnapshotPieces(tmp_path / "pieces")
+    pieces = CompressedSnapshots(tmp_path / "pieces")
     list(pieces.pieces(view))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
@@ -176,25 +181,25 @@ def block(content: bytes) -> bytes:
 )
 def test_N2_a_piece_that_contradicts_itself(raw_bytes: int, stored: bytes) -> None:
     with pytest.raises(CorruptError):
-        Gathered().add(raw_bytes, stored)
+        SnapshotAssembler().add(raw_bytes, stored)
 
 
 def test_N2_more_than_is_allowed_and_less_than_is_announced() -> None:
-    gathered = Gathered(bytes_max=10)
+    gathered = SnapshotAssembler(bytes_max=10)
     gathered.add(6, block(b"abcdef"))
     with pytest.raises(CorruptError, match="more than 10"):
         gathered.add(5, block(b"abcde"))
     for total in (5, 7, 0):
         with pytest.raises(CorruptError, match="6 bytes of a snapshot have come"):
-            gathered.whole(total)
-    assert bytes(gathered.whole(6)) == b"abcdef"
+            gathered.joined(total)
+    assert bytes(gathered.joined(6)) == b"abcdef"
 
 
 @given(st.binary(max_size=200), st.integers(-5, 1 << 40))
 def test_N2_any_block_is_a_piece_or_an_error(stored: bytes, raw_bytes: int) -> None:
-    gathered = Gathered()
+    gathered = SnapshotAssembler()
     try:
         gathered.add(raw_bytes, stored)
     except CorruptError:
         return
-    assert len(gathered.whole(raw_bytes)) == raw_bytes
+    assert len(gathered.joined(raw_bytes)) == raw_bytes

@@ -10,19 +10,21 @@ import pytest
 from diesel_fs.entries import ChunkInfo, Kind, Rows
 from diesel_fs.errors import CorruptError, DieselError, UsageError
 from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshot_merge import merge
+from diesel_fs.snapshot_merge import build_snapshot
 
-from .oracle import IDENTITY, SMALL, Own, Part, build, chunk_id, rows_of, tail_of
+from .oracle import IDENTITY, SMALL, OwnEntry, Part, build, chunk_id, rows_of, tail_of
 
-FILE = Own(Kind.FILE, parts=(Part(3, 100, 4, 0, 3, 4),))
-BIG = Own(Kind.FILE, parts=(Part(3, 100, 2, 1, 3, 65536), Part(9, 100, 4, 0, 3, 4)))
+FILE = OwnEntry(Kind.FILE, parts=(Part(3, 100, 4, 0, 3, 4),))
+BIG = OwnEntry(Kind.FILE, parts=(Part(3, 100, 2, 1, 3, 65536), Part(9, 100, 4, 0, 3, 4)))
 
 
 def merged(
     rows: Rows, previous: Snapshot | None = None, chunks: tuple[int, ...] = (3, 9)
 ) -> Snapshot:
     table = [ChunkInfo(chunk_id(number), 1000) for number in chunks]
-    parts = merge(previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0)
+    parts = build_snapshot(
+        previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0
+    )
     return Snapshot(b"".join(parts))
 
 
@@ -79,11 +81,11 @@ def record(field: str, value: int) -> Callable[[Rows], Rows]:
         (BIG, record("size", 9), CorruptError),
         (BIG, lambda rows: replace(rows, tails={}), UsageError),
         (BIG, lambda rows: replace(rows, tails={0: tail_of(BIG.parts)[:-1]}), UsageError),
-        (Own(Kind.LINK, target=b"t"), lambda rows: replace(rows, tails={}), UsageError),
+        (OwnEntry(Kind.LINK, target=b"t"), lambda rows: replace(rows, tails={}), UsageError),
     ],
 )
 def test_records_that_cannot_be(
-    own: Own, change: Callable[[Rows], Rows], error: type[DieselError]
+    own: OwnEntry, change: Callable[[Rows], Rows], error: type[DieselError]
 ) -> None:
     rows = rows_of({b"f": own})
     assert merged(rows).lookup(b"f") == 1
@@ -92,14 +94,14 @@ def test_records_that_cannot_be(
 
 
 @pytest.mark.parametrize("own", [FILE, BIG])
-def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: Own) -> None:
-    rows = rows_of({b"d/lost": own, b"d/other": Own(Kind.FOLDER)})
+def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
+    rows = rows_of({b"d/lost": own, b"d/other": OwnEntry(Kind.FOLDER)})
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows, chunks=(9,))
     before = merged(rows)
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows_of({}), before, chunks=(9,))
-    hidden = merged(rows_of({b"d/lost/below": Own(Kind.FOLDER)}), before)
+    hidden = merged(rows_of({b"d/lost/below": OwnEntry(Kind.FOLDER)}), before)
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows_of({}), hidden, chunks=(9,))
 
@@ -112,8 +114,10 @@ def test_a_chunk_table_that_names_one_twice() -> None:
 def test_a_previous_snapshot_of_another_dataset() -> None:
     previous = Snapshot(build(None, SMALL, [3, 9]))
     with pytest.raises(UsageError, match="previous snapshot"):
-        merge(previous, rows_of({}), [], identity=UUID(int=1), dataset="x", version=1, digest=0)
+        build_snapshot(
+            previous, rows_of({}), [], identity=UUID(int=1), dataset="x", version=1, digest=0
+        )
 
 
 def test_modes_lose_the_bits_that_never_travel() -> None:
-    assert merged(rows_of({b"f": Own(Kind.FILE, 0o6755)})).stat(1).mode == 0o755
+    assert merged(rows_of({b"f": OwnEntry(Kind.FILE, 0o6755)})).stat(1).mode == 0o755

@@ -12,7 +12,7 @@ from uuid import UUID
 import numpy as np
 
 from diesel_fs.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
-from diesel_fs.storage.metadata import Batch, MetadataStore, Restarted
+from diesel_fs.storage.metadata import Batch, MetadataStore, StoreRestarted
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -97,7 +97,7 @@ class Chunk:
         )
         stamps = {i: self.stamp(at) for i, at in enumerate(places) if self.has_foreign_stamp(at)}
         info = ChunkInfo(self.id, 1000 + self.number)
-        return Batch(info, uploaded_ns=self.number, rows=rows, stamps=stamps, moved=self.moved)
+        return Batch(info, uploaded_ns=self.number, rows=rows, stamps=stamps, by_purge=self.moved)
 
 
 def files(number: int, *paths: bytes, size: int = 7) -> Chunk:
@@ -119,7 +119,7 @@ def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
     ]
 
 
-def moved(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
+def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
     """A chunk into which purge has copied these, stamps unchanged; as an orphan it is not known
     to be purge's.
     """
@@ -131,7 +131,7 @@ def moved(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
     return Chunk(number, tuple(entries), moved=known)
 
 
-class Seen(NamedTuple):
+class StoredEntry(NamedTuple):
     """An entry as a store shows it."""
 
     stamp: bytes
@@ -144,16 +144,16 @@ Place = tuple[Chunk, int]
 
 
 @dataclass
-class Fold:
+class ExpectedState:
     """The oracle's answer."""
 
-    entries: dict[bytes, Seen]
+    entries: dict[bytes, StoredEntry]
     holes: dict[bytes, set[int]]
     files: int
     bytes: int
 
 
-def fold(chunks: Iterable[Chunk]) -> Fold:
+def fold(chunks: Iterable[Chunk]) -> ExpectedState:
     """The state after these chunks, in whatever order they came."""
     done = {chunk.number: chunk for chunk in chunks}.values()
     versions: dict[bytes, dict[bytes, dict[int, list[Place]]]] = {}
@@ -162,7 +162,7 @@ def fold(chunks: Iterable[Chunk]) -> Fold:
             if entry is not None:
                 version = versions.setdefault(entry.path, {}).setdefault(chunk.stamp(place), {})
                 version.setdefault(entry.number, []).append((chunk, place))
-    answer = Fold({}, {chunk.id: set() for chunk in done}, 0, 0)
+    answer = ExpectedState({}, {chunk.id: set() for chunk in done}, 0, 0)
     for chunk in done:
         answer.holes[chunk.id] |= {i for i, entry in enumerate(chunk.entries) if entry is None}
     for path, stamps in versions.items():
@@ -186,23 +186,23 @@ def _extents(parts: dict[int, list[Place]]) -> int:
     return entry.extents
 
 
-def _show(answer: Fold, path: bytes, stamp: bytes, shown: Sequence[Place]) -> None:
+def _show(answer: ExpectedState, path: bytes, stamp: bytes, shown: Sequence[Place]) -> None:
     chunk, place = shown[0]
     tail = chunk.tail(place)
     if len(shown) > 1:
         tail = b"".join(chunk.extent(place) for chunk, place in shown)
-    answer.entries[path] = Seen(stamp, chunk.id, chunk.record(place), tail)
+    answer.entries[path] = StoredEntry(stamp, chunk.id, chunk.record(place), tail)
     entry = chunk.entries[place]
     if entry is not None and entry.kind == Kind.FILE:
         answer.files += 1
         answer.bytes += entry.size
 
 
-def seen(rows: Rows) -> dict[bytes, Seen]:
+def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
     """Rows by path; the stamp is empty where rows have none."""
     stamps: Sequence[bytes] = getattr(rows, "stamps", [b""] * len(rows))
     found = {
-        rows.path(i): Seen(
+        rows.path(i): StoredEntry(
             stamps[i], rows.chunks[rows.chunk[i]], rows.records[i].tobytes(), rows.tails.get(i)
         )
         for i in range(len(rows))
@@ -211,7 +211,7 @@ def seen(rows: Rows) -> dict[bytes, Seen]:
     return found
 
 
-def alive(entries: dict[bytes, Seen]) -> dict[bytes, Seen]:
+def without_tombstones(entries: dict[bytes, StoredEntry]) -> dict[bytes, StoredEntry]:
     """Without tombstones and stamps, as snapshots have them."""
     tombstone = Kind.TOMBSTONE
     return {
@@ -221,22 +221,22 @@ def alive(entries: dict[bytes, Seen]) -> dict[bytes, Seen]:
     }
 
 
-def insist(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
+def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
     """Commit, and vouch for a store that has been restarted: as a writer who has looked."""
     while True:
         try:
             return meta.commit(identity, *batches)
-        except Restarted as restarted:
-            meta.mend(identity, restarted.run, [])
+        except StoreRestarted as restarted:
+            meta.repair(identity, restarted.run_id, [])
 
 
 def check(meta: MetadataStore, name: str, chunks: Sequence[Chunk]) -> None:
     """Everything that a store says of a dataset is what the oracle says."""
     expected = fold(chunks)
-    marker = meta.marker(name)
+    marker = meta.head(name)
     identity = marker.identity
     paths = {entry.path for chunk in chunks for entry in chunk.entries if entry is not None}
-    assert seen(meta.lookup(identity, sorted(paths), tombstones=True)) == expected.entries
+    assert stored_entries(meta.lookup(identity, sorted(paths), tombstones=True)) == expected.entries
     assert (marker.files, marker.bytes) == (expected.files, expected.bytes)
     assert marker.chunks == len(expected.holes)
     records = meta.chunks(identity)
@@ -245,4 +245,4 @@ def check(meta: MetadataStore, name: str, chunks: Sequence[Chunk]) -> None:
         holes = meta.holes(identity, record.id).tolist()
         assert holes == sorted(expected.holes[record.id])
         assert record.holes == len(holes)
-    assert seen(meta.changes(identity, 0).rows) == alive(expected.entries)
+    assert stored_entries(meta.changes(identity, 0).rows) == without_tombstones(expected.entries)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
-from diesel_fs.storage.objects import Bytes, ObjectInfo, ObjectStore, StoreWrapper
+from diesel_fs.entries import Bytes
+from diesel_fs.storage.objects import ObjectInfo, ObjectStore, StoreWrapper
 
 Item = TypeVar("Item")
 

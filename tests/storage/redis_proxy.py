@@ -20,7 +20,7 @@ Fault = Callable[[int, bytes], str]
 _READ_BYTES = 1 << 20
 
 
-class Proxy:
+class RedisProxy:
     """Listens on a socket of its own. Requests are counted over all connections."""
 
     def __init__(self, upstream: Path, fault: Fault, delay_s: float = 0.0) -> None:

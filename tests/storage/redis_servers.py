@@ -146,7 +146,7 @@ class RedisServer:
         self.close()
 
 
-def tell(client: Redis, *words: str | int | bytes) -> object:
+def execute(client: Redis, *words: str | int | bytes) -> object:
     """The reply to any command."""
     reply: object = client.execute_command(*words)
     return reply
@@ -169,11 +169,11 @@ class RedisCluster:
         bounds = [0, 5461, 10923, 16384]
         for i, node in enumerate(self.nodes):
             client = node.client()
-            tell(client, "CLUSTER", "ADDSLOTSRANGE", bounds[i], bounds[i + 1] - 1)
-            tell(client, "CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+            execute(client, "CLUSTER", "ADDSLOTSRANGE", bounds[i], bounds[i + 1] - 1)
+            execute(client, "CLUSTER", "SET-CONFIG-EPOCH", i + 1)
             first = self.nodes[0]
             words = "127.0.0.1", first.port, first.options["cluster-port"]
-            tell(client, "CLUSTER", "MEET", *words)
+            execute(client, "CLUSTER", "MEET", *words)
         for node in self.nodes:
             until(functools.partial(_is_complete, node), "the cluster")
 
@@ -191,7 +191,7 @@ class RedisCluster:
 
 
 def _is_complete(node: RedisServer) -> bool:
-    info = tell(node.client(), "CLUSTER INFO")
+    info = execute(node.client(), "CLUSTER INFO")
     assert isinstance(info, dict)
     return (info["cluster_state"], info["cluster_known_nodes"]) == ("ok", "3")
 

@@ -86,7 +86,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordedRequest:
     """A request as it came."""
 
     method: str
@@ -116,7 +116,7 @@ class ScriptedS3:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
-        self.asked: list[Asked] = []
+        self.asked: list[RecordedRequest] = []
         self.busiest = 0  # requests that waited for their answer at once
         self.delay_s = 0.0
         self.stopped = threading.Event()
@@ -172,7 +172,7 @@ class ScriptedS3:
                     return rule
         return None
 
-    def enter(self, asked: Asked) -> None:
+    def enter(self, asked: RecordedRequest) -> None:
         with self._lock:
             self.asked.append(asked)
             self._busy += 1
@@ -182,7 +182,7 @@ class ScriptedS3:
         with self._lock:
             self._busy -= 1
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, asked: RecordedRequest) -> Answer:
         """What S3 does."""
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
@@ -206,7 +206,7 @@ class ScriptedS3:
                     return Answer(204)
         return problem(501)
 
-    def _put(self, asked: Asked) -> Answer:
+    def _put(self, asked: RecordedRequest) -> Answer:
         signed = asked.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
         if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(asked.body).hexdigest()):
             return problem(400, "XAmzContentSHA256Mismatch")
@@ -216,7 +216,7 @@ class ScriptedS3:
         self.objects[asked.key] = stored
         return Answer(200, headers={"ETag": stored.etag})
 
-    def _upload(self, asked: Asked) -> Answer:
+    def _upload(self, asked: RecordedRequest) -> Answer:
         """The beginning of an upload in parts, and its end."""
         if "uploads" in asked.query:
             number = f"upload-{len(self.asked)}"
@@ -232,14 +232,14 @@ class ScriptedS3:
         ended = f"<CompleteMultipartUploadResult><ETag>{escape(stored.etag)}</ETag>"
         return Answer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
 
-    def _put_part(self, asked: Asked) -> Answer:
+    def _put_part(self, asked: RecordedRequest) -> Answer:
         number = asked.query["uploadId"]
         if number not in self.uploads:
             return problem(404, "NoSuchUpload")
         self.parts[number, int(asked.query["partNumber"])] = asked.body
         return Answer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
 
-    def _get(self, asked: Asked) -> Answer:
+    def _get(self, asked: RecordedRequest) -> Answer:
         stored = self.objects.get(asked.key)
         if stored is None:
             return problem(404)
@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(url.query, True).items()}
         length = int(self.headers.get("Content-Length", "0"))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        asked = Asked(self.command, key, query, headers, self.rfile.read(length))
+        asked = RecordedRequest(self.command, key, query, headers, self.rfile.read(length))
         owner.enter(asked)
         try:
             rule = owner.rule_for(self.command, unquote(self.path))
@@ -364,7 +364,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_DELETE = do_POST = do_GET
 
-    def _serve(self, owner: ScriptedS3, asked: Asked, bucket: str, rule: Rule) -> None:
+    def _serve(self, owner: ScriptedS3, asked: RecordedRequest, bucket: str, rule: Rule) -> None:
         if rule.act is not None:
             rule.act(owner)
         if rule.reset and not rule.done:
@@ -372,7 +372,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if rule.ignore:
             kept = {name: text for name, text in asked.headers.items() if name != rule.ignore}
-            asked = Asked(asked.method, asked.key, asked.query, kept, asked.body)
+            asked = RecordedRequest(asked.method, asked.key, asked.query, kept, asked.body)
         if bucket != BUCKET:
             answer = problem(404, "NoSuchBucket")
         elif rule.status and not rule.done:

@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass, field
 
 from diesel_fs.storage.cloud import open_cloud
-from diesel_fs.storage.cloud_requests import Limits
-from diesel_fs.storage.retries import Clock, RetryingStore, RetryPolicy
+from diesel_fs.storage.cloud_requests import AttemptLimits
+from diesel_fs.storage.retries import RetryClock, RetryingStore, RetryPolicy
 from tests.storage.s3_server import credentials
 from tests.storage.scripted_s3 import BUCKET, ScriptedS3
 
@@ -13,7 +13,7 @@ PREFIX = "some/prefix"
 URL = f"s3://{BUCKET}/{PREFIX}"
 CHUNKS = "datasets/" + "0f" * 16 + "/chunks/"
 LEASE = "datasets/" + "0f" * 16 + "/leases/node-1"
-LIMITS = Limits(connect_s=2, stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 24)
+LIMITS = AttemptLimits(connect_s=2, stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 24)
 POLICY = RetryPolicy(deadline_s=3, put_deadline_s=3, bytes_per_s_min=1 << 23)
 
 
@@ -29,13 +29,13 @@ def key(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Sleeps:
+class VirtualSleep:
     """What was slept: time that passes for the policy, and not for the test."""
 
     slept: list[float] = field(default_factory=list)
 
-    def clock(self) -> Clock:
-        return Clock(
+    def clock(self) -> RetryClock:
+        return RetryClock(
             now=lambda: time.monotonic() + sum(self.slept),
             sleep=self.slept.append,
             draw=lambda: 0.5,
@@ -43,7 +43,11 @@ class Sleeps:
 
 
 def store_on(
-    server: ScriptedS3, sleeps: Sleeps, *, limits: Limits = LIMITS, policy: RetryPolicy = POLICY
+    server: ScriptedS3,
+    sleeps: VirtualSleep,
+    *,
+    limits: AttemptLimits = LIMITS,
+    policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
     """A new store, of which everything is known; what was asked for that is forgotten."""
     store = open_cloud(

@@ -22,10 +22,10 @@ from diesel_fs.accounts import (
     Role,
     account_line,
     accounts_text,
-    added,
-    granted,
-    merged,
-    without,
+    with_account,
+    with_accounts,
+    with_role,
+    without_account,
 )
 from diesel_fs.errors import (
     BusyError,
@@ -38,7 +38,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.storage.accounts import NEVER, AccountFile, AccountState, AccountTable
+from diesel_fs.storage.accounts import NO_TOKEN, AccountFile, AccountState, AccountTable
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.redis_accounts import RedisAccounts
 from diesel_fs.storage.redis_keys import USERS_KEY
@@ -46,7 +46,7 @@ from diesel_fs.storage.redis_metadata import RedisMetadata
 from diesel_fs.stores import open_accounts
 from diesel_fs.urls import parse_url
 from tests.storage.batches import files
-from tests.storage.redis_servers import RedisServer, emptied_server, shared_cluster, tell
+from tests.storage.redis_servers import RedisServer, emptied_server, execute, shared_cluster
 
 STORE = uuid.UUID(int=5)
 PUBLIC = keys.public_key(bytes(32))
@@ -78,20 +78,20 @@ def table(opener: Opener) -> Iterator[AccountTable]:
 
 
 def add(account: Account) -> Callable[[Accounts], Accounts]:
-    return lambda accounts: added(accounts, account)
+    return lambda accounts: with_account(accounts, account)
 
 
 def put(more: list[Account]) -> Callable[[Accounts], Accounts]:
-    return lambda accounts: merged(accounts, more)
+    return lambda accounts: with_accounts(accounts, more)
 
 
 def give(dataset: str) -> Callable[[Accounts], Accounts]:
-    return lambda accounts: granted(accounts, "bob", dataset, Role.READ)
+    return lambda accounts: with_role(accounts, "bob", dataset, Role.READ)
 
 
 def test_one_that_was_never_written_is_empty(table: AccountTable) -> None:
-    assert table.read() == AccountState(NEVER, {})
-    assert table.token() == NEVER
+    assert table.read() == AccountState(NO_TOKEN, {})
+    assert table.token() == NO_TOKEN
 
 
 def test_what_was_changed_is_read(table: AccountTable, opener: Opener) -> None:
@@ -99,20 +99,20 @@ def test_what_was_changed_is_read(table: AccountTable, opener: Opener) -> None:
     assert table.change(add(BOB)) == {"ann": ANN, "bob": BOB}
     other = opener()
     assert other.read().accounts == {"ann": ANN, "bob": BOB}
-    other.change(lambda accounts: granted(accounts, "bob", "pets", Role.NONE))
+    other.change(lambda accounts: with_role(accounts, "bob", "pets", Role.NONE))
     other.close()
     assert table.read().accounts["bob"].grants == {}
-    table.change(lambda accounts: merged({}, [BOB]))
+    table.change(lambda accounts: with_accounts({}, [BOB]))
     assert table.read().accounts == {"bob": BOB}
 
 
 def test_every_change_has_its_token(table: AccountTable) -> None:
-    seen = {NEVER}
+    seen = {NO_TOKEN}
     for edit in (
         add(ANN),
         add(BOB),
-        lambda accounts: without(accounts, "ann"),
-        lambda accounts: without(accounts, "bob"),
+        lambda accounts: without_account(accounts, "ann"),
+        lambda accounts: without_account(accounts, "bob"),
     ):
         table.change(edit)
         assert table.token() == table.read().token
@@ -275,7 +275,7 @@ def test_whoever_holds_the_lock_too_long_is_not_waited_for(tmp_path: Path) -> No
     def slow(accounts: Accounts) -> Accounts:
         with pytest.raises(BusyError):
             AccountFile(tmp_path / "accounts", lock_s=0.1).change(add(BOB))
-        return added(accounts, ANN)
+        return with_account(accounts, ANN)
 
     table = AccountFile(tmp_path / "accounts")
     table.change(slow)
@@ -394,7 +394,7 @@ def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
     table = RedisAccounts.open(server.url, store=STORE)
     table.change(add(ANN))
     link = table._link
-    scripts = link.scripts
+    scripts = link.run_scripts
     lost: list[bool] = []
 
     def loses_an_answer(runs: object) -> list[object]:
@@ -404,7 +404,7 @@ def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
             raise ConnectionResetError
         return replies
 
-    link.scripts = loses_an_answer  # type: ignore[method-assign]  # a fault is put in
+    link.run_scripts = loses_an_answer  # type: ignore[method-assign]  # a fault is put in
     table.change(add(BOB))
     assert lost
     assert set(table.read().accounts) == {"ann", "bob"}
@@ -421,11 +421,11 @@ def test_it_survives_a_restart(server: RedisServer) -> None:
 def test_C7_a_full_memory_keeps_no_user_in(server: RedisServer) -> None:
     """Adding fails, removing does not: a right can be taken away at any time."""
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=2)
-    table.change(lambda accounts: merged(accounts, [ANN, BOB]))
-    tell(server.client(), "CONFIG", "SET", "maxmemory", "1")
+    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
+    execute(server.client(), "CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(NoSpaceError):
         table.change(add(Account("eve", PUBLIC)))
-    table.change(lambda accounts: without(accounts, "bob"))
+    table.change(lambda accounts: without_account(accounts, "bob"))
     assert set(table.read().accounts) == {"ann"}
 
 
@@ -444,7 +444,7 @@ def test_C1_one_that_is_away_is_no_empty_one(server: RedisServer) -> None:
 def test_damaged_accounts_are_an_error(server: RedisServer, value: bytes) -> None:
     table = RedisAccounts.open(server.url, store=STORE)
     table.change(add(ANN))
-    tell(server.client(), "HSET", USERS_KEY, "ann", value)
+    execute(server.client(), "HSET", USERS_KEY, "ann", value)
     with pytest.raises(DieselError):
         table.read()
 
@@ -452,7 +452,7 @@ def test_damaged_accounts_are_an_error(server: RedisServer, value: bytes) -> Non
 def test_S8_no_secret_is_in_it(server: RedisServer) -> None:
     """What lies there lets nobody in: names, public keys, roles."""
     table = RedisAccounts.open(server.url, store=STORE)
-    table.change(lambda accounts: merged(accounts, [ANN, BOB]))
+    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
     found = server.client().hgetall(USERS_KEY)
     assert isinstance(found, dict)
     assert {key: value for key, value in found.items() if key != b"="} == {

@@ -21,10 +21,10 @@ from diesel_fs.errors import (
     ObjectStoreRefused,
     TruncatedError,
 )
-from diesel_fs.layout import MARKER
+from diesel_fs.layout import STORE_MARKER
 from diesel_fs.storage import cloud_requests
 from diesel_fs.storage.cloud import CloudStore, open_cloud
-from diesel_fs.storage.cloud_requests import Limits
+from diesel_fs.storage.cloud_requests import AttemptLimits
 from diesel_fs.storage.retries import RetryingStore, RetryPolicy
 from tests.storage.s3_server import credentials
 from tests.storage.scripted_s3 import BUCKET, Rule, ScriptedS3
@@ -33,7 +33,7 @@ from tests.storage.scripted_store import (
     LIMITS,
     POLICY,
     URL,
-    Sleeps,
+    VirtualSleep,
     chunk,
     key,
     store_on,
@@ -50,8 +50,8 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sleeps() -> Sleeps:
-    return Sleeps()
+def sleeps() -> VirtualSleep:
+    return VirtualSleep()
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def made(method: str, server: ScriptedS3) -> None:
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O1_forbidden_is_asked_once(sleeps: Sleeps, method: str) -> None:
+def test_O1_forbidden_is_asked_once(sleeps: VirtualSleep, method: str) -> None:
     with ScriptedS3(Rule(method, NAME, status=403)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -97,7 +97,7 @@ def test_O1_forbidden_everywhere_is_no_missing_store() -> None:
         assert len(server.asked) == 2
 
 
-def test_O1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
+def test_O1_expired_credentials_are_read_again_once(sleeps: VirtualSleep) -> None:
     expired = Rule("GET", NAME, status=400, code="ExpiredToken")
     with ScriptedS3(
         expired, Rule("GET", NAME, status=400, code="ExpiredToken", skip=1, times=2)
@@ -113,7 +113,7 @@ def test_O1_expired_credentials_are_read_again_once(sleeps: Sleeps) -> None:
     assert sleeps.slept == []
 
 
-def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
+def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", NAME, status=403, code="RequestTimeTooSkewed")) as server:
         store = store_on(server, sleeps)
         with pytest.raises(ObjectStoreRefused, match="clock is wrong"):
@@ -125,18 +125,18 @@ def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: Sleeps) -> None:
 
 
 def test_O2_missing_is_said_only_by_a_store_that_is_there(
-    server: ScriptedS3, sleeps: Sleeps
+    server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = store_on(server, sleeps)
     for call in (store.get, store.stat):
         with pytest.raises(ObjectMissing):
             call(NAME)
-    content = server.objects[key(MARKER)].content
-    server.put(key(MARKER), content.replace(store.store_id.hex.encode(), b"0" * 32))
+    content = server.objects[key(STORE_MARKER)].content
+    server.put(key(STORE_MARKER), content.replace(store.store_id.hex.encode(), b"0" * 32))
     with pytest.raises(ObjectStoreError, match="another store") as caught:
         store.get(NAME)
     assert not isinstance(caught.value, ObjectMissing)
-    del server.objects[key(MARKER)]
+    del server.objects[key(STORE_MARKER)]
     for call in (store.get, store.stat):
         with pytest.raises(ObjectStoreError, match="has gone") as caught:
             call(NAME)
@@ -170,8 +170,8 @@ def test_a_store_is_made_only_where_nothing_is(server: ScriptedS3) -> None:
 def test_a_store_may_be_all_of_a_bucket(server: ScriptedS3) -> None:
     store = open_cloud(f"s3://{BUCKET}", create=True, environ=credentials(server.endpoint))
     store.put(NAME, [b"x"])
-    assert sorted(server.objects) == [MARKER, NAME]
-    assert [*store.names("")] == [MARKER, NAME]
+    assert sorted(server.objects) == [STORE_MARKER, NAME]
+    assert [*store.names("")] == [STORE_MARKER, NAME]
 
 
 def test_of_several_that_make_a_store_all_get_the_same_one() -> None:
@@ -187,7 +187,7 @@ def test_of_several_that_make_a_store_all_get_the_same_one() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O3_errors_that_pass_are_outlived(sleeps: Sleeps, method: str, status: int) -> None:
+def test_O3_errors_that_pass_are_outlived(sleeps: VirtualSleep, method: str, status: int) -> None:
     with ScriptedS3(Rule(method, NAME, status=status, times=2)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -199,7 +199,7 @@ def test_O3_errors_that_pass_are_outlived(sleeps: Sleeps, method: str, status: i
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O3_errors_that_stay_end_at_the_deadline(sleeps: Sleeps, method: str) -> None:
+def test_O3_errors_that_stay_end_at_the_deadline(sleeps: VirtualSleep, method: str) -> None:
     script = Rule(method, NAME, status=500, times=1000)
     with ScriptedS3(script) as server:
         store = store_on(server, sleeps)
@@ -211,10 +211,10 @@ def test_O3_errors_that_stay_end_at_the_deadline(sleeps: Sleeps, method: str) ->
         script.times = script.hits
 
 
-def test_O3_making_a_store_outlives_errors(sleeps: Sleeps) -> None:
+def test_O3_making_a_store_outlives_errors(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", status=503), Rule("PUT", status=500, done=True)) as server:
         store = store_on(server, sleeps)
-        assert [*store.names("")] == [MARKER]
+        assert [*store.names("")] == [STORE_MARKER]
 
 
 # O4: connections that break
@@ -222,7 +222,7 @@ def test_O3_making_a_store_outlives_errors(sleeps: Sleeps) -> None:
 
 @pytest.mark.parametrize("method", [*CALLS])
 @pytest.mark.parametrize("done", [False, True])
-def test_O4_a_lost_answer_is_asked_for_again(sleeps: Sleeps, method: str, done: bool) -> None:
+def test_O4_a_lost_answer_is_asked_for_again(sleeps: VirtualSleep, method: str, done: bool) -> None:
     """A put whose effect was kept meets its own object, and has succeeded."""
     with ScriptedS3(Rule(method, NAME, reset=True, done=done)) as server:
         store = store_on(server, sleeps)
@@ -233,7 +233,9 @@ def test_O4_a_lost_answer_is_asked_for_again(sleeps: Sleeps, method: str, done: 
 
 
 @pytest.mark.parametrize("theirs", [b"Content", b"content and more", b"con"])
-def test_O4_a_lost_answer_does_not_hide_anothers_object(sleeps: Sleeps, theirs: bytes) -> None:
+def test_O4_a_lost_answer_does_not_hide_anothers_object(
+    sleeps: VirtualSleep, theirs: bytes
+) -> None:
     overtaken = Rule("PUT", NAME, act=lambda server: server.put(key(NAME), theirs), reset=True)
     with ScriptedS3(overtaken) as server:
         store = store_on(server, sleeps)
@@ -243,7 +245,7 @@ def test_O4_a_lost_answer_does_not_hide_anothers_object(sleeps: Sleeps, theirs: 
 
 
 def test_O4_equal_content_is_no_success_without_a_lost_answer(
-    server: ScriptedS3, sleeps: Sleeps
+    server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [b"content"])
@@ -253,11 +255,13 @@ def test_O4_equal_content_is_no_success_without_a_lost_answer(
 
 @pytest.mark.parametrize("then", ["reset", "close", "stall"])
 def test_O4_reading_goes_on_behind_the_last_good_byte(
-    sleeps: Sleeps, then: Literal["reset", "close", "stall"]
+    sleeps: VirtualSleep, then: Literal["reset", "close", "stall"]
 ) -> None:
     content = os.urandom(5 * MIB // 2)
     with ScriptedS3(Rule("GET", NAME, keep=MIB, then=then, times=2)) as server:
-        limits = Limits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 20)  # for two stalls
+        limits = AttemptLimits(
+            stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 20
+        )  # for two stalls
         store = store_on(server, sleeps, limits=limits)
         server.put(key(NAME), content)
         room = bytearray(len(content))
@@ -271,7 +275,7 @@ def test_O4_reading_goes_on_behind_the_last_good_byte(
     assert sleeps.slept == []
 
 
-def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: Sleeps) -> None:
+def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
     broken = Rule("GET", NAME, keep=0, then="close", times=1000)
     with ScriptedS3(broken) as server:
         store = store_on(server, sleeps)
@@ -281,7 +285,7 @@ def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: Sleeps) -> No
         broken.times = broken.hits
 
 
-def test_O4_a_port_where_nobody_listens_is_named(sleeps: Sleeps) -> None:
+def test_O4_a_port_where_nobody_listens_is_named(sleeps: VirtualSleep) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -292,7 +296,7 @@ def test_O4_a_port_where_nobody_listens_is_named(sleeps: Sleeps) -> None:
     assert "testing-secret" not in repr(caught.value)
 
 
-def test_O4_a_host_without_a_name_is_named(sleeps: Sleeps) -> None:
+def test_O4_a_host_without_a_name_is_named(sleeps: VirtualSleep) -> None:
     environ = credentials("http://no-such-host.invalid:9000")
     with pytest.raises(ObjectStoreError, match=r"no-such-host\.invalid:9000: .*no such host"):
         open_cloud(URL, environ=environ, policy=POLICY, limits=LIMITS, clock=sleeps.clock())
@@ -301,7 +305,7 @@ def test_O4_a_host_without_a_name_is_named(sleeps: Sleeps) -> None:
 # O5: answers that stand still
 
 
-def test_O5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: Sleeps) -> None:
+def test_O5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: VirtualSleep) -> None:
     with ScriptedS3(
         Rule("GET", NAME, act=_hold, reset=True),
         Rule("GET", NAME, keep=0, then="stall"),
@@ -320,10 +324,10 @@ def _hold(server: ScriptedS3) -> None:
     server.stopped.wait(10 * LIMITS.stall_s)
 
 
-def test_O5_an_answer_that_trickles_is_given_up(sleeps: Sleeps) -> None:
+def test_O5_an_answer_that_trickles_is_given_up(sleeps: VirtualSleep) -> None:
     content = os.urandom(MIB)
     with ScriptedS3(Rule("GET", NAME, keep=1000, then="dribble")) as server:
-        limits = Limits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 14)
+        limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 14)
         assert limits.attempt_s(MIB, put=False) > 60  # what else would end it
         store = store_on(server, sleeps, limits=limits, policy=RetryPolicy(deadline_s=100))
         server.put(key(NAME), content)
@@ -333,10 +337,10 @@ def test_O5_an_answer_that_trickles_is_given_up(sleeps: Sleeps) -> None:
         assert len(server.asked) == 2
 
 
-def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: Sleeps) -> None:
+def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: VirtualSleep) -> None:
     """Not so slow that it stands still, and too slow for what is wanted: 20 bytes a second."""
     content = os.urandom(1000)
-    limits = Limits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1280)
+    limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1280)
     with ScriptedS3(Rule("GET", NAME, keep=1, then="dribble")) as server:
         store = store_on(server, sleeps, limits=limits)
         server.put(key(NAME), content)
@@ -346,7 +350,7 @@ def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: Sleeps) -
         assert "if-match" not in server.asked[1].headers  # begun again, not gone on with
 
 
-def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: Sleeps) -> None:
+def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", NAME, act=_hold, reset=True)) as server:
         store = store_on(server, sleeps)
         begun = time.monotonic()
@@ -354,7 +358,7 @@ def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: Sleeps) -> None:
         assert time.monotonic() - begun < 5 * LIMITS.stall_s
 
 
-def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: Sleeps) -> None:
+def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
     stalled = Rule("GET", NAME, keep=0, then="stall", times=1000)
     with ScriptedS3(stalled) as server:
         store = store_on(server, sleeps)
@@ -369,7 +373,7 @@ def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: Sleeps) -> None:
 # O7, O9: other bytes
 
 
-def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: Sleeps) -> None:
+def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: VirtualSleep) -> None:
     """S3's ETag is no checksum of the content in general; ours are checked by whoever reads."""
     with ScriptedS3(Rule("GET", NAME, flip=3)) as server:
         store = store_on(server, sleeps)
@@ -378,7 +382,7 @@ def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: Sleeps) -> Non
         assert store.get(NAME) == b"\0\0"
 
 
-def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [b"con", b"tent"])
     sent = server.asked[-1].headers
@@ -387,7 +391,7 @@ def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Sleeps)
     assert "x-amz-content-sha256" in sent["authorization"]
 
 
-def test_B14_what_the_store_says_came_damaged_is_an_error(sleeps: Sleeps) -> None:
+def test_B14_what_the_store_says_came_damaged_is_an_error(sleeps: VirtualSleep) -> None:
     damaged = Rule("PUT", NAME, status=400, code="XAmzContentSHA256Mismatch")
     with ScriptedS3(damaged) as server:
         store = store_on(server, sleeps)
@@ -396,7 +400,7 @@ def test_B14_what_the_store_says_came_damaged_is_an_error(sleeps: Sleeps) -> Non
         assert key(NAME) not in server.objects
 
 
-def test_O9_a_resumed_read_is_of_one_version(sleeps: Sleeps) -> None:
+def test_O9_a_resumed_read_is_of_one_version(sleeps: VirtualSleep) -> None:
     old, new = b"o" * MIB, b"n" * MIB
 
     def change(server: ScriptedS3) -> None:
@@ -410,7 +414,7 @@ def test_O9_a_resumed_read_is_of_one_version(sleeps: Sleeps) -> None:
     assert len(sleeps.slept) == 1
 
 
-def test_O9_ranges_are_of_one_version(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O9_ranges_are_of_one_version(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = store_on(server, sleeps)
     for name in (LEASE, NAME):
         server.put(key(name), b"old content")
@@ -424,7 +428,7 @@ def test_O9_ranges_are_of_one_version(server: ScriptedS3, sleeps: Sleeps) -> Non
     assert server.asked[1].headers["if-match"] == server.asked[2].headers["if-match"]
 
 
-def test_ranges_go_on_behind_the_last_one_given(sleeps: Sleeps) -> None:
+def test_ranges_go_on_behind_the_last_one_given(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", NAME, status=500, skip=1, times=2)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
@@ -461,14 +465,16 @@ def ranged(store: RetryingStore, way: str) -> bytes:
     ],
     ids=["the whole object", "an error page", "a part without its range"],
 )
-def test_a_200_in_place_of_a_206_is_asked_for_again(sleeps: Sleeps, rule: Rule, way: str) -> None:
+def test_a_200_in_place_of_a_206_is_asked_for_again(
+    sleeps: VirtualSleep, rule: Rule, way: str
+) -> None:
     with ScriptedS3(replace(rule)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
         assert ranged(store, way) == b"234"
 
 
-def test_a_store_that_ignores_ranges_for_good_is_an_error(sleeps: Sleeps) -> None:
+def test_a_store_that_ignores_ranges_for_good_is_an_error(sleeps: VirtualSleep) -> None:
     script = Rule("GET", NAME, ignore="range", times=1000)
     with ScriptedS3(script) as server:
         store = store_on(server, sleeps)
@@ -486,9 +492,11 @@ def inner(store: RetryingStore) -> CloudStore:
     return store.inner
 
 
-def test_O11_a_store_that_obeys_conditions_is_found_out(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O11_a_store_that_obeys_conditions_is_found_out(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     store = store_on(server, sleeps)
-    assert inner(store).conditional is True
+    assert inner(store).supports_conditional_put is True
     store.put(NAME, [b"x"])
     assert server.asked[-1].headers["if-none-match"] == "*"
     assert server.count("PUT") == 1
@@ -496,37 +504,37 @@ def test_O11_a_store_that_obeys_conditions_is_found_out(server: ScriptedS3, slee
 
 @pytest.mark.parametrize("way", ["ignored", "501", "400"])
 def test_O11_where_conditions_are_unknown_the_store_is_asked_first(
-    sleeps: Sleeps, way: str
+    sleeps: VirtualSleep, way: str
 ) -> None:
     if way == "ignored":
         rule = Rule("PUT", ignore="if-none-match", times=1000)
     else:
         # Only requests that have the condition: the first is that for the marker.
         rule = Rule("PUT", status=int(way), code="NotImplemented", skip=0, times=1)
-    probe = Rule("PUT", MARKER, status=rule.status, code="NotImplemented")
-    script = (rule,) if way == "ignored" else (rule, Rule("PUT", MARKER), probe)
+    probe = Rule("PUT", STORE_MARKER, status=rule.status, code="NotImplemented")
+    script = (rule,) if way == "ignored" else (rule, Rule("PUT", STORE_MARKER), probe)
     with ScriptedS3(*script) as server:
         store = store_on(server, sleeps)
-        assert inner(store).conditional is False
-        marker = server.objects[key(MARKER)].content
+        assert inner(store).supports_conditional_put is False
+        marker = server.objects[key(STORE_MARKER)].content
         store.put(NAME, [b"content"])
         with pytest.raises(ObjectExists):
             store.put(NAME, [b"other"])
         assert server.objects[key(NAME)].content == b"content"
         assert [each.method for each in server.asked] == ["HEAD", "PUT", "HEAD"]
-        assert server.objects[key(MARKER)].content == marker
+        assert server.objects[key(STORE_MARKER)].content == marker
         if way == "ignored":
             rule.times = rule.hits
 
 
-def test_O11_a_conflict_is_tried_again(sleeps: Sleeps) -> None:
+def test_O11_a_conflict_is_tried_again(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", NAME, status=409, times=2)) as server:
         store = store_on(server, sleeps)
         store.put(NAME, [b"content"])
         assert server.objects[key(NAME)].content == b"content"
 
 
-def test_O11_a_conflict_is_no_lost_answer(sleeps: Sleeps) -> None:
+def test_O11_a_conflict_is_no_lost_answer(sleeps: VirtualSleep) -> None:
     """Whoever was faster with equal content has won."""
     lost = Rule("PUT", NAME, act=lambda s: s.put(key(NAME), b"content"), status=409)
     with ScriptedS3(lost) as server:
@@ -535,7 +543,7 @@ def test_O11_a_conflict_is_no_lost_answer(sleeps: Sleeps) -> None:
             store.put(NAME, [b"content"])
 
 
-def test_a_full_store_is_said_to_be_full(sleeps: Sleeps) -> None:
+def test_a_full_store_is_said_to_be_full(sleeps: VirtualSleep) -> None:
     with ScriptedS3(
         Rule("PUT", NAME, status=507), Rule("PUT", NAME, status=403, code="QuotaExceeded")
     ) as s:
@@ -546,7 +554,7 @@ def test_a_full_store_is_said_to_be_full(sleeps: Sleeps) -> None:
     assert sleeps.slept == []
 
 
-def test_a_leases_answer_that_was_lost_is_written_again(sleeps: Sleeps) -> None:
+def test_a_leases_answer_that_was_lost_is_written_again(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", LEASE, reset=True, done=True)) as server:
         store = store_on(server, sleeps)
         store.replace(LEASE, [b"one"])
@@ -557,7 +565,7 @@ def test_a_leases_answer_that_was_lost_is_written_again(sleeps: Sleeps) -> None:
 # O19, O20
 
 
-def test_O19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: Sleeps) -> None:
+def test_O19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: VirtualSleep) -> None:
     with (
         ScriptedS3() as elsewhere,
         ScriptedS3(Rule("PUT", NAME, status=307, headers={"Location": elsewhere.endpoint})) as s,
@@ -570,7 +578,7 @@ def test_O19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: Sl
 
 
 def test_O20_requests_under_way_are_bounded(
-    server: ScriptedS3, sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedS3, sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
     store = store_on(server, sleeps)
@@ -583,7 +591,7 @@ def test_O20_requests_under_way_are_bounded(
 
 
 def test_O20_a_place_that_never_gets_free_is_an_error(
-    server: ScriptedS3, sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedS3, sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_on(server, sleeps)
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(1))
@@ -592,7 +600,7 @@ def test_O20_a_place_that_never_gets_free_is_an_error(
 
 
 def test_O20_every_way_out_of_a_read_frees_its_place(
-    sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (Rule("GET", NAME, status=403), Rule("GET", NAME, keep=10, then="close"))
     with ScriptedS3(*script) as server:
@@ -605,14 +613,14 @@ def test_O20_every_way_out_of_a_read_frees_its_place(
                 store.get(NAME, 5, wanted)
             except DieselError:
                 continue
-        assert [*store.names("")] == [MARKER, NAME]
+        assert [*store.names("")] == [STORE_MARKER, NAME]
         assert slots.acquire(blocking=False)
 
 
 # S8
 
 
-def test_S8_no_message_holds_a_secret(sleeps: Sleeps) -> None:
+def test_S8_no_message_holds_a_secret(sleeps: VirtualSleep) -> None:
     statuses = (400, 403, 404, 416, 500)
     script = [Rule("GET", NAME, status=status) for status in statuses]
     with ScriptedS3(*script, Rule("GET", NAME, reset=True)) as server:

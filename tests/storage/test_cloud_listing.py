@@ -9,13 +9,13 @@ from contextlib import suppress
 import pytest
 
 from diesel_fs.errors import ObjectStoreError
-from diesel_fs.layout import MARKER
+from diesel_fs.layout import STORE_MARKER
 from diesel_fs.storage import cloud_requests
 from diesel_fs.storage.cloud import open_cloud
 from diesel_fs.storage.retries import RetryingStore
 from tests.storage.s3_server import credentials
 from tests.storage.scripted_s3 import Rule, ScriptedS3
-from tests.storage.scripted_store import CHUNKS, LEASE, URL, Sleeps, chunk, key, store_on
+from tests.storage.scripted_store import CHUNKS, LEASE, URL, VirtualSleep, chunk, key, store_on
 
 NAMES = sorted(chunk(f"{letter}{digit}") for letter in "abc" for digit in range(4))
 _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
@@ -28,11 +28,11 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sleeps() -> Sleeps:
-    return Sleeps()
+def sleeps() -> VirtualSleep:
+    return VirtualSleep()
 
 
-def filled(server: ScriptedS3, sleeps: Sleeps, page_keys: int = 5) -> RetryingStore:
+def filled(server: ScriptedS3, sleeps: VirtualSleep, page_keys: int = 5) -> RetryingStore:
     """A store with `NAMES`, in pages of some."""
     store = store_on(server, sleeps)
     for name in NAMES:
@@ -68,7 +68,7 @@ def ended(rule: Rule) -> None:
 
 
 def test_pages_are_fetched_as_they_are_needed(
-    server: ScriptedS3, sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedS3, sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)
     store = filled(server, sleeps)
@@ -82,7 +82,7 @@ def test_pages_are_fetched_as_they_are_needed(
     assert server.asked[0].query["start-after"] == key(NAMES[6])
 
 
-def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: Sleeps) -> None:
+def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: VirtualSleep) -> None:
     def cut(page: str) -> str:
         return re.sub("<NextContinuationToken>.*?</NextContinuationToken>", "", page).replace(
             "<IsTruncated>true", "<IsTruncated>false"
@@ -106,7 +106,7 @@ def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: Sleeps) -> No
 )
 @pytest.mark.parametrize("page_keys", [4, 1000])
 def test_O12_what_comes_in_no_order_is_sorted_or_an_error(
-    sleeps: Sleeps, order: Callable[[list[str]], Sequence[str]], page_keys: int
+    sleeps: VirtualSleep, order: Callable[[list[str]], Sequence[str]], page_keys: int
 ) -> None:
     rule = always(reordered(order))
     with ScriptedS3(rule) as server:
@@ -117,7 +117,7 @@ def test_O12_what_comes_in_no_order_is_sorted_or_an_error(
         ended(rule)
 
 
-def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: Sleeps) -> None:
+def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: VirtualSleep) -> None:
     """The second name comes last, after others have been given out."""
     rule = always(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
     with ScriptedS3(rule) as server:
@@ -130,7 +130,7 @@ def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: Sleeps) -> 
         ended(rule)
 
 
-def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     """A token that leads back to the page before."""
     pages: list[str] = []
 
@@ -145,7 +145,9 @@ def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Sleep
     ended(rule)
 
 
-def test_O12_a_page_that_comes_for_ever_is_an_error(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_a_page_that_comes_for_ever_is_an_error(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     pages: list[str] = []
 
     def again(page: str) -> str:
@@ -160,19 +162,21 @@ def test_O12_a_page_that_comes_for_ever_is_an_error(server: ScriptedS3, sleeps: 
     ended(rule)
 
 
-def test_O12_names_outside_of_the_prefix_are_left_out(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_O12_names_outside_of_the_prefix_are_left_out(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     store = filled(server, sleeps)
     server.put("some/prefixother/" + chunk("d"), b"x")
     server.put(chunk("d"), b"x")
-    assert [*store.names("")] == [MARKER, *NAMES]
+    assert [*store.names("")] == [STORE_MARKER, *NAMES]
     moved = always(lambda page: page.replace(key(NAMES[0]), NAMES[0]))
     server.script = (moved,)
-    assert [*store.names("")] == [MARKER, *NAMES[1:]]
+    assert [*store.names("")] == [STORE_MARKER, *NAMES[1:]]
     assert [*store.foreign()] == []
     ended(moved)
 
 
-def test_O12_encoded_names_are_an_error(sleeps: Sleeps) -> None:
+def test_O12_encoded_names_are_an_error(sleeps: VirtualSleep) -> None:
     rule = always(
         lambda page: re.sub(
             "<Key>(.*?)</Key>", lambda m: f"<Key>{m[1].replace('/', '%2F')}</Key>", page
@@ -184,7 +188,7 @@ def test_O12_encoded_names_are_an_error(sleeps: Sleeps) -> None:
         ended(rule)
 
 
-def test_O12_a_listing_of_everything_has_the_marker(sleeps: Sleeps) -> None:
+def test_O12_a_listing_of_everything_has_the_marker(sleeps: VirtualSleep) -> None:
     rule = always(
         lambda page: "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
     )
@@ -196,7 +200,7 @@ def test_O12_a_listing_of_everything_has_the_marker(sleeps: Sleeps) -> None:
 
 
 @pytest.mark.parametrize("page", ["", "no XML", "<ListBucketResult><Contents><Key>a"])
-def test_O12_what_is_no_listing_is_an_error(sleeps: Sleeps, page: str) -> None:
+def test_O12_what_is_no_listing_is_an_error(sleeps: VirtualSleep, page: str) -> None:
     rule = always(lambda _: page)
     with ScriptedS3(rule) as server:
         with pytest.raises(ObjectStoreError, match="no listing"):
@@ -205,7 +209,7 @@ def test_O12_what_is_no_listing_is_an_error(sleeps: Sleeps, page: str) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_O12_a_page_that_fails_is_asked_for_again(sleeps: Sleeps, status: int) -> None:
+def test_O12_a_page_that_fails_is_asked_for_again(sleeps: VirtualSleep, status: int) -> None:
     failing = Rule("GET", "list-type=2", status=status, skip=2, times=2)
     with ScriptedS3(failing) as server:
         store = filled(server, sleeps)
@@ -215,7 +219,7 @@ def test_O12_a_page_that_fails_is_asked_for_again(sleeps: Sleeps, status: int) -
 
 
 def test_O12_a_token_that_is_refused_is_done_without(
-    sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)  # else three pages come as one
     refused = Rule("GET", "continuation-token", status=400, code="InvalidArgument", times=2)
@@ -225,7 +229,7 @@ def test_O12_a_token_that_is_refused_is_done_without(
 
 
 def test_O1_expired_credentials_in_a_listing_are_read_again(
-    sleeps: Sleeps, monkeypatch: pytest.MonkeyPatch
+    sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)
     environ: dict[str, str] = {}
@@ -243,12 +247,14 @@ def test_O1_expired_credentials_in_a_listing_are_read_again(
         assert renewed[-5:] == [False, False, True, True, True]
 
 
-def test_O12_a_page_that_breaks_off_is_asked_for_again(sleeps: Sleeps) -> None:
+def test_O12_a_page_that_breaks_off_is_asked_for_again(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", "list-type=2", keep=300, then="close", skip=2)) as server:
         assert [*filled(server, sleeps).names(CHUNKS)] == NAMES
 
 
-def test_listings_follow_what_was_changed_meanwhile(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_listings_follow_what_was_changed_meanwhile(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     store = filled(server, sleeps, 2)
     listing = store.names(CHUNKS)
     assert next(listing) == NAMES[0]
@@ -261,7 +267,9 @@ def test_listings_follow_what_was_changed_meanwhile(server: ScriptedS3, sleeps: 
     assert found == sorted(found)
 
 
-def test_B10_foreign_keys_are_passed_over_and_named(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_B10_foreign_keys_are_passed_over_and_named(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     store = filled(server, sleeps)
     foreign = [
         ".DS_Store",
@@ -277,7 +285,7 @@ def test_B10_foreign_keys_are_passed_over_and_named(server: ScriptedS3, sleeps: 
     for name in foreign:
         server.put(key(name), b"")
     server.put(key(LEASE), b"x")
-    assert [*store.names("")] == [MARKER, *NAMES, LEASE]
+    assert [*store.names("")] == [STORE_MARKER, *NAMES, LEASE]
     assert {*store.foreign()} == {
         ".DS_Store",
         "README",
@@ -290,7 +298,7 @@ def test_B10_foreign_keys_are_passed_over_and_named(server: ScriptedS3, sleeps: 
 
 
 def test_a_key_that_cannot_be_listed_is_named_as_the_cause(
-    server: ScriptedS3, sleeps: Sleeps
+    server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = filled(server, sleeps)
     server.put(key("datasets//x"), b"")

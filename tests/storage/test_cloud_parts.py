@@ -11,7 +11,7 @@ from diesel_fs.storage import cloud, cloud_requests
 from diesel_fs.storage.cloud import open_cloud
 from tests.storage.s3_server import Server
 from tests.storage.scripted_s3 import Rule, ScriptedS3
-from tests.storage.scripted_store import Sleeps, chunk, key, store_on
+from tests.storage.scripted_store import VirtualSleep, chunk, key, store_on
 
 NAME = chunk("aaaa")
 PART = 5 << 20  # S3 takes no smaller ones but the last
@@ -28,8 +28,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sleeps() -> Sleeps:
-    return Sleeps()
+def sleeps() -> VirtualSleep:
+    return VirtualSleep()
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_large_object_over_a_whole_s3_server(s3: Server) -> None:
     store.delete(NAME)
 
 
-def test_what_fits_one_request_goes_in_one(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_what_fits_one_request_goes_in_one(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [CONTENT[:PART]])
     assert [each.method for each in server.asked] == ["PUT"]
@@ -68,7 +68,7 @@ def test_what_fits_one_request_goes_in_one(server: ScriptedS3, sleeps: Sleeps) -
     assert not server.uploads
 
 
-def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: Sleeps) -> None:
+def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     server_content = b"another's"
     store = store_on(server, sleeps)
     server.put(key(NAME), server_content)
@@ -79,7 +79,9 @@ def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: Sleeps) -> No
 
 
 @pytest.mark.parametrize("where", ["uploads", "partNumber=2", "uploadId"])
-def test_O3_a_request_that_fails_is_tried_again_with_the_whole(sleeps: Sleeps, where: str) -> None:
+def test_O3_a_request_that_fails_is_tried_again_with_the_whole(
+    sleeps: VirtualSleep, where: str
+) -> None:
     method = "PUT" if where == "partNumber=2" else "POST"
     with ScriptedS3(Rule(method, where, status=503)) as server:
         store = store_on(server, sleeps)
@@ -88,7 +90,7 @@ def test_O3_a_request_that_fails_is_tried_again_with_the_whole(sleeps: Sleeps, w
     assert len(sleeps.slept) == 1
 
 
-def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: Sleeps) -> None:
+def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: VirtualSleep) -> None:
     rule = Rule("PUT", "partNumber=3", status=500, times=1 << 30)
     with ScriptedS3(rule) as server:
         store = store_on(server, sleeps)
@@ -101,7 +103,7 @@ def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: Sleeps) 
         rule.times = rule.hits
 
 
-def test_O4_a_last_answer_that_was_lost_is_no_failure(sleeps: Sleeps) -> None:
+def test_O4_a_last_answer_that_was_lost_is_no_failure(sleeps: VirtualSleep) -> None:
     """The object is there, and ours: its content says so."""
     with ScriptedS3(Rule("POST", "uploadId", reset=True, done=True)) as server:
         store = store_on(server, sleeps)

@@ -5,25 +5,25 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import ConfigError
-from diesel_fs.storage.cloud_place import Place, access_to, parse_place
+from diesel_fs.storage.cloud_place import BucketLocation, parse_bucket_url, resolve_access
 
-S3 = Place("s3", "bucket", "")
+S3 = BucketLocation("s3", "bucket", "")
 
 
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("s3://bucket", Place("s3", "bucket", "")),
-        ("s3://bucket/", Place("s3", "bucket", "")),
-        ("s3://my.bucket-1/a/b c/d=1/", Place("s3", "my.bucket-1", "a/b c/d=1")),
-        ("s3://bucket/a/b%20c/d%3D1", Place("s3", "bucket", "a/b c/d=1")),
-        ("gs://bucket_2/prefix", Place("gs", "bucket_2", "prefix")),
-        ("az://container/prefix", Place("az", "container", "prefix")),
+        ("s3://bucket", BucketLocation("s3", "bucket", "")),
+        ("s3://bucket/", BucketLocation("s3", "bucket", "")),
+        ("s3://my.bucket-1/a/b c/d=1/", BucketLocation("s3", "my.bucket-1", "a/b c/d=1")),
+        ("s3://bucket/a/b%20c/d%3D1", BucketLocation("s3", "bucket", "a/b c/d=1")),
+        ("gs://bucket_2/prefix", BucketLocation("gs", "bucket_2", "prefix")),
+        ("az://container/prefix", BucketLocation("az", "container", "prefix")),
     ],
 )
-def test_a_url_names_a_place(url: str, place: Place) -> None:
-    assert parse_place(url) == place
-    assert parse_place(str(place)) == place
+def test_a_url_names_a_place(url: str, place: BucketLocation) -> None:
+    assert parse_bucket_url(url) == place
+    assert parse_bucket_url(str(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_a_url_names_a_place(url: str, place: Place) -> None:
 )
 def test_what_names_none_is_refused_without_repeating_secrets(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_place(url)
+        parse_bucket_url(url)
     assert "hunter2" not in str(caught.value)
 
 
 def test_keys_lie_below_the_prefix() -> None:
-    assert Place("s3", "bucket", "").key("DIESEL-STORE") == "DIESEL-STORE"
-    assert Place("s3", "bucket", "a/b").key("DIESEL-STORE") == "a/b/DIESEL-STORE"
+    assert BucketLocation("s3", "bucket", "").key("DIESEL-STORE") == "DIESEL-STORE"
+    assert BucketLocation("s3", "bucket", "a/b").key("DIESEL-STORE") == "a/b/DIESEL-STORE"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_keys_lie_below_the_prefix() -> None:
 def test_plain_http_is_what_the_endpoint_says(
     environ: dict[str, str], host: str, plain_http: bool
 ) -> None:
-    access = access_to(S3, environ)
+    access = resolve_access(S3, environ)
     assert (access.host, access.plain_http) == (host, plain_http)
 
 
@@ -94,7 +94,7 @@ def test_plain_http_is_what_the_endpoint_says(
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     for scheme, name in (("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_STORAGE_ENDPOINT")):
         with pytest.raises(ConfigError) as caught:
-            access_to(parse_place(f"{scheme}://bucket"), {name: endpoint})
+            resolve_access(parse_bucket_url(f"{scheme}://bucket"), {name: endpoint})
         assert "hunter2" not in str(caught.value)
 
 
@@ -113,34 +113,34 @@ def profiles(home: Path) -> dict[str, str]:
 
 def test_the_users_profile_counts(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
-    assert access_to(S3, environ).options == {
+    assert resolve_access(S3, environ).options == {
         "region": "eu-west-1",
         "access_key_id": "ours",
         "secret_access_key": "hunter%2",
     }
-    access = access_to(S3, {**environ, "AWS_PROFILE": "lab"})
+    access = resolve_access(S3, {**environ, "AWS_PROFILE": "lab"})
     assert access.host == "lab:9000"
     assert "session_token" in access.options
-    assert access_to(S3, {**environ, "AWS_PROFILE": "none"}).options == {"region": "us-east-1"}
+    assert resolve_access(S3, {**environ, "AWS_PROFILE": "none"}).options == {"region": "us-east-1"}
 
 
 def test_the_environment_counts_before_the_profile(tmp_path: Path) -> None:
     environ = {**profiles(tmp_path), "AWS_REGION": "us-west-2"}
     keys = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "my secret"}
-    assert access_to(S3, {**environ, **keys}).options == {
+    assert resolve_access(S3, {**environ, **keys}).options == {
         "region": "us-west-2",
         "access_key_id": "mine",
         "secret_access_key": "my secret",
     }
-    unsigned = access_to(S3, {**environ, "AWS_SKIP_SIGNATURE": "true"})
+    unsigned = resolve_access(S3, {**environ, "AWS_SKIP_SIGNATURE": "true"})
     assert unsigned.options == {"region": "us-west-2"}
 
 
 def test_secrets_are_in_no_repr_and_no_message(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
-    assert "hunter" not in repr(access_to(S3, environ))
+    assert "hunter" not in repr(resolve_access(S3, environ))
     (tmp_path / ".aws" / "credentials").write_text("aws_secret_access_key = hunter2\n")
     with pytest.raises(ConfigError, match="credentials") as caught:
-        access_to(S3, environ)
+        resolve_access(S3, environ)
     assert "hunter2" not in f"{caught.value!r} {caught.value.__cause__!r}"
     assert caught.value.__suppress_context__

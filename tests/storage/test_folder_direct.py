@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.network_lease import FileSystem, file_system_of
-from diesel_fs.storage.objects import Bytes
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20

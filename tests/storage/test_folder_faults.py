@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import (
     DieselError,
     NoSpaceError,
@@ -17,7 +18,6 @@ from diesel_fs.errors import (
     TruncatedError,
 )
 from diesel_fs.storage.folder import FolderStore
-from diesel_fs.storage.objects import Bytes
 from tests.small_disks import remount, small_disk
 
 DATASET = "datasets/" + "ab" * 16

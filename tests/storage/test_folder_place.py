@@ -23,7 +23,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.layout import MARKER
+from diesel_fs.layout import STORE_MARKER
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import Leftover
 
@@ -102,7 +102,7 @@ def test_several_that_create_one_store_get_one_store(tmp_path: Path) -> None:
 def test_a_marker_that_is_not_ours(
     store: FolderStore, marker: bytes, expected: type[DieselError]
 ) -> None:
-    Path(store.root, MARKER).write_bytes(marker)
+    Path(store.root, STORE_MARKER).write_bytes(marker)
     with pytest.raises(expected):
         FolderStore.open(store.root)
     with pytest.raises(expected):
@@ -173,7 +173,7 @@ def test_a_folder_of_chunks_that_was_moved_and_linked_is_read(
     assert [*store.names(CHUNKS)] == [NAME, OTHER]
     assert store.get(NAME) == b"chunk"
     store.delete(NAME)
-    assert [*store.names("")] == [MARKER, OTHER]
+    assert [*store.names("")] == [STORE_MARKER, OTHER]
 
 
 # Other people's stores

@@ -8,17 +8,17 @@ import pytest
 from diesel_fs.entries import Kind
 from diesel_fs.errors import BusyError, NoSuchDataset, NotFoundError
 from diesel_fs.storage.metadata import MetadataStore, chunks_digest
-from diesel_fs.storage.redis_commits import Commits
-from diesel_fs.storage.redis_keys import Generation, Plan
+from diesel_fs.storage.redis_commits import RedisTransactions
+from diesel_fs.storage.redis_keys import ApplyPlan, Generation
 from tests.storage.batches import (
     Chunk,
     Entry,
     big,
     check,
+    chunk_by_purge,
     chunk_id,
     files,
-    moved,
-    seen,
+    stored_entries,
     tombstones,
 )
 from tests.storage.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener, commit
@@ -32,16 +32,16 @@ def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> s
 
 def test_P1_only_chunks_that_are_wholly_holes_are_forgotten(meta: MetadataStore) -> None:
     one, two, three = files(1, b"a", b"d/b"), files(2, b"a", b"c"), files(3, b"d/b")
-    nine = moved(9, (three, 0))
+    nine = chunk_by_purge(9, (three, 0))
     before = commit(meta, one, two, three, nine)
     assert forgotten(meta, 1, 2, 3, 9, 77) == {1, 3, 77}
-    after = meta.marker(NAME)
+    after = meta.head(NAME)
     assert after.version > before
     check(meta, NAME, [two, nine])
     assert after.digest == chunks_digest([chunk_id(2), chunk_id(9)])
     assert after.newest == chunk_id(9)
     assert forgotten(meta, 1, 2, 3, 9, 77) == {1, 3, 77}
-    assert meta.marker(NAME) == after
+    assert meta.head(NAME) == after
     with pytest.raises(NotFoundError):
         meta.holes(IDENTITY, chunk_id(1))
 
@@ -55,10 +55,10 @@ def test_P5_a_forgotten_chunk_that_comes_back_is_all_holes_again(meta: MetadataS
         check(meta, NAME, [two])
         commit(meta, one)
         check(meta, NAME, [one, two])
-    since = meta.marker(NAME).version
+    since = meta.head(NAME).version
     assert forgotten(meta, 1) == {1}
     commit(meta, files(5, b"c"))
-    assert set(seen(meta.changes(IDENTITY, since).rows)) == {b"c"}
+    assert set(stored_entries(meta.changes(IDENTITY, since).rows)) == {b"c"}
     assert meta.rebuild(NAME, IDENTITY, [two.batch(), files(5, b"c").batch()]) > since
     check(meta, NAME, [two, files(5, b"c")])
 
@@ -68,7 +68,7 @@ def test_the_greatest_chunk_is_never_forgotten(meta: MetadataStore) -> None:
     late = Chunk(10, (None, Entry(b"a")))
     commit(meta, one, nine, late, files(11, b"a"), Chunk(20, (Entry(b"x", 0, Kind.TOMBSTONE),)))
     assert forgotten(meta, 1, 9, 10, 11, 20, tombstones=True) == {1, 9, 10}
-    assert meta.marker(NAME).newest == chunk_id(20)
+    assert meta.head(NAME).newest == chunk_id(20)
 
 
 def test_Z7_tombstones_are_dropped_with_their_chunk_and_only_on_demand(
@@ -82,7 +82,7 @@ def test_Z7_tombstones_are_dropped_with_their_chunk_and_only_on_demand(
     assert forgotten(meta, 5, tombstones=True) == {5}
     check(meta, NAME, [files(7, b"a"), files(8, b"d/c")])
     paths = [b"a", b"d/b", b"never"]
-    assert set(seen(meta.lookup(IDENTITY, paths, tombstones=True))) == {b"a"}
+    assert set(stored_entries(meta.lookup(IDENTITY, paths, tombstones=True))) == {b"a"}
     assert meta.children(IDENTITY, b"d", tombstones=True).names == [b"c"]
     commit(meta, dead)  # an orphan again
     check(meta, NAME, [dead, files(7, b"a"), files(8, b"d/c")])
@@ -93,24 +93,24 @@ def test_a_chunk_with_tombstones_and_a_file_stays(meta: MetadataStore) -> None:
     mixed = Chunk(2, (Entry(b"x", 0, Kind.TOMBSTONE), Entry(b"f")))
     commit(meta, mixed, files(9, b"z"))
     assert forgotten(meta, 2, tombstones=True) == set()
-    commit(meta, moved(10, (mixed, 1)))
+    commit(meta, chunk_by_purge(10, (mixed, 1)))
     assert forgotten(meta, 2) == set()
-    check(meta, NAME, [mixed, files(9, b"z"), moved(10, (mixed, 1))])
+    check(meta, NAME, [mixed, files(9, b"z"), chunk_by_purge(10, (mixed, 1))])
     assert forgotten(meta, 2, tombstones=True) == {2}
-    assert set(seen(meta.lookup(IDENTITY, [b"x", b"f"], tombstones=True))) == {b"f"}
+    assert set(stored_entries(meta.lookup(IDENTITY, [b"x", b"f"], tombstones=True))) == {b"f"}
 
 
 def test_Z4_a_part_of_an_incomplete_version_keeps_its_chunk(meta: MetadataStore) -> None:
     parts = big(1, b"big", 3)
     commit(meta, parts[0], parts[1], files(9, b"x"))
     assert forgotten(meta, 1, 2, tombstones=True) == set()
-    copy = moved(10, (parts[0], 0))
+    copy = chunk_by_purge(10, (parts[0], 0))
     commit(meta, copy)
     assert forgotten(meta, 1, 2) == {1}
     check(meta, NAME, [parts[1], files(9, b"x"), copy])
     commit(meta, parts[2])
     check(meta, NAME, [*parts[1:], files(9, b"x"), copy])
-    copies = [moved(11, (parts[1], 0)), moved(12, (parts[2], 0)), files(13, b"x")]
+    copies = [chunk_by_purge(11, (parts[1], 0)), chunk_by_purge(12, (parts[2], 0)), files(13, b"x")]
     commit(meta, *copies)
     assert forgotten(meta, 2, 3, 9, 10, 11, 12) == {2, 3, 9}
     check(meta, NAME, [copy, *copies])
@@ -119,7 +119,7 @@ def test_Z4_a_part_of_an_incomplete_version_keeps_its_chunk(meta: MetadataStore)
 def test_forgetting_waits_for_a_hold(meta: MetadataStore, open_meta: Opener) -> None:
     commit(meta, files(1, b"a"), files(2, b"a"))
     hasty = open_meta(deadline_s=0.05)
-    with meta.hold(IDENTITY, 30), pytest.raises(BusyError):
+    with meta.lock_commits(IDENTITY, 30), pytest.raises(BusyError):
         hasty.forget(IDENTITY, [chunk_id(1)])
     assert hasty.forget(IDENTITY, [chunk_id(1)]) == {chunk_id(1)}
     hasty.close()
@@ -144,7 +144,7 @@ def test_P1_a_redis_client_killed_while_it_forgets(
         def kill(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(Commits, step, kill)
+        patch.setattr(RedisTransactions, step, kill)
         with pytest.raises(KeyboardInterrupt):
             killed.forget(IDENTITY, [chunk_id(1), chunk_id(2)], tombstones=True)
     check(other, NAME, rest if step == "_unapply" else [one, dead, *rest])
@@ -168,10 +168,12 @@ def test_a_slow_client_does_not_undo_what_came_later(
     slow.create(NAME, IDENTITY)
     one, rest = files(1, b"a", b"d/b"), [files(5, b"a", b"d/b"), files(6, b"e/z")]
     commit(slow, one, *rest)
-    real = Commits._unapply
+    real = RedisTransactions._apply_removal
     turns: list[int] = []
 
-    def late(self: Commits, identity: uuid.UUID, generation: Generation, plan: Plan) -> None:
+    def late(
+        self: RedisTransactions, identity: uuid.UUID, generation: Generation, plan: ApplyPlan
+    ) -> None:
         turns.append(1)
         if len(turns) == 1:
             check(other, NAME, rest)  # which applies the plan
@@ -179,7 +181,7 @@ def test_a_slow_client_does_not_undo_what_came_later(
             check(other, NAME, [one, *rest])
         real(self, identity, generation, plan)
 
-    monkeypatch.setattr(Commits, "_unapply", late)
+    monkeypatch.setattr(RedisTransactions, "_apply_removal", late)
     slow.forget(IDENTITY, [chunk_id(1)])
     assert len(turns) >= 2, "proves nothing"
     check(other, NAME, [one, *rest])

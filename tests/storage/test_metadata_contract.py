@@ -28,10 +28,10 @@ from tests.storage.batches import (
     Entry,
     big,
     check,
+    chunk_by_purge,
     chunk_id,
     files,
-    moved,
-    seen,
+    stored_entries,
     tombstones,
 )
 from tests.storage.metadata_stores import IDENTITY, NAME, NOW_NS, Clock, Opener, commit
@@ -40,7 +40,7 @@ from tests.storage.metadata_stores import IDENTITY, NAME, NOW_NS, Clock, Opener,
 
 
 def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
-    marker = meta.marker(NAME)
+    marker = meta.head(NAME)
     assert (marker.identity, marker.name, marker.version) == (IDENTITY, NAME, 0)
     assert (marker.files, marker.bytes, marker.chunks, marker.digest) == (0, 0, 0, 0)
     assert marker.newest == bytes(16)
@@ -57,7 +57,7 @@ def test_its_time_is_that_of_its_host(meta: MetadataStore) -> None:
 
 def test_creating_is_idempotent_and_never_takes_over(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a"))
-    assert meta.create(NAME, IDENTITY) == meta.marker(NAME)
+    assert meta.create(NAME, IDENTITY) == meta.head(NAME)
     with pytest.raises(ConflictError):
         meta.create(NAME, uuid.UUID(int=8))
     with pytest.raises(ConflictError):
@@ -65,8 +65,8 @@ def test_creating_is_idempotent_and_never_takes_over(meta: MetadataStore) -> Non
     meta.create("other", uuid.UUID(int=8))
     with pytest.raises(ConflictError):
         meta.create("other", IDENTITY)
-    assert [marker.name for marker in meta.markers()] == [NAME, "other"]
-    assert meta.marker(NAME).files == 1
+    assert [marker.name for marker in meta.heads()] == [NAME, "other"]
+    assert meta.head(NAME).files == 1
 
 
 def test_datasets_do_not_see_each_other(meta: MetadataStore) -> None:
@@ -76,7 +76,7 @@ def test_datasets_do_not_see_each_other(meta: MetadataStore) -> None:
     check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
     check(meta, "other", [files(1, b"a/z")])
     assert meta.children(IDENTITY, b"a").names == [b"x", b"y"]
-    assert set(seen(meta.changes(IDENTITY, 1).rows)) == {b"a/x", b"a/y"}
+    assert set(stored_entries(meta.changes(IDENTITY, 1).rows)) == {b"a/x", b"a/y"}
     meta.drop(other)
     check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
 
@@ -85,16 +85,16 @@ def test_L5_a_dropped_dataset_takes_no_commit(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a/x"))
     meta.drop(IDENTITY)
     meta.drop(IDENTITY)
-    assert meta.markers() == []
+    assert meta.heads() == []
     calls: list[Callable[[], object]] = [
-        lambda: meta.marker(NAME),
+        lambda: meta.head(NAME),
         lambda: commit(meta, files(2, b"a/x")),
         lambda: meta.lookup(IDENTITY, [b"a/x"]),
         lambda: meta.children(IDENTITY, b"a"),
         lambda: meta.changes(IDENTITY, 0),
         lambda: meta.chunks(IDENTITY),
         lambda: meta.holes(IDENTITY, chunk_id(1)),
-        lambda: meta.hold(IDENTITY, 1),
+        lambda: meta.lock_commits(IDENTITY, 1),
     ]
     for call in calls:
         with pytest.raises(NoSuchDataset):
@@ -110,7 +110,7 @@ def test_a_closed_store_says_so(meta: MetadataStore) -> None:
     meta.close()
     meta.close()
     with pytest.raises(MetadataError, match="closed"):
-        meta.markers()
+        meta.heads()
 
 
 # Commits
@@ -141,9 +141,9 @@ def test_what_was_committed_is_seen_by_another_handle(
 def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
     chunks = [files(1, b"a", b"b", size=10), files(2, b"a", size=5)]
     version = commit(meta, *chunks)
-    before = meta.marker(NAME)
+    before = meta.head(NAME)
     assert commit(meta, *chunks, *reversed(chunks)) == version
-    assert meta.marker(NAME) == before
+    assert meta.head(NAME) == before
     assert (before.files, before.bytes, before.chunks) == (2, 15, 2)
     check(meta, NAME, chunks)
 
@@ -151,7 +151,7 @@ def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
 def test_the_marker_sums_and_names_the_chunks(meta: MetadataStore) -> None:
     order = [5, 2, 9, 3]
     commit(meta, *(files(number, b"f%d" % number) for number in order))
-    marker = meta.marker(NAME)
+    marker = meta.head(NAME)
     digest = sum(xxh3_128_intdigest(chunk_id(number)) for number in order) % 2**128
     assert (marker.chunks, marker.digest, marker.newest) == (4, digest, chunk_id(9))
     assert chunks_digest(map(chunk_id, sorted(order))) == digest
@@ -167,7 +167,7 @@ def test_K1_versions_rise_whatever_the_clock_does(meta: MetadataStore, clock: Cl
     assert versions == sorted(set(versions))
     assert versions[0] == NOW_NS // 1000
     assert versions[2] == NOW_NS // 1000 + 10**6
-    assert meta.marker(NAME).version == versions[-1]
+    assert meta.head(NAME).version == versions[-1]
 
 
 def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore) -> None:
@@ -185,9 +185,9 @@ def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore)
         files(3, b"d/a", b"new/a", b"new/z"),
     ]
     after = meta.commit(IDENTITY, *(chunk.batch() for chunk in together))
-    assert after == meta.marker(NAME).version == before + 1  # the clock stands
+    assert after == meta.head(NAME).version == before + 1  # the clock stands
     check(meta, NAME, [*first, *together])
-    paths = set(seen(meta.changes(IDENTITY, before).rows))
+    paths = set(stored_entries(meta.changes(IDENTITY, before).rows))
     assert paths == {b"d/a", b"d/b", b"d/big", b"e/c", b"new/a", b"new/x", b"new/y", b"new/z"}
     assert len(meta.changes(IDENTITY, after).rows) == 0
     assert meta.commit(IDENTITY, *(chunk.batch() for chunk in reversed(together))) == after
@@ -199,13 +199,13 @@ def test_of_chunks_that_are_committed_together_all_go_in_or_none(
 ) -> None:
     """A6: an error at the last one undoes the others."""
     commit(meta, files(1, b"a"))
-    before = meta.marker(NAME)
+    before = meta.head(NAME)
     spoilt = files(4, b"late").batch()
     rows = replace(spoilt.rows, folder=np.array([7], np.uint32))  # a folder that it has not
     broken = replace(spoilt, rows=rows)
     with pytest.raises(IndexError):
         meta.commit(IDENTITY, files(2, b"a", b"b").batch(), files(3, b"c").batch(), broken)
-    assert meta.marker(NAME) == before
+    assert meta.head(NAME) == before
     check(meta, NAME, [files(1, b"a")])
     commit(meta, files(3, b"c"))
     check(meta, NAME, [files(1, b"a"), files(3, b"c")])
@@ -213,13 +213,13 @@ def test_of_chunks_that_are_committed_together_all_go_in_or_none(
 
 def test_L3_counts_are_exact_under_overwrites_and_deletions(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a", b"b", b"c", size=100), files(2, b"a", size=1))
-    assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (3, 201)
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (3, 201)
     commit(meta, tombstones(3, b"b", b"never"), tombstones(4, b"b"))  # L6
-    assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (2, 101)
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 101)
     commit(meta, Chunk(5, (Entry(b"c", 3, Kind.LINK, target=b"a"),)))
-    assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (1, 1)
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 1)
     commit(meta, files(6, b"b", size=50))
-    assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (2, 51)
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 51)
 
 
 def test_a_chunk_that_replaced_an_entry_itself_has_a_hole(meta: MetadataStore) -> None:
@@ -250,7 +250,7 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
     stamps = {1: chunk_stamp(chunk_id(1), 1)}  # of a row that is not there
     with pytest.raises(UsageError):
         meta.commit(IDENTITY, files(2, b"a").batch(), type(part)(part.chunk, 0, rows, stamps))
-    assert meta.marker(NAME).version == 0
+    assert meta.head(NAME).version == 0
 
 
 # Files of several extents
@@ -262,12 +262,12 @@ def test_Z4_the_previous_version_stands_until_all_extents_are_there(meta: Metada
     commit(meta, old, parts[2], parts[0])
     check(meta, NAME, [old, parts[2], parts[0]])
     assert meta.holes(IDENTITY, old.id).tolist() == []
-    assert meta.marker(NAME).bytes == 3
-    before = meta.marker(NAME).version
+    assert meta.head(NAME).bytes == 3
+    before = meta.head(NAME).version
     commit(meta, parts[1])
     check(meta, NAME, [old, *parts])
     assert meta.holes(IDENTITY, old.id).tolist() == [0]
-    assert (meta.marker(NAME).files, meta.marker(NAME).bytes) == (1, 99)
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 99)
     rows = meta.changes(IDENTITY, before).rows
     assert [rows.path(i) for i in range(len(rows))] == [b"big"]
     extents = np.frombuffer(rows.tails[0], EXTENT)
@@ -313,34 +313,34 @@ def test_a_chunk_with_extents_of_two_versions(meta: MetadataStore) -> None:
 
 def test_Z6_a_moved_entry_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
     one, two = files(1, b"a", b"b"), files(2, b"b")
-    nine = moved(9, (one, 0))
+    nine = chunk_by_purge(9, (one, 0))
     before = commit(meta, one, two)
     commit(meta, nine)
     check(meta, NAME, [one, two, nine])
-    assert seen(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == nine.id
-    assert list(seen(meta.changes(IDENTITY, before).rows)) == [b"a"]
-    assert (meta.marker(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
+    assert stored_entries(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == nine.id
+    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"a"]
+    assert (meta.head(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
 
 
 def test_P6_Z7_a_moved_entry_never_inserts_and_never_beats_a_newer_one(meta: MetadataStore) -> None:
     one = files(1, b"a", b"b", b"c")
-    nine = moved(9, (one, 0), (one, 1), (one, 2))
+    nine = chunk_by_purge(9, (one, 0), (one, 1), (one, 2))
     commit(meta, one, files(5, b"a"), tombstones(6, b"b"), nine)
     check(meta, NAME, [one, files(5, b"a"), tombstones(6, b"b"), nine])
     lost = files(3, b"lost")
-    commit(meta, moved(10, (lost, 0)))  # its tombstone may have been dropped
+    commit(meta, chunk_by_purge(10, (lost, 0)))  # its tombstone may have been dropped
     assert len(meta.lookup(IDENTITY, [b"lost"], tombstones=True)) == 0
     assert meta.holes(IDENTITY, chunk_id(10)).tolist() == [0]
-    commit(meta, moved(11, (files(7, b"a"), 0)))  # of chunk 7, which the store has lost
-    assert seen(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == chunk_id(5)
-    commit(meta, *(moved(12 + i, (part, 0)) for i, part in enumerate(big(8, b"lost", 2))))
+    commit(meta, chunk_by_purge(11, (files(7, b"a"), 0)))  # of chunk 7, which the store has lost
+    assert stored_entries(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == chunk_id(5)
+    commit(meta, *(chunk_by_purge(12 + i, (part, 0)) for i, part in enumerate(big(8, b"lost", 2))))
     assert len(meta.lookup(IDENTITY, [b"lost"])) == 0
     assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
 
 
 def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: MetadataStore) -> None:
     one, parts = files(1, b"a"), big(2, b"big", 3)
-    nine = moved(9, (one, 0), (parts[1], 0), known=False)
+    nine = chunk_by_purge(9, (one, 0), (parts[1], 0), known=False)
     commit(meta, nine, one, parts[1], parts[0])
     check(meta, NAME, [nine, one, parts[1], parts[0]])
     commit(meta, parts[2])
@@ -351,10 +351,10 @@ def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: Metad
 def test_a_moved_extent_takes_its_place_in_the_file(meta: MetadataStore) -> None:
     parts = big(1, b"big", 3)
     before = commit(meta, *parts)
-    copies = [moved(10, (parts[1], 0)), moved(11, (parts[0], 0))]
+    copies = [chunk_by_purge(10, (parts[1], 0)), chunk_by_purge(11, (parts[0], 0))]
     commit(meta, copies[0])
     check(meta, NAME, [*parts, copies[0]])
-    assert list(seen(meta.changes(IDENTITY, before).rows)) == [b"big"]
+    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"big"]
     commit(meta, copies[1])
     check(meta, NAME, [*parts, *copies])
     commit(meta, files(20, b"big"))
@@ -373,7 +373,7 @@ def test_a_rebuild_gives_the_same_state_and_a_greater_version(
     clock.ns -= 10**9  # K1
     order = [*reversed(chunks), chunks[0]]
     after = meta.rebuild(NAME, IDENTITY, (chunk.batch() for chunk in order))
-    assert meta.marker(NAME).version == after > before
+    assert meta.head(NAME).version == after > before
     check(meta, NAME, chunks)
     fresh = uuid.UUID(int=8)
     meta.rebuild("other", fresh, [chunk.batch() for chunk in chunks])
@@ -384,16 +384,16 @@ def test_a_rebuild_gives_the_same_state_and_a_greater_version(
 
 def test_C18_a_rebuild_that_fails_leaves_the_state_before(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a"), files(2, b"b"))
-    before = meta.marker(NAME)
+    before = meta.head(NAME)
 
     def broken() -> Iterator[Batch]:
         yield files(2, b"b").batch()
-        assert meta.marker(NAME) == before  # nobody sees it half done
+        assert meta.head(NAME) == before  # nobody sees it half done
         raise CorruptError("a chunk is damaged")
 
     with pytest.raises(CorruptError):
         meta.rebuild(NAME, IDENTITY, broken())
-    assert meta.marker(NAME) == before
+    assert meta.head(NAME) == before
     check(meta, NAME, [files(1, b"a"), files(2, b"b")])
 
 
@@ -449,12 +449,12 @@ def test_changes_name_all_chunks_and_only_new_entries(meta: MetadataStore) -> No
     first = commit(meta, files(1, b"a", b"b"))
     last = commit(meta, files(2, b"b"), tombstones(3, b"a"))
     changes = meta.changes(IDENTITY, first)
-    assert changes.marker == meta.marker(NAME)
-    assert set(seen(changes.rows)) == {b"a", b"b"}
+    assert changes.head == meta.head(NAME)
+    assert set(stored_entries(changes.rows)) == {b"a", b"b"}
     assert sorted(changes.chunks) == [(chunk_id(i), 1000 + i) for i in (1, 2, 3)]
     assert len(meta.changes(IDENTITY, last).rows) == 0
     assert len(meta.changes(IDENTITY, last).chunks) == 3
-    assert set(seen(meta.changes(IDENTITY, 0).rows)) == {b"b"}
+    assert set(stored_entries(meta.changes(IDENTITY, 0).rows)) == {b"b"}
 
 
 def test_deep_paths(meta: MetadataStore) -> None:
@@ -473,14 +473,14 @@ def test_a_hold_keeps_commits_out_until_it_is_released(
 ) -> None:
     meta.create("other", uuid.UUID(int=8))
     hasty = open_meta(deadline_s=0.05)
-    with meta.hold(IDENTITY, 30), meta.hold(IDENTITY, 20) as second:
+    with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
         second.release()
         with pytest.raises(BusyError):
             commit(hasty, files(1, b"a"))
         hasty.commit(uuid.UUID(int=8), files(1, b"a").batch())
         waiting = threading.Thread(target=commit, args=(meta, files(2, b"b")))
         waiting.start()
-        assert meta.changes(IDENTITY, 0).marker.version == 0
+        assert meta.changes(IDENTITY, 0).head.version == 0
     waiting.join()
     commit(hasty, files(1, b"a"))
     check(hasty, NAME, [files(1, b"a"), files(2, b"b")])
@@ -492,18 +492,18 @@ def test_a_hold_ends_by_itself_even_if_the_clock_goes_back(
 ) -> None:
     by_redis = isinstance(meta, RedisMetadata)  # its own clock counts, and goes as it goes
     hasty = open_meta(deadline_s=0.05)
-    meta.hold(IDENTITY, 1 if by_redis else 10)
+    meta.lock_commits(IDENTITY, 1 if by_redis else 10)
     with pytest.raises(BusyError):
         commit(hasty, files(1, b"a"))
     clock.ns += 11 * 10**9
     time.sleep(1.1 if by_redis else 0)
     commit(hasty, files(1, b"a"))
-    meta.hold(IDENTITY, 0.1 if by_redis else 60)
+    meta.lock_commits(IDENTITY, 0.1 if by_redis else 60)
     clock.ns -= 3600 * 10**9  # K1
     time.sleep(0.2 if by_redis else 0)
     commit(hasty, files(2, b"a"))
     with pytest.raises(UsageError):
-        meta.hold(IDENTITY, 3600)
+        meta.lock_commits(IDENTITY, 3600)
     hasty.close()
 
 

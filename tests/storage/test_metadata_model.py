@@ -14,12 +14,12 @@ from diesel_fs.storage.metadata import MetadataStore
 from tests.storage.batches import (
     Chunk,
     Entry,
-    alive,
     big,
     check,
+    chunk_by_purge,
     fold,
-    moved,
-    seen,
+    stored_entries,
+    without_tombstones,
 )
 from tests.storage.metadata_stores import IDENTITY, NAME, STORES, Clock
 
@@ -41,7 +41,7 @@ def histories(draw: st.DrawFn) -> list[Chunk]:
     for number in range(draw(st.integers(0, 3))):
         source = draw(st.sampled_from(chunks))
         place = draw(st.integers(0, len(source.entries) - 1))
-        chunks.append(moved(100 + number, (source, place), known=draw(st.booleans())))
+        chunks.append(chunk_by_purge(100 + number, (source, place), known=draw(st.booleans())))
     return chunks
 
 
@@ -63,9 +63,9 @@ def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Rando
     start = 0
     while start < len(order):
         end = start + dice.choice([1, 1, 2, 3, len(order)])
-        before = meta.marker(NAME)
+        before = meta.head(NAME)
         version = meta.commit(IDENTITY, *(chunk.batch() for chunk in order[start:end]))
-        assert (version > before.version) == (meta.marker(NAME).chunks > before.chunks)
+        assert (version > before.version) == (meta.head(NAME).chunks > before.chunks)
         start = end
 
 
@@ -112,12 +112,12 @@ def check_history(kind: str, history: list[Chunk], seed: int) -> None:
         if order[middle + 1 :]:
             commit_in_groups(meta, order[middle + 1 :], dice)
         check(meta, NAME, order)
-        since = meta.changes(IDENTITY, base.marker.version)
-        merged = seen(base.rows) | seen(since.rows)
-        assert alive(merged) == alive(fold(order).entries)
+        since = meta.changes(IDENTITY, base.head.version)
+        merged = stored_entries(base.rows) | stored_entries(since.rows)
+        assert without_tombstones(merged) == without_tombstones(fold(order).entries)
         unchanged = set(fold(order[: middle + 1]).entries.items()) & set(
             fold(order).entries.items()
         )
-        assert not {path for path, _ in unchanged} & set(seen(since.rows))
+        assert not {path for path, _ in unchanged} & set(stored_entries(since.rows))
         check_forgetting(meta, order)
         meta.close()

@@ -21,15 +21,15 @@ from diesel_fs.errors import (
     TruncatedError,
     UsageError,
 )
-from diesel_fs.layout import MARKER, OBJECT_NAME
+from diesel_fs.layout import OBJECT_NAME, STORE_MARKER
 from diesel_fs.storage.cloud import open_cloud
 from diesel_fs.storage.cloud_proxy import CloudProxy
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import (
     ObjectStore,
     StoreWrapper,
+    batched_parts,
     parse_marker,
-    together,
 )
 from tests.storage.faulty_store import Fault, FaultyStore
 from tests.storage.s3_server import Server
@@ -69,7 +69,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
 many_examples = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: name != MARKER)
+object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: name != STORE_MARKER)
 
 
 def test_what_was_put_is_got(store: ObjectStore) -> None:
@@ -110,7 +110,7 @@ def test_replace_creates_and_overwrites_leases_only(store: ObjectStore) -> None:
     store.replace(LEASE, [b"one"])
     store.replace(LEASE, [b"t", b"wo"])
     assert store.get(LEASE) == b"two"
-    for name in (chunk("a"), MARKER, f"{DATASET}/DATASET"):
+    for name in (chunk("a"), STORE_MARKER, f"{DATASET}/DATASET"):
         with pytest.raises(UsageError):
             store.replace(name, [b""])
 
@@ -138,12 +138,12 @@ def test_delete_is_idempotent(store: ObjectStore) -> None:
 
 
 def test_the_marker_is_an_object_that_stays(store: ObjectStore) -> None:
-    assert [*store.names("")] == [MARKER]
+    assert [*store.names("")] == [STORE_MARKER]
     with pytest.raises(ObjectExists):
-        store.put(MARKER, [b"{}"])
+        store.put(STORE_MARKER, [b"{}"])
     with pytest.raises(UsageError):
-        store.delete(MARKER)
-    assert parse_marker(store.get(MARKER)) == store.store_id
+        store.delete(STORE_MARKER)
+    assert parse_marker(store.get(STORE_MARKER)) == store.store_id
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_a_listing_is_in_byte_order_from_a_name_on(store: ObjectStore) -> None:
     names = [chunk("".join(draw.choices(ALPHABET, k=6))) for _ in range(100)]
     names += [chunk(text) for text in ("A", "a", "_", "-", "aaaa", "aaab", "0")]
     names += [f"{DATASET}/DATASET", f"{DATASET}/snapshots/{3:016x}", LEASE, "deleted/" + "0" * 32]
-    names += [f"datasets/{'0e' * 16}/DATASET", f"datasets/{'10' * 16}/DATASET", MARKER]
+    names += [f"datasets/{'0e' * 16}/DATASET", f"datasets/{'10' * 16}/DATASET", STORE_MARKER]
     for name in names:
-        if name != MARKER:
+        if name != STORE_MARKER:
             store.put(name, [name.encode()])
     expected = sorted(names, key=str.encode)
     listed = [*store.list("")]
     assert [info.name for info in listed] == expected
-    assert all(info.bytes == len(info.name) for info in listed if info.name != MARKER)
+    assert all(info.bytes == len(info.name) for info in listed if info.name != STORE_MARKER)
     prefixes = ["", "d", "datasets", "datasets/", DATASET, f"{DATASET}/chunks/", chunk("a")[:-9]]
     afters = ["", "d", "datasets", *expected[::9], f"{DATASET}/chunks/aaaa", chunk("zzzz"), "zz"]
     for prefix in prefixes:
@@ -281,7 +281,7 @@ def test_stat_says_what_the_listing_says(store: ObjectStore) -> None:
 
 def test_of_several_putters_of_one_name_exactly_one_wins(store: ObjectStore) -> None:
     store.put(chunk("first"), [b"x"])
-    if getattr(getattr(store, "inner", None), "conditional", None) is False:
+    if getattr(getattr(store, "inner", None), "supports_conditional_put", None) is False:
         pytest.skip("this server knows no conditional requests, which `CloudStore.put` explains")
     putters = 8
     start = threading.Barrier(putters)
@@ -362,7 +362,7 @@ def test_parts_go_together_up_to_both_limits(
 ) -> None:
     """No request is over a limit, unless by a single part, and none is less than it could be."""
     parts = [("x", number, size) for number, size in enumerate(sizes)]
-    found = [*together(parts, count_max, bytes_max)]
+    found = [*batched_parts(parts, count_max, bytes_max)]
     assert [part for some in found for part in some] == parts
     for some, following in pairwise([*found, []]):
         total = sum(size for _, _, size in some)

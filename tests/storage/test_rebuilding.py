@@ -13,10 +13,10 @@ import pytest
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from diesel_fs.storage import rebuilding, sqlite_aside
-from diesel_fs.storage.holding import Holding
+from diesel_fs.storage.holding import RenewingCommitLock
 from diesel_fs.storage.metadata import Batch, MetadataStore
 from diesel_fs.storage.sqlite import SqliteMetadata
-from tests.storage.batches import Chunk, check, chunk_id, files, seen, tombstones
+from tests.storage.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
 from tests.storage.metadata_stores import IDENTITY, NAME, Opener, commit
 
 ONE_S = 10**9
@@ -27,7 +27,7 @@ class Chunks:
 
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]
-        self.late: list[Sequence[ChunkId]] = []
+        self.requested: list[Sequence[ChunkId]] = []
 
     def committed(self, meta: MetadataStore, *chunks: Chunk) -> None:
         """Put chunks: durable first, then committed."""
@@ -40,14 +40,14 @@ class Chunks:
         then()
         yield from found
 
-    def those(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
         """As `Late`."""
-        self.late.append([*chunks])
+        self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
 
 
-def held(opened: Opener) -> bool:
+def commits_are_locked(opened: Opener) -> bool:
     """Whether commits are held back now."""
     with closing(opened(deadline_s=0.05)) as hasty:
         try:
@@ -72,12 +72,12 @@ def test_C18_what_is_committed_meanwhile_is_in_the_new_state(
             more = files(3, b"d/b", b"new"), tombstones(4, b"c"), files(5, b"d/e/f")
             store.committed(writer, *more)
 
-        version = meta.rebuild(NAME, IDENTITY, store.listed(then=put), store.those)
+        version = meta.rebuild(NAME, IDENTITY, store.listed(then=put), store.read_committed)
         check(meta, NAME, store.there)
-        assert writer.marker(NAME).version == version
+        assert writer.head(NAME).version == version
         store.committed(writer, files(6, b"a"))
         check(meta, NAME, store.there)
-    assert store.late == [[chunk_id(number) for number in (3, 4, 5)]]
+    assert store.requested == [[chunk_id(number) for number in (3, 4, 5)]]
 
 
 def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
@@ -110,7 +110,7 @@ def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
     thread = threading.Thread(target=put, daemon=True)
     thread.start()
     try:
-        meta.rebuild(NAME, IDENTITY, slowly(store.listed()), store.those)
+        meta.rebuild(NAME, IDENTITY, slowly(store.listed()), store.read_committed)
     finally:
         stop.set()
         thread.join(30)
@@ -123,7 +123,7 @@ def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
 def test_C18_commits_are_held_back_for_the_last_few_alone(
     meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuilding, "FEW_CHUNKS", 3)
+    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 3)
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     was_held = list[bool]()
@@ -132,17 +132,17 @@ def test_C18_commits_are_held_back_for_the_last_few_alone(
         store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
 
     def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        if not store.late:
+        if not store.requested:
             store.committed(meta, files(30, b"more"), files(31, b"even more"))
             was_held.append(False)
         else:
-            was_held.append(held(open_meta))
-        yield from store.those(chunks)
+            was_held.append(commits_are_locked(open_meta))
+        yield from store.read_committed(chunks)
 
     meta.rebuild(NAME, IDENTITY, store.listed(then=put), late)
-    assert [len(chunks) for chunks in store.late] == [10, 2]
+    assert [len(chunks) for chunks in store.requested] == [10, 2]
     assert was_held == [False, True]
-    assert not held(open_meta)
+    assert not commits_are_locked(open_meta)
     check(meta, NAME, [*store.there, files(999, b"hasty")])
 
 
@@ -164,7 +164,7 @@ def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
     commit(meta, *store.there)
 
     def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        yield from store.those(chunks)
+        yield from store.read_committed(chunks)
         raise error
 
     with pytest.raises(type(error)):
@@ -172,13 +172,13 @@ def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
             NAME, IDENTITY, store.listed(then=lambda: store.committed(meta, files(2, b"b"))), late
         )
     check(meta, NAME, store.there)
-    assert not held(open_meta)
+    assert not commits_are_locked(open_meta)
 
 
 def test_late_chunks_that_nobody_can_read_are_asked_for_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuilding, "FEW_CHUNKS", 0)
+    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 0)
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     asked = list[Collection[ChunkId]]()
@@ -198,8 +198,8 @@ def test_chunks_that_are_gone_are_not_asked_for(meta: MetadataStore) -> None:
     """What was committed before, and is not found, is what a rebuild leaves out."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
-    meta.rebuild(NAME, IDENTITY, store.listed(), store.those)
-    assert store.late == []
+    meta.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+    assert store.requested == []
     check(meta, NAME, store.there)
 
 
@@ -212,18 +212,20 @@ def test_a_rebuild_is_news_to_whoever_has_seen_the_last_commit(meta: MetadataSto
     def batches() -> Iterator[Batch]:
         yield from store.listed()
         store.committed(meta, files(3, b"b"))
-        last.append(meta.marker(NAME).version)
+        last.append(meta.head(NAME).version)
 
-    meta.rebuild(NAME, IDENTITY, batches(), store.those)
-    assert set(seen(meta.changes(IDENTITY, last[0]).rows)) == {b"a", b"orphan", b"b"}
+    meta.rebuild(NAME, IDENTITY, batches(), store.read_committed)
+    assert set(stored_entries(meta.changes(IDENTITY, last[0]).rows)) == {b"a", b"orphan", b"b"}
 
 
 def test_a_dataset_that_is_dropped_meanwhile_does_not_come_back(meta: MetadataStore) -> None:
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     with pytest.raises(NoSuchDataset):
-        meta.rebuild(NAME, IDENTITY, store.listed(then=lambda: meta.drop(IDENTITY)), store.those)
-    assert meta.markers() == []
+        meta.rebuild(
+            NAME, IDENTITY, store.listed(then=lambda: meta.drop(IDENTITY)), store.read_committed
+        )
+    assert meta.heads() == []
     meta.create(NAME, IDENTITY)
     check(meta, NAME, [])
 
@@ -235,13 +237,13 @@ def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opene
     with closing(open_meta()) as other:
 
         def meanwhile() -> None:
-            other.rebuild(NAME, IDENTITY, store.listed(), store.those)
+            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
             number = len(store.there) + 1
             store.committed(other, files(number, b"f%d" % number))
-            other.rebuild(NAME, IDENTITY, store.listed(), store.those)
+            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
 
         for _ in range(2):
-            meta.rebuild(NAME, IDENTITY, store.listed(then=meanwhile), store.those)
+            meta.rebuild(NAME, IDENTITY, store.listed(then=meanwhile), store.read_committed)
             check(other, NAME, store.there)
 
 
@@ -250,7 +252,7 @@ def test_what_is_forgotten_meanwhile_is_forgotten_again(meta: MetadataStore) -> 
     commit(meta, *store.there)
     gone = chunk_id(1)
     batches = store.listed(then=lambda: meta.forget(IDENTITY, [gone]))
-    meta.rebuild(NAME, IDENTITY, batches, store.those)
+    meta.rebuild(NAME, IDENTITY, batches, store.read_committed)
     meta.forget(IDENTITY, [gone])
     check(meta, NAME, store.there[1:])
 
@@ -265,7 +267,7 @@ def test_C2_a_rebuild_that_is_interrupted_when_it_is_done_has_been_done(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Holding, "__exit__", interrupted)
+        patch.setattr(RenewingCommitLock, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, store.listed())
     check(meta, NAME, store.there)
@@ -368,7 +370,7 @@ def test_what_a_killed_rebuild_left_goes_with_a_later_one(
             meta.rebuild(NAME, IDENTITY, batches(700))
         check(meta, NAME, store.there)
         assert rows_of_nobody(path) == 0
-        monkeypatch.setattr(sqlite_aside.BuiltAside, "give_up", lambda _: None)
+        monkeypatch.setattr(sqlite_aside.SqliteShadowState, "discard", lambda _: None)
         monkeypatch.setattr(Chunks, "listed", killed(Chunks.listed))
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, store.listed())
@@ -407,11 +409,11 @@ def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
             db.commit()
         if len(store.there) == 2:
             store.committed(embedded, files(3, b"c"))
-        yield from store.those(chunks)
+        yield from store.read_committed(chunks)
 
     batches = store.listed(then=lambda: store.committed(embedded, files(2, b"b")))
     embedded.rebuild(NAME, IDENTITY, batches, late)
-    assert store.late == [[chunk_id(2)], [chunk_id(3)]]
+    assert store.requested == [[chunk_id(2)], [chunk_id(3)]]
     check(embedded, NAME, store.there)
 
 
@@ -431,7 +433,7 @@ def test_others_go_on_holding_commits_back_after_a_rebuild(
     store = Chunks(files(1, b"a"))
     commit(embedded, *store.there)
     with closing(SqliteMetadata.open(path, deadline_s=0.05)) as hasty:
-        with embedded.hold(IDENTITY, 60):
+        with embedded.lock_commits(IDENTITY, 60):
             embedded.rebuild(NAME, IDENTITY, store.listed())
             with pytest.raises(BusyError):
                 hasty.commit(IDENTITY, files(2, b"b").batch())

@@ -15,8 +15,8 @@ import pytest
 from diesel_fs.errors import MetadataBehind
 from diesel_fs.storage.redis_keys import DatasetKeys
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.batches import Chunk, Entry, check, files, seen
-from tests.storage.redis_proxy import Proxy
+from tests.storage.batches import Chunk, Entry, check, files, stored_entries
+from tests.storage.redis_proxy import RedisProxy
 from tests.storage.redis_servers import RedisServer, emptied_server
 
 NAME = "flowers"
@@ -114,16 +114,16 @@ def test_A6_a_connection_that_is_lost_at_any_step(
     for step in range(1, STEPS + 1):
         fault = FaultAt(step, what)
         with (
-            Proxy(server.socket, fault) as proxy,
+            RedisProxy(server.socket, fault) as proxy,
             closing(RedisMetadata.open(proxy.url, deadline_s=10)) as other,
         ):
             fault.arm()
             tried.append(len(tried) + 1)
             version = other.commit(IDENTITY, shared(tried[-1]).batch())
         hits += fault.hit
-        assert version == meta.marker(NAME).version
+        assert version == meta.head(NAME).version
         assert committed(meta, tried) == tried
-        assert not server.client().lrange(DatasetKeys(IDENTITY).unapplied, 0, -1)
+        assert not server.client().lrange(DatasetKeys(IDENTITY).pending, 0, -1)
     assert 5 <= hits < STEPS, "a commit has at least five steps, and fewer than were tried"
 
 
@@ -169,21 +169,21 @@ def test_A6_A9_a_writer_that_is_killed_at_any_step(
     tried = list(BEFORE)
     for step in range(1, STEPS):
         group = list(range(10 * step, 10 * step + at_once))
-        before, state = meta.marker(NAME), seen(meta.changes(IDENTITY, 0).rows)
+        before, state = meta.head(NAME), stored_entries(meta.changes(IDENTITY, 0).rows)
         fault = KillAt(step, when)
         with (
-            Proxy(server.socket, fault) as proxy,
+            RedisProxy(server.socket, fault) as proxy,
             start(proxy.url, group, at_once) as process,
         ):
             fault.watch(process)
             output, _ = process.communicate(timeout=60)
         is_acked = len(output.splitlines()) == at_once
         with closing(RedisMetadata.open(server.url)) as fresh:
-            is_in = fresh.marker(NAME).version > before.version
+            is_in = fresh.head(NAME).version > before.version
             assert is_in or not is_acked
             if not is_in:
-                assert fresh.marker(NAME) == before
-                assert seen(fresh.changes(IDENTITY, 0).rows) == state
+                assert fresh.head(NAME) == before
+                assert stored_entries(fresh.changes(IDENTITY, 0).rows) == state
             known = [*tried, *group] if is_in else tried
             assert committed(fresh, [*tried, *group]) == known
             outcomes.add((is_in, is_acked))
@@ -216,12 +216,12 @@ def test_L1_L2_processes_and_threads_commit_at_once(
     versions = []
     while any(process.poll() is None for process in started):
         changes = meta.changes(IDENTITY, 0)
-        versions.append(changes.marker.version)
-        assert len(changes.chunks) == changes.marker.chunks
+        versions.append(changes.head.version)
+        assert len(changes.chunks) == changes.head.chunks
         held = {changes.rows.chunks[i] for i in set(changes.rows.chunk.tolist())}
         assert held <= {chunk.id for chunk in changes.chunks}
         sizes = changes.rows.records["size"]
-        assert (len(sizes), int(sizes.sum())) == (changes.marker.files, changes.marker.bytes)
+        assert (len(sizes), int(sizes.sum())) == (changes.head.files, changes.head.bytes)
     for thread in threads:
         thread.join()
     outputs = [process.communicate(timeout=60)[0] for process in started]
@@ -243,14 +243,14 @@ def test_a_piece_that_redis_has_lost_is_missed(meta: RedisMetadata, server: Redi
     assert len(lost) in (1, 2)
     client.delete(*lost)
     for ask in (
-        lambda: meta.marker(NAME),
+        lambda: meta.head(NAME),
         lambda: meta.lookup(IDENTITY, [b"new/file"]),
         lambda: meta.changes(IDENTITY, 0),
         lambda: meta.children(IDENTITY, b""),
     ):
         with pytest.raises(MetadataBehind, match="has lost"):
             ask()
-    assert [marker.name for marker in meta.markers()] == [NAME], "other datasets are not hidden"
+    assert [marker.name for marker in meta.heads()] == [NAME], "other datasets are not hidden"
     meta.rebuild(NAME, IDENTITY, [shared(number).batch() for number in BEFORE])
     assert committed(meta, BEFORE) == BEFORE
 
@@ -272,15 +272,15 @@ def test_what_a_dead_writer_left_is_swept_up(meta: RedisMetadata, server: RedisS
     client = server.client()
     keys = DatasetKeys(IDENTITY)
     writer = RedisMetadata.open(server.url)
-    writer._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+    writer._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
     for number in range(100, 165):
         with pytest.raises(KeyboardInterrupt):
             writer.commit(IDENTITY, shared(number).batch())
     assert client.hlen(keys.begun) == 65
-    generation = meta._commits.look(IDENTITY).generation
-    meta._commits.sweep(IDENTITY, generation)
+    generation = meta._commits.read_head(IDENTITY).generation
+    meta._commits.remove_abandoned_transactions(IDENTITY, generation)
     assert client.hlen(keys.begun) == 65, "they may be alive"
-    meta._commits.sweep(IDENTITY, generation, age_s=0)
+    meta._commits.remove_abandoned_transactions(IDENTITY, generation, age_s=0)
     assert client.hlen(keys.begun) == 0
     assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
     writer.close()

@@ -27,18 +27,18 @@ from diesel_fs.errors import (
     NoSuchDataset,
 )
 from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.storage.redis_errors import Again, cause_of, meaning
+from diesel_fs.storage.redis_errors import RetryLater, safe_cause, translate_error
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.batches import Chunk, check, files, insist
+from tests.storage.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata_stores import IDENTITY, NAME, filled
-from tests.storage.redis_proxy import Proxy
+from tests.storage.redis_proxy import RedisProxy
 from tests.storage.redis_servers import (
     RedisCluster,
     RedisServer,
     emptied_server,
+    execute,
     free_port,
     shared_cluster,
-    tell,
     until,
 )
 
@@ -96,7 +96,7 @@ def test_C12_what_is_dead_is_removed_once(shared: RedisServer) -> None:
             meta.create(f"old{number}", identity)
             meta.drop(identity)
     with (
-        Proxy(shared.socket, lambda n, request: "") as proxy,
+        RedisProxy(shared.socket, lambda n, request: "") as proxy,
         closing(RedisMetadata.open(proxy.url, buckets=64)) as meta,
     ):
         before = proxy.requests
@@ -119,9 +119,9 @@ def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
         errors.ResponseError(f"unknown command `AUTH`, with args beginning with: `{SECRET[:5]}`"),
         errors.ConnectionError(f"Error: {SECRET}"),
     ):
-        meant = meaning(error, where)
-        assert SECRET[:5] not in str(meant.final if isinstance(meant, Again) else meant)
-        assert cause_of(error, where) is None
+        meant = translate_error(error, where)
+        assert SECRET[:5] not in str(meant.last_error if isinstance(meant, RetryLater) else meant)
+        assert safe_cause(error, where) is None
 
 
 @pytest.mark.parametrize("address", ["redis://h", "redis+sentinel://h/main"])
@@ -137,18 +137,18 @@ def test_C9_errors_within_scripts_as_each_redis_says_them(text: str, address: st
     """Redis 5 and 6 have the word for it in the middle."""
     where = parse_redis_url(address, {})
 
-    def meant(code: str) -> DieselError | Again:
-        return meaning(errors.ResponseError(text.format(code)), where)
+    def meant(code: str) -> DieselError | RetryLater:
+        return translate_error(errors.ResponseError(text.format(code)), where)
 
     assert isinstance(meant("MISCONF"), NoSpaceError)
     assert isinstance(meant("OOM"), NoSpaceError)
     assert isinstance(meant("WRONGTYPE"), CorruptError)
-    assert isinstance(meant("NOREPLICAS"), Again)
-    assert isinstance(meant("READONLY"), Again if where.service else MetadataError)
-    assert isinstance(meaning(errors.NoScriptError("it is gone"), where), Again)
-    assert isinstance(meaning(errors.InvalidResponse("what"), where), Again)
+    assert isinstance(meant("NOREPLICAS"), RetryLater)
+    assert isinstance(meant("READONLY"), RetryLater if where.service else MetadataError)
+    assert isinstance(translate_error(errors.NoScriptError("it is gone"), where), RetryLater)
+    assert isinstance(translate_error(errors.InvalidResponse("what"), where), RetryLater)
     garbage = errors.ResponseError("user_script:12: data string too short script: 0a")
-    assert isinstance(meaning(garbage, where), CorruptError)
+    assert isinstance(translate_error(garbage, where), CorruptError)
 
 
 class Waiting:
@@ -186,7 +186,7 @@ def test_C2_each_node_waits_for_what_was_written_last(cluster: RedisCluster) -> 
         said: list[object] = []
         waiting = [(key, Waiting(said, waits)) for waits, (key, _) in enumerate(nodes)]
         meta._link._open_nodes.slots = lambda: waiting  # type: ignore[method-assign, assignment, return-value]  # a fault is put in
-        meta.durable()
+        meta.sync()
         expected: list[object] = []
         for waits, (key, _) in enumerate(nodes):
             wait = ("WAITAOF", 1, 0, 1000)
@@ -222,7 +222,7 @@ def test_C2_a_kill_in_the_middle_of_a_put(server: RedisServer) -> None:
         threading.Thread(target=crash).start()
         while not back.is_set() or len(chunks) % 10:
             chunks.append(bulky(len(chunks) + 1))
-            insist(meta, IDENTITY, chunks[-1].batch())
+            commit_and_repair(meta, IDENTITY, chunks[-1].batch())
         check(meta, NAME, chunks)
     with closing(RedisMetadata.open(server.tcp_url)) as fresh:
         check(fresh, NAME, chunks)
@@ -237,7 +237,7 @@ def test_C3_an_emptied_redis_knows_no_dataset(server: RedisServer) -> None:
             lambda: meta.children(IDENTITY, b"a"),
             lambda: meta.commit(IDENTITY, files(2, b"c").batch()),
             lambda: meta.changes(IDENTITY, 0),
-            lambda: meta.marker(NAME),
+            lambda: meta.head(NAME),
         ]
         for call in calls:
             with pytest.raises(NoSuchDataset):
@@ -296,7 +296,7 @@ def test_C7_a_full_memory(server: RedisServer) -> None:
         chunks.append(bulky(number))
         check(meta, NAME, chunks)
         version = meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
-        assert version == meta.marker(NAME).version
+        assert version == meta.head(NAME).version
         check(meta, NAME, chunks)
         assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
 
@@ -349,7 +349,7 @@ def test_C10_loading_and_busy_are_waited_for(server: RedisServer) -> None:
 
         def spin() -> None:
             with pytest.raises(Exception, match="killed"):
-                tell(client, "EVAL", "while true do end", 0)
+                execute(client, "EVAL", "while true do end", 0)
 
         spinner = threading.Thread(target=spin)
         spinner.start()
@@ -369,7 +369,7 @@ def test_C10_loading_and_busy_are_waited_for(server: RedisServer) -> None:
 
 
 def test_C12_a_slow_redis_slows_only(shared: RedisServer) -> None:
-    slow = Proxy(shared.socket, lambda n, request: "", delay_s=0.1)
+    slow = RedisProxy(shared.socket, lambda n, request: "", delay_s=0.1)
     with slow as proxy, closing(filled(proxy.url)) as meta:
         before = proxy.requests
         meta.commit(IDENTITY, *(bulky(number).batch() for number in range(2, 10)))
@@ -395,7 +395,7 @@ def test_C13_a_hung_redis_costs_a_deadline_and_no_more(server: RedisServer) -> N
 
         def ask() -> None:
             try:
-                meta.marker(NAME)
+                meta.head(NAME)
             except DieselError as error:
                 faults.append(error)
 
@@ -407,7 +407,7 @@ def test_C13_a_hung_redis_costs_a_deadline_and_no_more(server: RedisServer) -> N
         assert time.monotonic() - start < 6
         assert [type(fault) for fault in faults] == [DeadlineError] * 8
         server.signal(signal.SIGCONT)
-        assert meta.marker(NAME).files == 2
+        assert meta.head(NAME).files == 2
 
 
 def test_C14_S8_wrong_passwords_and_missing_rights(
@@ -417,8 +417,8 @@ def test_C14_S8_wrong_passwords_and_missing_rights(
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         place = f"127.0.0.1:{server.port}"
         client = server.client()
-        tell(client, "ACL", "SETUSER", "poor", "on", f">{SECRET}", "~dfs:*", "+info", "+get")
-        tell(client, "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *COMMANDS)
+        execute(client, "ACL", "SETUSER", "poor", "on", f">{SECRET}", "~dfs:*", "+info", "+get")
+        execute(client, "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *COMMANDS)
         for userinfo, wanted in (
             ("", "password"),
             (":wrong" + SECRET, "user and password"),
@@ -444,8 +444,8 @@ def test_C14_S8_wrong_passwords_and_missing_rights(
             check(meta, NAME, [files(1, b"a/x", b"b")])
             meta.rebuild(NAME, IDENTITY, [files(1, b"a/x", b"b").batch()])
             meta.children(IDENTITY, b"")
-            meta.hold(IDENTITY, 1).release()
-            meta.durable()
+            meta.lock_commits(IDENTITY, 1).release()
+            meta.sync()
             meta.drop(IDENTITY)
 
 
@@ -477,7 +477,7 @@ def test_C15_another_schema_is_refused(shared: RedisServer) -> None:
         with pytest.raises(NewerVersionError):
             meta.commit(IDENTITY, files(2, b"c").batch())
         with pytest.raises(NewerVersionError):
-            meta.marker(NAME)
+            meta.head(NAME)
 
 
 def test_C16_other_peoples_keys_and_odd_paths(shared: RedisServer) -> None:
@@ -500,7 +500,7 @@ def test_C16_other_peoples_keys_and_odd_paths(shared: RedisServer) -> None:
 
 
 def all_keys(client: Redis) -> set[bytes]:
-    reply = tell(client, "KEYS", "*")
+    reply = execute(client, "KEYS", "*")
     assert isinstance(reply, list)
     return set(reply)
 
@@ -511,13 +511,13 @@ def test_C7_a_redis_that_throws_keys_away_is_refused(server: RedisServer) -> Non
     with closing(filled(server.url)) as meta:
         client.config_set("maxmemory-policy", "allkeys-lru")  # whatever maxmemory is now
         with pytest.raises(MetadataError, match=r"throws keys away.*noeviction"):
-            meta.markers()
+            meta.heads()
         with pytest.raises(MetadataError, match="throws keys away"):
-            meta.doubt(IDENTITY)
+            meta.needs_repair(IDENTITY)
         with pytest.raises(MetadataError, match="throws keys away"):
             RedisMetadata.open(server.url)
         client.config_set("maxmemory-policy", "volatile-lru")  # no key of ours has a time to live
-        assert [marker.name for marker in meta.markers()] == [NAME]
+        assert [marker.name for marker in meta.heads()] == [NAME]
 
 
 def test_C7_what_was_thrown_away_is_missed(server: RedisServer) -> None:
@@ -570,7 +570,7 @@ def test_a_forked_child_asks_by_itself(shared: RedisServer) -> None:
             finally:
                 os._exit(status)
         for _ in range(50):
-            assert meta.marker(NAME).name == NAME
+            assert meta.head(NAME).name == NAME
         _, status = os.waitpid(child, 0)
         assert status == 0
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"child")])

@@ -15,22 +15,22 @@ from redis import Redis
 
 from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceError
 from diesel_fs.storage import redis_rows
-from diesel_fs.storage.metadata import Restarted
-from diesel_fs.storage.redis_commits import Commits
+from diesel_fs.storage.metadata import StoreRestarted
+from diesel_fs.storage.redis_commits import RedisTransactions
 from diesel_fs.storage.redis_keys import DatasetKeys, FolderId, Generation
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from diesel_fs.storage.redis_pieces import Piece
+from diesel_fs.storage.redis_pieces import BucketPiece
 from diesel_fs.storage.redis_rows import GenerationReader
 from diesel_fs.storage.redis_scripts import COMMIT
-from tests.storage.batches import Chunk, Entry, big, check, files, insist
+from tests.storage.batches import Chunk, Entry, big, check, commit_and_repair, files
 from tests.storage.metadata_stores import IDENTITY, NAME, filled
-from tests.storage.redis_proxy import Proxy
+from tests.storage.redis_proxy import RedisProxy
 from tests.storage.redis_servers import (
     RedisServer,
     emptied_server,
+    execute,
     free_port,
     once,
-    tell,
     until,
 )
 
@@ -97,29 +97,29 @@ def test_C4_a_store_that_comes_back_older_takes_no_commit_unlooked_at(tmp_path: 
         with closing(RedisMetadata.open(server.tcp_url)) as meta:
             meta.create(NAME, IDENTITY)
             meta.commit(IDENTITY, chunks[0].batch())
-            assert meta.doubt(IDENTITY) == ""
+            assert meta.needs_repair(IDENTITY) == ""
             server.client().save()
             meta.commit(IDENTITY, chunks[1].batch(), chunks[2].batch())
             server.kill()
             server.start()
-            before = meta.marker(NAME)
-            with pytest.raises(Restarted) as caught:
+            before = meta.head(NAME)
+            with pytest.raises(StoreRestarted) as caught:
                 meta.commit(IDENTITY, chunks[3].batch())
-            with pytest.raises(Restarted):
-                meta.mend(IDENTITY, "another", [])
-            assert meta.marker(NAME) == before
-            assert meta.doubt(IDENTITY) == caught.value.run
+            with pytest.raises(StoreRestarted):
+                meta.repair(IDENTITY, "another", [])
+            assert meta.head(NAME) == before
+            assert meta.needs_repair(IDENTITY) == caught.value.run_id
             lost = meta.missing(IDENTITY, [chunk.id for chunk in chunks])
             assert lost == [chunk.id for chunk in chunks[1:]]
             mended = (chunk.batch() for chunk in chunks[1:3])
-            meta.mend(IDENTITY, caught.value.run, mended)
-            assert meta.doubt(IDENTITY) == ""
+            meta.repair(IDENTITY, caught.value.run_id, mended)
+            assert meta.needs_repair(IDENTITY) == ""
             meta.commit(IDENTITY, chunks[3].batch())
             check(meta, NAME, chunks[:4])
             assert sum(server.client().hlen(k) for k in server.client().keys("dfs:*}:x")) == 0
 
 
-class Flipping(Proxy):
+class Flipping(RedisProxy):
     """Damages the reply to one request."""
 
     flip = False
@@ -156,7 +156,7 @@ def test_C11_a_reply_that_is_damaged_takes_nothing_back(shared: RedisServer) -> 
 def test_C11_an_error_after_the_decision_takes_nothing_back(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide = Commits._decide
+    decide = RedisTransactions._commit_head
 
     def decided(*words: object) -> tuple[int, int]:
         decide(*words)  # type: ignore[arg-type]  # what came is passed on
@@ -164,7 +164,7 @@ def test_C11_an_error_after_the_decision_takes_nothing_back(
 
     with closing(filled(shared.url)) as meta:
         with monkeypatch.context() as patch:
-            patch.setattr(Commits, "_decide", decided)
+            patch.setattr(RedisTransactions, "_commit_head", decided)
             with pytest.raises(CorruptError):
                 meta.commit(IDENTITY, files(2, b"a/y").batch())
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
@@ -174,16 +174,19 @@ def test_C11_pieces_that_a_bucket_loses_before_the_commit(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their writer has them still."""
-    stage, client = Commits._stage, shared.client()
+    stage, client = RedisTransactions._stage, shared.client()
 
     def staged(
-        self: Commits, generation: Generation, transaction: bytes, pieces: Sequence[Piece]
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
     ) -> None:
         stage(self, generation, transaction, pieces)
         client.delete(*client.keys("dfs:*}:x"))
 
     with closing(filled(shared.url, buckets=4)) as meta:
-        monkeypatch.setattr(Commits, "_stage", staged)
+        monkeypatch.setattr(RedisTransactions, "_stage", staged)
         more = files(2, *(b"d%d/f" % i for i in range(20)))
         meta.commit(IDENTITY, more.batch())
         check(meta, NAME, [files(1, b"a/x", b"b"), more])
@@ -191,24 +194,24 @@ def test_C11_pieces_that_a_bucket_loses_before_the_commit(
 
 def test_a_plan_of_nobody_is_removed(shared: RedisServer) -> None:
     with closing(filled(shared.url)) as meta:
-        shared.client().rpush(KEYS.unapplied, b"z" * 48, b"", b"z")
+        shared.client().rpush(KEYS.pending, b"z" * 48, b"", b"z")
         start = time.monotonic()
-        assert meta.marker(NAME).files == 2
+        assert meta.head(NAME).files == 2
         meta.commit(IDENTITY, files(2, b"c").batch())
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
         assert time.monotonic() - start < 5
-        assert not shared.client().llen(KEYS.unapplied)
+        assert not shared.client().llen(KEYS.pending)
 
 
 def test_what_never_settles_ends_at_the_deadline(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(filled(shared.url, deadline_s=1)) as meta:
-        shared.client().rpush(KEYS.unapplied, b"z" * 48)
-        monkeypatch.setattr(Commits, "_tell_applied", lambda *_: None)
+        shared.client().rpush(KEYS.pending, b"z" * 48)
+        monkeypatch.setattr(RedisTransactions, "_report_applied", lambda *_: None)
         start = time.monotonic()
         with pytest.raises(DieselError):
-            meta.marker(NAME)
+            meta.head(NAME)
         assert time.monotonic() - start < 5
 
 
@@ -232,13 +235,13 @@ def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why:
             client.config_set("min-replicas-to-write", 1)
         start = time.monotonic()
         for ask in (
-            lambda: meta.marker(NAME),
+            lambda: meta.head(NAME),
             lambda: meta.changes(IDENTITY, 0),
             lambda: meta.lookup(IDENTITY, [b"c"]),
         ):
             with pytest.raises(MetadataBehind, match="not applied yet"):
                 ask()
-        assert [marker.name for marker in meta.markers()] == [NAME]
+        assert [marker.name for marker in meta.heads()] == [NAME]
         assert time.monotonic() - start < 5
         client.config_set("min-replicas-to-write", 0)
         client.config_set("stop-writes-on-bgsave-error", "no")
@@ -288,7 +291,7 @@ JUNK = b"A" * 70
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
     """All fields of all hashes, with their keys; in the same order whatever the generation."""
-    keys = [key for key in tell(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
+    keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]
     found = [(key, field) for key in hashes for field in sorted(client.hgetall(key))]
@@ -305,9 +308,9 @@ def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
             client.flushall()
             meta.create(NAME, IDENTITY)
             meta.commit(IDENTITY, first.batch())
-            version = meta.marker(NAME).version
+            version = meta.head(NAME).version
             meta.commit(IDENTITY, *(chunk.batch() for chunk in big(2, b"big", 2)))
-            meta.hold(IDENTITY, 1)
+            meta.lock_commits(IDENTITY, 1)
             return version
 
         anew()
@@ -320,8 +323,8 @@ def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
                 key, field = fields_of(client)[number]
                 client.hset(key, field, junk)
                 asks: list[Callable[[], object]] = [
-                    meta.markers,
-                    lambda: meta.marker(NAME),
+                    meta.heads,
+                    lambda: meta.head(NAME),
                     lambda: meta.lookup(IDENTITY, [b"a/x", b"big"], tombstones=True),
                     lambda: meta.children(IDENTITY, b""),
                     lambda: meta.changes(IDENTITY, 0),
@@ -344,12 +347,12 @@ def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
 
 def test_C15_a_commit_does_not_break_in_its_middle(shared: RedisServer) -> None:
     with closing(filled(shared.url)) as meta:
-        version = meta.marker(NAME).version
-        shared.client().hset(KEYS.marker, "digest", b"AAA")
+        version = meta.head(NAME).version
+        shared.client().hset(KEYS.head, "digest", b"AAA")
         with pytest.raises(CorruptError, match="recover"):
             meta.commit(IDENTITY, files(2, b"y").batch())
-        assert shared.client().hget(KEYS.marker, "version") == b"%d" % version
-        assert not shared.client().llen(KEYS.unapplied)
+        assert shared.client().hget(KEYS.head, "version") == b"%d" % version
+        assert not shared.client().llen(KEYS.pending)
 
 
 @pytest.mark.parametrize("what", ["lookup", "children"])
@@ -364,12 +367,12 @@ def test_R1_one_commit_is_seen_whole_or_not_at_all(
                 IDENTITY, files(3, paths[0], size=2).batch(), files(4, paths[1], size=2).batch()
             )
         )
-        apply = Commits._apply
+        apply = RedisTransactions._apply
 
-        def half(self: Commits, *words: object, **more: object) -> None:
+        def half(self: RedisTransactions, *words: object, **more: object) -> None:
             apply(self, *words, **more)  # type: ignore[arg-type]  # what came is passed on
 
-        monkeypatch.setattr(Commits, "_apply", half)
+        monkeypatch.setattr(RedisTransactions, "_apply", half)
         entries, scan = GenerationReader.entries, GenerationReader._scan
 
         def one_by_one(self: GenerationReader, wanted: dict[FolderId, list[bytes]]) -> object:
@@ -399,10 +402,10 @@ def test_R1_one_commit_is_seen_whole_or_not_at_all(
 
 def test_a_sweep_needs_no_crowd(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dead writer's pieces are swept up as well, when they are old."""
-    monkeypatch.setattr(Commits.sweep, "__defaults__", (0,))
+    monkeypatch.setattr(RedisTransactions.remove_abandoned_transactions, "__defaults__", (0,))
     client = shared.client()
     with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as dead:
-        dead._commits._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+        dead._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
         with pytest.raises(KeyboardInterrupt):
             dead.commit(IDENTITY, files(2, b"c").batch())
         assert client.hlen(KEYS.begun) == 1
@@ -423,7 +426,7 @@ def test_A6_each_try_removes_what_the_last_one_left(shared: RedisServer) -> None
         return ""
 
     filled(shared.url).close()
-    with Proxy(shared.socket, fault) as proxy, closing(RedisMetadata.open(proxy.url)) as meta:
+    with RedisProxy(shared.socket, fault) as proxy, closing(RedisMetadata.open(proxy.url)) as meta:
         meta.commit(IDENTITY, files(2, b"c").batch())
         assert len(lost) == 4
     client = shared.client()
@@ -446,9 +449,9 @@ def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis goes before its hold is released."""
-    from diesel_fs.storage.redis_generations import Building  # noqa: PLC0415
+    from diesel_fs.storage.redis_generations import RedisShadowState  # noqa: PLC0415
 
-    switch = Building._switch
+    switch = RedisShadowState._switch
 
     def switched(*words: object) -> int | None:
         version = switch(*words)  # type: ignore[arg-type]  # what came is passed on
@@ -456,11 +459,11 @@ def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
         return version
 
     with closing(filled(server.url, deadline_s=2)) as meta:
-        monkeypatch.setattr(Building, "_switch", switched)
+        monkeypatch.setattr(RedisShadowState, "_switch", switched)
         version = meta.rebuild(NAME, IDENTITY, [files(1, b"a").batch()])
         server.start()
-        assert meta.marker(NAME).version == version
-        assert insist(meta, IDENTITY, files(2, b"c").batch()) > version
+        assert meta.head(NAME).version == version
+        assert commit_and_repair(meta, IDENTITY, files(2, b"c").batch()) > version
 
 
 def test_C13_a_look_is_told_soon_and_a_commit_waits(server: RedisServer) -> None:
@@ -473,7 +476,7 @@ def test_C13_a_look_is_told_soon_and_a_commit_waits(server: RedisServer) -> None
         waiting.start()
         start = time.monotonic()
         with pytest.raises(DieselError):
-            meta.marker(NAME)
+            meta.head(NAME)
         assert time.monotonic() - start < 10
         waiting.join(30)
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])

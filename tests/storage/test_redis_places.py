@@ -16,14 +16,14 @@ from diesel_fs.errors import ConfigError, MetadataBehind, MetadataError, UsageEr
 from diesel_fs.storage.redis_address import parse_redis_url
 from diesel_fs.storage.redis_keys import DatasetKeys, folder_id
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.batches import Chunk, check, files, insist
+from tests.storage.batches import Chunk, check, commit_and_repair, files
 from tests.storage.redis_servers import (
     RedisCluster,
     RedisServer,
+    execute,
     free_port,
     program,
     shared_cluster,
-    tell,
     until,
 )
 from tests.storage.test_redis_faults import COMMANDS
@@ -189,12 +189,12 @@ class Sentinels:
 
     def complete(self) -> bool:
         with self.client() as client:
-            masters = tell(client, "SENTINEL", "REPLICAS", "main")
+            masters = execute(client, "SENTINEL", "REPLICAS", "main")
             return bool(masters)
 
     def fail_over(self) -> bool:
         """False, or an error, while the sentinel does not know the replica well enough."""
-        return bool(tell(self.client(), "SENTINEL", "FAILOVER", "main"))
+        return bool(execute(self.client(), "SENTINEL", "FAILOVER", "main"))
 
     def client(self) -> Redis:
         return Redis(port=self.port, protocol=2)
@@ -220,16 +220,16 @@ def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1)]
-        insist(meta, IDENTITY, done[0].batch())
+        commit_and_repair(meta, IDENTITY, done[0].batch())
         until(sentinels.copied, "the replica")
         until(sentinels.fail_over, "a failover")
         start = time.monotonic()
         while sentinels.replica.client().info("replication")["role"] != "master" or len(done) < 20:
             done.append(chunk(len(done) + 1))
-            insist(meta, IDENTITY, done[-1].batch())
+            commit_and_repair(meta, IDENTITY, done[-1].batch())
             assert time.monotonic() - start < 30
         for each in done:  # what the failover has lost (C11)
-            insist(meta, IDENTITY, each.batch())
+            commit_and_repair(meta, IDENTITY, each.batch())
         check(meta, NAME, done)
     assert sentinels.replica.client().dbsize()
 
@@ -237,11 +237,11 @@ def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
 def test_C9_a_master_that_dies(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
-        insist(meta, IDENTITY, chunk(1).batch())
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
         until(sentinels.copied, "the replica")
         start = time.monotonic()
         sentinels.master.kill()
-        insist(meta, IDENTITY, chunk(2).batch())
+        commit_and_repair(meta, IDENTITY, chunk(2).batch())
         assert time.monotonic() - start < 20
         check(meta, NAME, [chunk(1), chunk(2)])
 
@@ -267,7 +267,7 @@ def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:
     with closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         many = files(1, *(b"folder%d/f" % i for i in range(300)))
-        insist(meta, IDENTITY, many.batch())
+        commit_and_repair(meta, IDENTITY, many.batch())
         check(meta, NAME, [many])
         sizes = [int(node.client().dbsize()) for node in cluster.nodes]
         assert min(sizes) > 100
@@ -281,11 +281,11 @@ def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:
 def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
     rights = [*COMMANDS, "+cluster|slots", "+command", "+asking"]
     for node in cluster.nodes:
-        tell(node.client(), "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *rights)
+        execute(node.client(), "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *rights)
     url = cluster.url.replace("://", f"://fit:{SECRET}@")
     with closing(RedisMetadata.open(url)) as meta:
         meta.create(NAME, IDENTITY)
-        insist(meta, IDENTITY, chunk(1).batch())
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
         check(meta, NAME, [chunk(1)])
         assert SECRET not in repr(meta)
     with pytest.raises(MetadataError, match="user and password") as caught:
@@ -305,66 +305,68 @@ def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
         meta.create(NAME, IDENTITY)
         done = [chunk(1), chunk(2)]
         for each in done:
-            insist(meta, IDENTITY, each.batch())
-        generation = meta._commits.look(IDENTITY).generation
+            commit_and_repair(meta, IDENTITY, each.batch())
+        generation = meta._commits.read_head(IDENTITY).generation
         bucket_key = generation.entries(folder_id(b"folder3"))
-        slot = key_slot(bucket_key if whose == "bucket" else DatasetKeys(IDENTITY).marker)
+        slot = key_slot(bucket_key if whose == "bucket" else DatasetKeys(IDENTITY).head)
         clients = [node.client() for node in cluster.nodes]
         ids = [node_id(client) for client in clients]
         source = next(i for i, (low, high) in enumerate(BOUNDS) if low <= slot < high)
         target = (source + 1) % 3
-        tell(clients[target], "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
-        tell(clients[source], "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        execute(clients[target], "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        execute(clients[source], "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
         try:
-            keys = tell(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+            keys = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
             assert isinstance(keys, list)
             assert len(keys) > 3
             migrate(clients[source], cluster.nodes[target], keys[: len(keys) // 2])
             if whose == "bucket":
                 check(meta, NAME, done)  # what only reads is sent after the keys
-            writer = threading.Thread(target=lambda: insist(meta, IDENTITY, chunk(3).batch()))
+            writer = threading.Thread(
+                target=lambda: commit_and_repair(meta, IDENTITY, chunk(3).batch())
+            )
             writer.start()
             time.sleep(0.4)
-            left = tell(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+            left = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
             assert isinstance(left, list)
             migrate(clients[source], cluster.nodes[target], left)
             for client in (clients[target], clients[source], *clients):
-                tell(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+                execute(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
             writer.join(40)
             check(meta, NAME, [*done, chunk(3)])
             with closing(RedisMetadata.open(cluster.url)) as fresh:
-                insist(fresh, IDENTITY, chunk(4).batch())
+                commit_and_repair(fresh, IDENTITY, chunk(4).batch())
                 check(fresh, NAME, [*done, chunk(3), chunk(4)])
         finally:
             cluster.flush()
             for client in (clients[target], clients[source], *clients):
-                tell(client, "CLUSTER", "SETSLOT", slot, "STABLE")
+                execute(client, "CLUSTER", "SETSLOT", slot, "STABLE")
             for client in (clients[source], clients[target], *clients):
-                tell(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[source])
+                execute(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[source])
 
 
 BOUNDS = [(0, 5461), (5461, 10923), (10923, 16384)]
 
 
 def node_id(client: Redis) -> str:
-    reply = tell(client, "CLUSTER", "MYID")
+    reply = execute(client, "CLUSTER", "MYID")
     return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
 def migrate(source: Redis, target: RedisServer, keys: list[bytes]) -> None:
     if keys:
-        tell(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+        execute(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
 
 
 def test_a_node_of_a_cluster_that_dies_and_comes_back(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
-        insist(meta, IDENTITY, chunk(1).batch())
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
         cluster.nodes[1].kill()
         answers = list[int]()
         writer = threading.Thread(
-            target=lambda: answers.append(insist(meta, IDENTITY, chunk(2).batch()))
+            target=lambda: answers.append(commit_and_repair(meta, IDENTITY, chunk(2).batch()))
         )
         writer.start()
         time.sleep(0.5)
@@ -380,8 +382,8 @@ def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1)]
-        insist(meta, IDENTITY, done[0].batch())
-        slot = key_slot(DatasetKeys(IDENTITY).marker)
+        commit_and_repair(meta, IDENTITY, done[0].batch())
+        slot = key_slot(DatasetKeys(IDENTITY).head)
         node = next(
             i
             for i, (low, high) in enumerate(BOUNDS)
@@ -391,14 +393,14 @@ def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
         cluster.nodes[node].start()
         for _ in range(3):
             for ask in (
-                lambda: meta.marker(NAME),
+                lambda: meta.head(NAME),
                 lambda: meta.changes(IDENTITY, 0),
                 lambda: meta.lookup(IDENTITY, [b"folder%d/1" % i for i in range(9)]),
             ):
                 with pytest.raises(MetadataBehind, match="has lost"):
                     ask()
             done.append(chunk(len(done) + 1))
-            insist(meta, IDENTITY, done[-1].batch())
+            commit_and_repair(meta, IDENTITY, done[-1].batch())
         meta.rebuild(NAME, IDENTITY, [each.batch() for each in done])
         check(meta, NAME, done)
 
@@ -407,6 +409,6 @@ def test_numbers_that_scripts_cannot_hold_are_refused(cluster: RedisCluster) -> 
     with closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         with pytest.raises(UsageError):
-            insist(meta, IDENTITY, files(1, b"huge", size=1 << 60).batch())
-        insist(meta, IDENTITY, files(1, b"large", size=1 << 50).batch())
-        assert meta.marker(NAME).bytes == 1 << 50
+            commit_and_repair(meta, IDENTITY, files(1, b"huge", size=1 << 60).batch())
+        commit_and_repair(meta, IDENTITY, files(1, b"large", size=1 << 50).batch())
+        assert meta.head(NAME).bytes == 1 << 50

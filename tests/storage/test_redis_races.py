@@ -13,14 +13,14 @@ from diesel_fs.entries import ChunkId
 from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.storage.metadata import Batch
 from diesel_fs.storage.redis_bucket_scripts import Script
-from diesel_fs.storage.redis_commits import Commits
-from diesel_fs.storage.redis_head import Head
+from diesel_fs.storage.redis_commits import RedisTransactions
+from diesel_fs.storage.redis_head import RedisHead
 from diesel_fs.storage.redis_keys import DatasetKeys, Generation
 from diesel_fs.storage.redis_link import Word
 from diesel_fs.storage.redis_metadata import RedisMetadata
-from diesel_fs.storage.redis_pieces import Piece
+from diesel_fs.storage.redis_pieces import BucketPiece
 from diesel_fs.storage.redis_scripts import APPLIED
-from tests.storage.batches import big, check, files, moved, seen, tombstones
+from tests.storage.batches import big, check, chunk_by_purge, files, stored_entries, tombstones
 from tests.storage.redis_servers import RedisServer, emptied_server, once, shared_server
 
 NAME = "flowers"
@@ -50,19 +50,22 @@ def test_one_chunk_by_two_writers_counts_once(
 ) -> None:
     chunk = files(1, b"a", b"b/c")
     meanwhile = once(lambda: other.commit(IDENTITY, chunk.batch()))
-    stage = Commits._stage
+    stage = RedisTransactions._stage
 
     def staged(
-        self: Commits, generation: Generation, transaction: bytes, pieces: Sequence[Piece]
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
     ) -> None:
         stage(self, generation, transaction, pieces)
         if self is meta._commits:
             meanwhile()
 
-    monkeypatch.setattr(Commits, "_stage", staged)
+    monkeypatch.setattr(RedisTransactions, "_stage", staged)
     version = meta.commit(IDENTITY, chunk.batch())
     check(meta, NAME, [chunk])
-    assert version == other.marker(NAME).version
+    assert version == other.head(NAME).version
 
 
 def test_tallies_that_arrive_in_another_order(
@@ -74,16 +77,16 @@ def test_tallies_that_arrive_in_another_order(
         for chunk in chunks[1:]:
             other.commit(IDENTITY, chunk.batch())
 
-    meanwhile, ask = once(two), Commits.ask
+    meanwhile, ask = once(two), RedisTransactions.run_head_script
 
     def asked(
-        self: Commits, script: Script, keys: Sequence[bytes], *arguments: Word
+        self: RedisTransactions, script: Script, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
         if self is meta._commits and script is APPLIED:
             meanwhile()
         return ask(self, script, keys, *arguments)
 
-    monkeypatch.setattr(Commits, "ask", asked)
+    monkeypatch.setattr(RedisTransactions, "run_head_script", asked)
     meta.commit(IDENTITY, chunks[0].batch())
     check(meta, NAME, chunks)
 
@@ -101,7 +104,7 @@ def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
 
     def rest(some: Collection[ChunkId]) -> Iterator[Batch]:
         late.append([*some])
-        server.client().delete(DatasetKeys(IDENTITY).holds)
+        server.client().delete(DatasetKeys(IDENTITY).commit_locks)
         if len(late) == 1:
             other.commit(IDENTITY, chunks[2].batch())
         yield from (chunk.batch() for chunk in chunks if chunk.id in some)
@@ -143,27 +146,27 @@ def test_K1_a_hold_holds_whatever_the_clocks_of_the_hosts_say(
         server.url, clock_ns=lambda: time.time_ns() + ahead_s * 10**9, deadline_s=0.1
     )
     with closing(hasty), closing(other):
-        with other.hold(IDENTITY, 60), pytest.raises(BusyError):
+        with other.lock_commits(IDENTITY, 60), pytest.raises(BusyError):
             hasty.commit(IDENTITY, files(1, b"a").batch())
-        with hasty.hold(IDENTITY, 60), pytest.raises(BusyError):
+        with hasty.lock_commits(IDENTITY, 60), pytest.raises(BusyError):
             other.commit(IDENTITY, files(1, b"a").batch())
-        other.hold(IDENTITY, 0.3)
+        other.lock_commits(IDENTITY, 0.3)
         start = time.monotonic()
         meta.commit(IDENTITY, files(1, b"a").batch())
         assert 0.2 < time.monotonic() - start < 5
-        token = DatasetKeys(IDENTITY).holds
+        token = DatasetKeys(IDENTITY).commit_locks
         server.client().hset(token, "of a clock that has gone back", time.time() + 3600)
         server.client().hset(token, "of nobody", "rubbish")
         hasty.commit(IDENTITY, files(2, b"a").batch())
         with pytest.raises(UsageError):
-            meta.hold(IDENTITY, 3600)
+            meta.lock_commits(IDENTITY, 3600)
 
 
 def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
     meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large files: a chunk has one row. Scaled: 2 s make it dead."""
-    monkeypatch.setattr("diesel_fs.storage.redis_generations._SAY_S", 0.2)
+    monkeypatch.setattr("diesel_fs.storage.redis_generations._HEARTBEAT_S", 0.2)
     monkeypatch.setattr("diesel_fs.storage.redis_generations._ABANDONED_S", 2)
     meta.commit(IDENTITY, files(1, b"x").batch())
 
@@ -175,7 +178,7 @@ def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
             hasty.create("another", uuid.UUID(int=9))  # who cleans up
 
     meta.rebuild(NAME, IDENTITY, batches())
-    assert meta.marker(NAME).files == 60
+    assert meta.head(NAME).files == 60
 
 
 @pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])
@@ -187,17 +190,21 @@ def test_a_reader_whose_generation_goes(
     first = meta.commit(IDENTITY, chunks[0].batch())
     meta.commit(IDENTITY, chunks[1].batch())
     meanwhile = once(lambda: other.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks]))
-    settled = Commits.settled
+    settled = RedisTransactions.apply_pending
 
-    def settled_then(self: Commits, identity: uuid.UUID, *, wholly: bool = True) -> Head:
-        head = settled(self, identity, wholly=wholly)
+    def settled_then(
+        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+    ) -> RedisHead:
+        head = settled(self, identity, until_empty=wholly)
         if self is meta._commits:
             meanwhile()
         return head
 
-    monkeypatch.setattr(Commits, "settled", settled_then)
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
     ask: dict[str, Callable[[], object]] = {
-        "lookup": lambda: [*seen(meta.lookup(IDENTITY, [b"d/a", b"d/b"]))] == [b"d/a", b"d/b"],
+        "lookup": lambda: (
+            [*stored_entries(meta.lookup(IDENTITY, [b"d/a", b"d/b"]))] == [b"d/a", b"d/b"]
+        ),
         "children": lambda: meta.children(IDENTITY, b"d").names == [b"a", b"b"],
         "changes": lambda: len(meta.changes(IDENTITY, 0).rows) == 2,
         "newer": lambda: len(meta.changes(IDENTITY, first).rows) == 2,
@@ -217,7 +224,7 @@ def test_P6_what_purge_moved_comes_after_its_sources(
         patch.setattr(other._commits, "_apply", lambda *_: None)
         for source in sources:
             other.commit(IDENTITY, source.batch())
-    nine = moved(9, (sources[0], 0))
+    nine = chunk_by_purge(9, (sources[0], 0))
     meta.commit(IDENTITY, nine.batch())
     check(meta, NAME, [*sources, nine])
 
@@ -231,16 +238,19 @@ def test_a_dropped_dataset_takes_nothing_from_a_slow_writer(
         other.drop(IDENTITY)
         other.create(NAME, IDENTITY)
 
-    meanwhile, stage = once(again), Commits._stage
+    meanwhile, stage = once(again), RedisTransactions._stage
 
     def staged_then(
-        self: Commits, generation: Generation, transaction: bytes, pieces: Sequence[Piece]
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
     ) -> None:
         stage(self, generation, transaction, pieces)
         meanwhile()
 
     meta.commit(IDENTITY, files(1, b"a").batch())
-    monkeypatch.setattr(Commits, "_stage", staged_then)
+    monkeypatch.setattr(RedisTransactions, "_stage", staged_then)
     meta.commit(IDENTITY, files(2, b"b").batch())
     check(meta, NAME, [files(2, b"b")])
 
@@ -250,7 +260,9 @@ def test_what_a_crashed_rebuild_left_goes_with_a_later_one(
 ) -> None:
     chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
     with monkeypatch.context() as patch:
-        patch.setattr("diesel_fs.storage.redis_generations.Building.give_up", lambda *_: None)
+        patch.setattr(
+            "diesel_fs.storage.redis_generations.RedisShadowState.discard", lambda *_: None
+        )
 
         def batches() -> Iterator[Batch]:
             for chunk in chunks:
@@ -277,7 +289,7 @@ def staged(server: RedisServer) -> int:
 
 def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
     """Whether all keys are the head's or those of the generation that stands."""
-    name = meta._commits.look(IDENTITY).generation.name
+    name = meta._commits.read_head(IDENTITY).generation.name
     keys = list(server.client().scan_iter(b"dfs:*"))
     assert keys
     own = (b"dfs:{head}:", b"dfs:{" + name + b".")
@@ -289,11 +301,13 @@ def test_an_export_that_keeps_losing_holds_commits_back(
 ) -> None:
     """A marker, too, where there is always something that is not applied yet."""
     numbers = itertools.count(1)
-    settled = Commits.settled
+    settled = RedisTransactions.apply_pending
     held = list[int]()
 
-    def settled_then(self: Commits, identity: uuid.UUID, *, wholly: bool = True) -> Head:
-        head = settled(self, identity, wholly=wholly)
+    def settled_then(
+        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+    ) -> RedisHead:
+        head = settled(self, identity, until_empty=wholly)
         if self is meta._commits:
             hasty = RedisMetadata.open(url, deadline_s=0.01)
             number = next(numbers)
@@ -305,11 +319,11 @@ def test_an_export_that_keeps_losing_holds_commits_back(
         return head
 
     url = shared_server().url
-    monkeypatch.setattr(Commits, "settled", settled_then)
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
     changes = meta.changes(IDENTITY, 0)
     assert len(held) == 1
-    assert len(changes.rows) == changes.marker.files == held[0] - 1
-    monkeypatch.setattr(Commits, "settled", settled)
+    assert len(changes.rows) == changes.head.files == held[0] - 1
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled)
     other.commit(IDENTITY, files(50, b"after").batch())
 
 
@@ -317,10 +331,10 @@ def test_a_marker_is_whole_whoever_else_commits(
     meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(other._commits, "_apply", lambda *_: None)
-    numbers, look = itertools.count(1), Commits.look
+    numbers, look = itertools.count(1), RedisTransactions.read_head
     done = list[int]()
 
-    def look_then(self: Commits, identity: uuid.UUID) -> Head:
+    def look_then(self: RedisTransactions, identity: uuid.UUID) -> RedisHead:
         if self is meta._commits:
             number = next(numbers)
             with contextlib.suppress(BusyError):
@@ -329,5 +343,5 @@ def test_a_marker_is_whole_whoever_else_commits(
         return look(self, identity)
 
     other._link.deadline_s = 0.01
-    monkeypatch.setattr(Commits, "look", look_then)
-    assert meta.marker(NAME).files == len(done) > 3
+    monkeypatch.setattr(RedisTransactions, "read_head", look_then)
+    assert meta.head(NAME).files == len(done) > 3

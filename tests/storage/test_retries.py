@@ -18,7 +18,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.storage.objects import ObjectInfo
-from diesel_fs.storage.retries import AttemptFailed, Clock, RetryingStore, RetryPolicy
+from diesel_fs.storage.retries import AttemptFailed, RetryClock, RetryingStore, RetryPolicy
 from tests.storage.faulty_store import Fault, FaultyStore
 from tests.storage.scripted_store import CHUNKS, LEASE, chunk
 
@@ -39,8 +39,8 @@ class Time:
         self.slept.append(seconds)
         self.at += seconds
 
-    def clock(self, draw: float = 1.0) -> Clock:
-        return Clock(now=lambda: self.at, sleep=self.sleep, draw=lambda: draw)
+    def clock(self, draw: float = 1.0) -> RetryClock:
+        return RetryClock(now=lambda: self.at, sleep=self.sleep, draw=lambda: draw)
 
     def pass_by(self, name: str) -> None:
         self.at += self.attempt_s
@@ -100,7 +100,7 @@ def test_the_deadline_holds_whatever_attempts_take(time: Time, folder: FolderSto
 
 def test_a_store_that_asks_for_a_pause_gets_it(time: Time, folder: FolderStore) -> None:
     folder.put(NAME, [b"x"])
-    busy = AttemptFailed("503", unclear=False, pause_s_min=5)
+    busy = AttemptFailed("503", may_have_succeeded=False, pause_s_min=5)
     with FaultyStore(folder, Fault("get", error=busy, times=2)) as faulty:
         assert RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME) == b"x"
     assert time.slept == [5, 5]
@@ -146,7 +146,7 @@ def test_anothers_object_is_never_taken_for_ours(
 def test_equal_content_is_anothers_where_nothing_of_ours_was_lost(
     time: Time, folder: FolderStore
 ) -> None:
-    refused = AttemptFailed("409", unclear=False)
+    refused = AttemptFailed("409", may_have_succeeded=False)
     overtaken = Fault("put", error=refused, act=lambda name: folder.put(name, [b"content"]))
     with FaultyStore(folder, overtaken) as faulty, pytest.raises(ObjectExists):
         RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])

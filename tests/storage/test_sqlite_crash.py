@@ -86,7 +86,7 @@ def test_L1_L2_processes_commit_at_once(tmp_path: Path) -> None:
     firsts = {number: version for answer in answers for number, version in reversed(answer)}
     with closing(SqliteMetadata.open(path)) as meta:
         check(meta, NAME, [shared(number) for number in numbers])
-        assert meta.marker(NAME).version == max(firsts.values())
+        assert meta.head(NAME).version == max(firsts.values())
 
 
 @pytest.mark.parametrize("at_once", [1, 5])

@@ -123,7 +123,7 @@ def test_Z10_a_truncated_file_is_an_error(meta: SqliteMetadata, path: Path) -> N
 def test_a_file_that_was_replaced_is_noticed(meta: SqliteMetadata, path: Path) -> None:
     commit(meta, 1)
     with closing(SqliteMetadata.open(path)) as other:
-        other.markers()
+        other.heads()
         for end in ("", "-wal", "-shm"):
             path.with_name(path.name + end).rename(path.with_name("old" + end))
         with pytest.raises(MetadataBehind, match="has gone"):
@@ -146,7 +146,7 @@ def test_a_reader_changes_nothing(meta: SqliteMetadata, path: Path) -> None:
         with pytest.raises(PermissionDenied):
             reader.drop(IDENTITY)
         with pytest.raises(PermissionDenied):
-            reader.durable()
+            reader.sync()
     with pytest.raises(MetadataBehind):
         SqliteMetadata.open(path.with_name("none"), create=True, readonly=True)
 
@@ -202,7 +202,7 @@ def test_a_locked_store_names_the_process_and_the_wait_ends(
         other.stdout.readline()
         with pytest.raises(BusyError, match=f"locked for 0.1 s.*process {other.pid} "):
             commit(hasty, 1)
-        assert hasty.marker(NAME).version == 0  # readers do not wait
+        assert hasty.head(NAME).version == 0  # readers do not wait
         other.communicate()
         commit(hasty, 1)
 
@@ -307,7 +307,7 @@ def test_Z9_a_child_forked_in_a_transaction_refuses(
 
     def use() -> None:
         with pytest.raises(MetadataError, match="forked"):
-            meta.markers()
+            meta.heads()
 
     thread = threading.Thread(target=read)
     thread.start()

@@ -189,7 +189,7 @@ def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
         with meta._file.reading() as db:
             assert db.execute("PRAGMA synchronous").fetchone() == (3,)  # EXTRA
             assert db.execute("PRAGMA locking_mode").fetchone() == ("normal",)
-        meta.durable()
+        meta.sync()
 
 
 def test_memory_is_never_shared_over_a_network(folder: tuple[Path, Path]) -> None:

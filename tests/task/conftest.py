@@ -9,14 +9,14 @@ import pytest
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import ObjectStore, StoreWrapper
 from diesel_fs.task.client import TaskStore
 from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
-from .stand_in_master import Behaviour, StandIn
+from .stand_in_master import Behaviour, FakeMaster
 
 FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
     "text": b"the same words, " * 1000,
@@ -45,22 +45,22 @@ class Counting(StoreWrapper):
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
     folder = tmp_path_factory.mktemp("task")
     source = write(folder / "source", FILES)
-    with Repository.open((folder / "store").as_uri(), create=True) as opened:
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
         put_tree(opened, "ds", source, options=options)
         yield opened
 
 
 @pytest.fixture(scope="module")
-def view(repository: Repository) -> Snapshot:
+def view(repository: LocalRepository) -> Snapshot:
     return repository.view("ds")
 
 
 @pytest.fixture(scope="module")
-def chunks(repository: Repository, view: Snapshot) -> dict[int, bytes]:
+def chunks(repository: LocalRepository, view: Snapshot) -> dict[int, bytes]:
     names = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
     return {at: bytes(repository.objects.get(name)) for at, name in enumerate(names)}
 
@@ -76,13 +76,13 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def master(path: Path, chunks: dict[int, bytes], behaviour: Behaviour) -> Iterator[StandIn]:
-    with StandIn(path, chunks, behaviour) as standing:
+def master(path: Path, chunks: dict[int, bytes], behaviour: Behaviour) -> Iterator[FakeMaster]:
+    with FakeMaster(path, chunks, behaviour) as standing:
         yield standing
 
 
 @pytest.fixture
-def inner(repository: Repository) -> Counting:
+def inner(repository: LocalRepository) -> Counting:
     return Counting(repository.objects)
 
 

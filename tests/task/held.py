@@ -17,13 +17,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from diesel_fs.cache.disk_shelf import DiskShelf
+from diesel_fs.cache.disk_shelf import DiskTier
 from diesel_fs.cache.policy import POLICIES
-from diesel_fs.cache.tier import Costs
+from diesel_fs.cache.tier import ReadCostModel
 from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import ObjectStoreError
-from diesel_fs.task.holdings import Holdings
+from diesel_fs.task.holdings import NodeCache
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -48,12 +48,12 @@ def id_of(number: int) -> ChunkId:
     return ChunkId(number.to_bytes(8, "big") * 2)
 
 
-class Source:
-    """Gives chunks whole, as holdings ask for them; `shown` has the number of each."""
+class ChunkSource:
+    """Gives chunks whole, as holdings ask for them; `numbers` has the number of each."""
 
     def __init__(self, numbers: Sequence[int], body_bytes: int = 4000) -> None:
         self.body_bytes = body_bytes
-        self.show(numbers)
+        self.switch_version(numbers)
         self.fetches: Counter[int] = Counter()
         self.under_way: Counter[int] = Counter()
         self.most = 0
@@ -61,20 +61,20 @@ class Source:
         self.fails = self.damages = False
         self.error: BaseException | None = None
 
-    def show(self, numbers: Sequence[int]) -> None:
-        self.shown = list(numbers)
+    def switch_version(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
         self.contents = [chunk(number, self.body_bytes) for number in numbers]
 
     @property
     def ids(self) -> list[ChunkId]:
-        return [id_of(number) for number in self.shown]
+        return [id_of(number) for number in self.numbers]
 
     @property
     def sizes(self) -> npt.NDArray[np.uint64]:
         return np.array([len(content) for content in self.contents], np.uint64)
 
     async def fetch(self, number: int, room: memoryview) -> None:
-        content, name = self.contents[number], self.shown[number]
+        content, name = self.contents[number], self.numbers[number]
         self.fetches[name] += 1
         self.under_way[name] += 1
         assert self.under_way[name] == 1, "twice at once"
@@ -92,16 +92,16 @@ class Source:
             room[len(room) // 2] ^= 1
 
 
-def made(
-    source: Source,
+def make_cache(
+    source: ChunkSource,
     memory_bytes: int,
     *,
     policy: str = "lru",
-    disk: DiskShelf | None = None,
-    costs: Costs | None = None,
+    disk: DiskTier | None = None,
+    costs: ReadCostModel | None = None,
     mine: bool = True,
-) -> Holdings:
-    holdings = Holdings(
+) -> NodeCache:
+    holdings = NodeCache(
         IDENTITY,
         source.ids,
         source.sizes,
@@ -110,14 +110,14 @@ def made(
         fetch=source.fetch,
         disk=disk,
         disk_policy=POLICIES[policy](),
-        costs=costs or Costs(),
+        costs=costs or ReadCostModel(),
     )
-    holdings.set_mine(np.full(len(source.shown), mine))
+    holdings.set_owned(np.full(len(source.numbers), mine))
     return holdings
 
 
 @asynccontextmanager
-async def running_on(holdings: Holdings) -> AsyncIterator[Holdings]:
+async def run_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
     """With its fetches; what it holds stays."""
     async with trio.open_nursery() as nursery:
         await nursery.start(holdings.run)
@@ -126,17 +126,17 @@ async def running_on(holdings: Holdings) -> AsyncIterator[Holdings]:
 
 
 @asynccontextmanager
-async def running(holdings: Holdings) -> AsyncIterator[Holdings]:
+async def run_and_close_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
     """With its fetches; nothing is left of it, neither memory nor descriptors."""
     try:
-        async with running_on(holdings):
+        async with run_cache(holdings):
             yield holdings
     finally:
         holdings.close()
 
 
-async def on_the_spot(
-    self: Holdings, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+async def run_inline(
+    self: NodeCache, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
 ) -> Made:
     """Instead of in a thread, where time is simulated: the clock does not see that threads work."""
     return work(*given, **named)
@@ -178,31 +178,31 @@ def memory_is_let_go() -> Iterator[None]:
     assert descriptors() == before
 
 
-def simulated(main: Main) -> None:
+def run_simulated(main: Main) -> None:
     """With a clock that jumps where nobody has anything to do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Holdings, "_in_thread", on_the_spot)
+        patch.setattr(NodeCache, "_in_thread", run_inline)
         trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-def total(source: Source, *numbers: int) -> int:
+def total(source: ChunkSource, *numbers: int) -> int:
     return sum(len(source.contents[number]) for number in numbers)
 
 
-def everything(source: Source) -> int:
+def total_bytes(source: ChunkSource) -> int:
     return total(source, *range(len(source.contents)))
 
 
-def in_memory(held: Holdings) -> set[int]:
+def in_memory(held: NodeCache) -> set[int]:
     return set(held._memory.views)
 
 
-def holding(held: Holdings) -> set[int]:
+def held_numbers(held: NodeCache) -> set[int]:
     """In memory or on the disk."""
     return {number for number in range(len(held._sizes)) if held.holds(number)}
 
 
-async def missed(held: Holdings, number: int, times: int, size: int = 3000) -> int:
+async def misses_until_loaded(held: NodeCache, number: int, times: int, size: int = 3000) -> int:
     """So often until it came; 0 where it did not."""
     for misses in range(1, times + 1):
         if await held.get(number, size, load=True) is not None:

@@ -16,7 +16,7 @@ from diesel_fs.task import hello, wire
 from diesel_fs.task.acceptor import Acceptor
 from diesel_fs.task.hello import Hello, Proofs
 from diesel_fs.task.membership import Member, TaskName
-from diesel_fs.task.peer import Me, Peer
+from diesel_fs.task.peer import LocalIdentity, Peer
 from diesel_fs.task.tls import Certificate
 from diesel_fs.task.wire import ABSENT, GIVEN, Parts
 from diesel_fs.wire import parse_head
@@ -41,8 +41,8 @@ def jumping() -> MockClock:
     return MockClock(autojump_threshold=0.02)
 
 
-def me(rank: int, certificate: Certificate | None = None) -> Me:
-    return Me(rank, bytes([rank]) * 16, TASK, 3, SECRET, SIZES, certificate)
+def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
+    return LocalIdentity(rank, bytes([rank]) * 16, TASK, 3, SECRET, SIZES, certificate)
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
@@ -56,7 +56,7 @@ def parts(*records: tuple[int, int, int]) -> Parts:
     return np.array(records, "<u4").reshape(-1, 3)
 
 
-class Standing:
+class FakeAnswers:
     """Answers: what is `hot` at once, the rest when `ready` says so; `absent` chunks never."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Standing:
             self._chunks[chunk] = memoryview(content(chunk, 0, int(SIZES[chunk])))
         return self._chunks[chunk][start : start + size]
 
-    def answer_now(self, parts: Parts) -> list[memoryview] | None:
+    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
         if not self.hot or self.absent & set(parts[:, 0].tolist()):
             return None
         return [self.view(*part) for part in parts.tolist()]
@@ -104,18 +104,18 @@ def member(port: int, certificate: bytes = b"") -> Member:
 class Node:
     """An acceptor of rank 1 that runs."""
 
-    def __init__(self, acceptor: Acceptor, standing: Standing, port: int) -> None:
+    def __init__(self, acceptor: Acceptor, standing: FakeAnswers, port: int) -> None:
         self.acceptor = acceptor
-        self.standing = standing
+        self.answers = standing
         self.port = port
 
 
 @asynccontextmanager
 async def answering(
-    mine: Me | None = None, standing: Standing | None = None, **limits: int
+    mine: LocalIdentity | None = None, standing: FakeAnswers | None = None, **limits: int
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
-    standing = standing or Standing()
+    standing = standing or FakeAnswers()
     acceptor = Acceptor(mine, standing, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
@@ -130,7 +130,7 @@ async def answering(
 
 @asynccontextmanager
 async def asking(
-    port: int, mine: Me | None = None, certificate: bytes = b""
+    port: int, mine: LocalIdentity | None = None, certificate: bytes = b""
 ) -> AsyncIterator[Peer]:
     peer = Peer(mine or me(0), member(port, certificate))
     async with trio.open_nursery() as nursery:
@@ -140,7 +140,7 @@ async def asking(
 
 
 @asynccontextmanager
-async def pair(standing: Standing | None = None) -> AsyncIterator[tuple[Peer, Node]]:
+async def pair(standing: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer, Node]]:
     async with answering(standing=standing) as node, asking(node.port) as peer:
         yield peer, node
 
@@ -164,13 +164,13 @@ async def read(
 # by hand ------------------------------------------------------------------------------------------
 
 
-class Hand:
+class RawPeer:
     """A connection that a test speaks on by hand, as connector or acceptor."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
 
-    async def say(self, *parts: bytes) -> None:
+    async def send(self, *parts: bytes) -> None:
         await self.stream.send_all(b"".join(parts))
 
     async def exactly(self, size: int) -> bytes:
@@ -182,7 +182,7 @@ class Hand:
             found += some
         return bytes(found)
 
-    async def rest(self) -> bytes:
+    async def receive_all(self) -> bytes:
         """Until the other end closes, however it does that."""
         found = b""
         try:
@@ -194,55 +194,60 @@ class Hand:
 
     async def frame(self) -> dict[str, object]:
         head = int.from_bytes((await self.exactly(8))[:4], "little")
-        return dict(parse_head(await self.exactly(head), hello.HELLO))
+        return dict(parse_head(await self.exactly(head), hello.HELLO_LIMITS))
 
-    async def introduce(
-        self, mine: Me, *, to: int = 1, secret: bytes = SECRET, binding: bytes = hello.NO_BINDING
+    async def handshake(
+        self,
+        mine: LocalIdentity,
+        *,
+        to: int = 1,
+        secret: bytes = SECRET,
+        binding: bytes = hello.NO_BINDING,
     ) -> dict[str, object]:
         """As a connector. What is answered to the hello."""
-        await self.say(hello.greeting())
+        await self.send(hello.greeting())
         await self.exactly(hello.GREETING_BYTES)
         nonce = await self.exactly(hello.NONCE_BYTES)
         said = Hello(mine.rank, mine.instance, to, mine.identity, mine.version, os.urandom(32))
         proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
-        await self.say(hello.hello_frame(said, proofs.connector))
+        await self.send(hello.hello_frame(said, proofs.connector))
         return await self.frame()
 
-    async def welcome(self, mine: Me) -> None:
+    async def welcome(self, mine: LocalIdentity) -> None:
         """As an acceptor."""
         await self.exactly(hello.GREETING_BYTES)
         nonce = os.urandom(32)
-        await self.say(hello.welcome(nonce))
+        await self.send(hello.welcome(nonce))
         length = int.from_bytes((await self.exactly(8))[:4], "little")
         said, _ = hello.parse_hello(await self.exactly(length))
         proofs = Proofs(mine.secret, nonce, hello.NO_BINDING, mine.task.digest, said)
-        await self.say(hello.proof_frame(proofs.acceptor))
+        await self.send(hello.proof_frame(proofs.acceptor))
 
     async def request(self) -> tuple[wire.RequestHead, bytes]:
         head = wire.parse_request(await self.exactly(wire.HEAD_BYTES))
         return head, await self.exactly(head.counted * wire.PART_BYTES)
 
 
-_OPEN: list[Hand] = []  # what a test has opened; it ends with the master that it is for
+_OPEN: list[RawPeer] = []  # what a test has opened; it ends with the master that it is for
 
 
-async def knock(port: int, tls: ssl.SSLContext | None = None) -> Hand:
+async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
     stream: trio.abc.Stream = await trio.open_tcp_stream("127.0.0.1", port)
     if tls is not None:
         stream = trio.SSLStream(stream, tls)
-    _OPEN.append(Hand(stream))
+    _OPEN.append(RawPeer(stream))
     return _OPEN[-1]
 
 
-async def friend(port: int, rank: int = 0) -> Hand:
+async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
     """Somebody who is let in."""
-    hand = await knock(port)
-    assert "proof" in await hand.introduce(replace(me(0), rank=rank))
+    hand = await open_raw(port)
+    assert "proof" in await hand.handshake(replace(me(0), rank=rank))
     return hand
 
 
 @asynccontextmanager
-async def by_hand(behave: Callable[[Hand], Awaitable[object]]) -> AsyncIterator[int]:
+async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
     """A master whose connections a test answers by hand after the handshake; the port."""
     with listening() as listener:
         listener.setblocking(False)
@@ -250,7 +255,7 @@ async def by_hand(behave: Callable[[Hand], Awaitable[object]]) -> AsyncIterator[
 
         async def one(stream: trio.SocketStream) -> None:
             async with stream:
-                hand = Hand(stream)
+                hand = RawPeer(stream)
                 try:
                     await hand.welcome(me(1))
                     await behave(hand)
@@ -263,7 +268,7 @@ async def by_hand(behave: Callable[[Hand], Awaitable[object]]) -> AsyncIterator[
             nursery.cancel_scope.cancel()
 
 
-def taking(seconds: float) -> Callable[[], Awaitable[None]]:
+def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
     """Something that takes so long."""
 
     async def wait() -> None:

@@ -14,10 +14,10 @@ from diesel_fs.task.wire import Parts
 
 Held = list[memoryview]
 
-_answer_now, _answer = Master.answer_now, Master.answer
+_answer_now, _answer = Master.answer_from_memory, Master.answer
 
 
-def lied(contents: Held) -> Held:
+def corrupted(contents: Held) -> Held:
     """As many bytes as were asked for, and wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
@@ -29,17 +29,17 @@ def lied(contents: Held) -> Held:
     return [memoryview(ring[: len(each)].ljust(len(each), b"x")) for each in contents]
 
 
-def answer_now(self: Master, parts: Parts) -> Held | None:
+def answer_from_memory(self: Master, parts: Parts) -> Held | None:
     contents = _answer_now(self, parts)
-    return None if contents is None else lied(contents)
+    return None if contents is None else corrupted(contents)
 
 
 async def answer(self: Master, rank: int, parts: Parts, *, load: bool) -> tuple[bytes, Held]:
     statuses, contents = await _answer(self, rank, parts, load=load)
-    return statuses, lied(contents)
+    return statuses, corrupted(contents)
 
 
-Master.answer_now = answer_now  # type: ignore[method-assign]  # that is the lie
+Master.answer_from_memory = answer_from_memory  # type: ignore[method-assign]  # that is the lie
 Master.answer = answer  # type: ignore[method-assign]  # and here
 
 if __name__ == "__main__":

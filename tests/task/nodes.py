@@ -47,13 +47,13 @@ REDIS_PORT = 6379
 _NAMESPACES = Path("/run/netns")
 _PREFIX = "dfs"
 _CLONE_NEWNET = 0x40000000
-_NOBODY = "02:00:00:00:00:fe"  # a hardware address that no link has
+_UNUSED_MAC = "02:00:00:00:00:fe"  # a hardware address that no link has
 _MARK = "NODES_OF"  # in the environment of all that runs in a node
 _serial = itertools.count()
 
 
 @functools.cache
-def separate() -> bool:
+def has_namespaces() -> bool:
     """Whether nodes can be network namespaces here; where they cannot, it says why, once."""
     name = f"{_PREFIX}{os.getpid()}-try"
     try:
@@ -71,7 +71,7 @@ def separate() -> bool:
 
 def needs_links() -> None:
     """Skips the test where nodes have no links of their own."""
-    if not separate():
+    if not has_namespaces():
         pytest.skip("links cannot be cut here: no network namespaces")
 
 
@@ -86,7 +86,7 @@ class Socket:
     pid: int  # of a program that has it; 0 for none
 
 
-class Place:
+class NodeHost:
     """A node, or what all nodes share: an address, and what runs there."""
 
     def __init__(self, name: str, address: str, folder: Path, runtime: Path, link: str) -> None:
@@ -230,22 +230,22 @@ class Place:
         """Nothing comes in or goes out from now on; nobody is told."""
         self._of_switch("link", "set", self._link, "down")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._of_switch("link", "set", self._link, "up")
 
-    def lose(self, other: "Place") -> None:
+    def block(self, other: "NodeHost") -> None:
         """Nothing reaches that one from here any more, silently; all else goes on."""
         needs_links()
         self.run(
-            *("ip", "neigh", "replace", other.address, "lladdr", _NOBODY),
+            *("ip", "neigh", "replace", other.address, "lladdr", _UNUSED_MAC),
             *("dev", "eth0", "nud", "permanent"),
         )
 
-    def find(self, other: "Place") -> None:
-        """The end of `lose`."""
+    def unblock(self, other: "NodeHost") -> None:
+        """The end of `block`."""
         self.run("ip", "neigh", "del", other.address, "dev", "eth0")
 
-    def narrow(self, kbit_s: int) -> None:
+    def limit_bandwidth(self, kbit_s: int) -> None:
         """As much goes out from here and comes in, from now on; 0 for as much as can be."""
         needs_links()
         for prefix, device in ((self.command(), "eth0"), (self._switch_command(), self._link)):
@@ -298,10 +298,10 @@ class Nodes:
             tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         )  # paths of sockets are short
         name = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
-        net = "10.77.0" if separate() else f"127.77.{os.getpid() % 250 + 1}"
-        self.shared = Place(f"{name}-all", f"{net}.1", folder / "all", self.runtime / "all", "")
+        net = "10.77.0" if has_namespaces() else f"127.77.{os.getpid() % 250 + 1}"
+        self.shared = NodeHost(f"{name}-all", f"{net}.1", folder / "all", self.runtime / "all", "")
         self.nodes = [
-            Place(f"{name}-{i}", f"{net}.{10 + i}", folder / f"node{i}", self.runtime / str(i),
+            NodeHost(f"{name}-{i}", f"{net}.{10 + i}", folder / f"node{i}", self.runtime / str(i),
                   f"n{i}")
             for i in range(count)
         ]  # fmt: skip
@@ -312,7 +312,7 @@ class Nodes:
         try:
             for place in (self.shared, *self.nodes):
                 self._stack.callback(place.remove)
-                if separate():
+                if has_namespaces():
                     place.join_switch(self.shared.name)
         except BaseException:
             self._stack.close()
@@ -322,13 +322,13 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def __getitem__(self, rank: int) -> Place:
+    def __getitem__(self, rank: int) -> NodeHost:
         return self.nodes[rank]
 
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[NodeHost]:
         return iter(self.nodes)
 
     # What all share

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from diesel_fs.storage.redis_tasks import RedisTasks
+from diesel_fs.storage.redis_tasks import RedisMemberStore
 from diesel_fs.task.membership import Member, TaskName
-from diesel_fs.task.registry import Registered
+from diesel_fs.task.registry import RedisRegistry
 from tests.storage.redis_servers import RedisCluster, RedisServer
 
 STORE = UUID(int=99)
@@ -19,25 +19,25 @@ def master(rank: int, instance: int = 0, version: int = 1) -> Member:
     return Member(rank, number.to_bytes(16, "big"), f"node{rank}:{9000 + number}", version)
 
 
-class Place:
+class RedisPlace:
     """A Redis, or a cluster of them, and ways to register in it."""
 
     def __init__(self, servers: list[RedisServer], url: str) -> None:
         self.servers = servers
         self.url = url
-        self._opened: list[RedisTasks] = []
+        self._opened: list[RedisMemberStore] = []
 
-    def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisTasks:
+    def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisMemberStore:
         """Registrations that last so long."""
-        found = RedisTasks.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
+        found = RedisMemberStore.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
         self._opened.append(found)
         return found
 
     def registry(
         self, task: TaskName = TASK, secret: bytes | None = None, ttl_s: float = 6.0
-    ) -> Registered:
+    ) -> RedisRegistry:
         """That of one master."""
-        return Registered(task, secret, lambda: self.open(ttl_s))
+        return RedisRegistry(task, secret, lambda: self.open(ttl_s))
 
     def keys(self) -> list[object]:
         """All keys that belong to tasks."""
@@ -54,10 +54,10 @@ class Place:
 
 
 @contextmanager
-def place_of(redis: RedisServer | RedisCluster) -> Iterator[Place]:
+def redis_place(redis: RedisServer | RedisCluster) -> Iterator[RedisPlace]:
     """An empty place."""
     servers = redis.nodes if isinstance(redis, RedisCluster) else [redis]
-    found = Place(servers, redis.url)
+    found = RedisPlace(servers, redis.url)
     found.forget_all()
     try:
         yield found

@@ -29,9 +29,9 @@ from redis import Redis
 
 from ..server.program import until
 from ..storage.s3_server import credentials
-from ..storage.scripted_s3 import BUCKET, Asked, ScriptedS3
+from ..storage.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
 from .contents import make
-from .nodes import Nodes, Place, command_line, end, mounts_below
+from .nodes import NodeHost, Nodes, command_line, end, mounts_below
 
 DATASET = "images"
 TASK = "training"
@@ -46,7 +46,7 @@ _STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # what a client sends, of PEE
 _CHUNK = re.compile(r"/chunks/")
 
 
-HOPE_S = 90.0  # whatever comes about does so far earlier, on a busy machine too
+WAIT_MAX_S = 90.0  # whatever comes about does so far earlier, on a busy machine too
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Outcome:
 class Reader:
     """A training process of a node (`reader_program.py`)."""
 
-    def __init__(self, place: Place, opened: Mapping[str, object], files: int) -> None:
+    def __init__(self, place: NodeHost, opened: Mapping[str, object], files: int) -> None:
         self.place = place
         self.opened = dict(opened)
         self._files = files
@@ -267,7 +267,7 @@ class RunningTask:
                 found.append(stats_at(self.socket(rank)))
             return bool(found)
 
-        until(answers, f"a master of node {rank} that answers", HOPE_S)
+        until(answers, f"a master of node {rank} that answers", WAIT_MAX_S)
         return found[0]
 
     def figure(self, rank: int, *names: str) -> int:
@@ -290,7 +290,7 @@ class RunningTask:
             until(
                 lambda rank=rank: self.figure(rank, "members") == (count or len(wanted)),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                 f"{count or len(wanted)} members at node {rank}",
-                HOPE_S,
+                WAIT_MAX_S,
             )
 
     def forget(self) -> None:
@@ -305,7 +305,7 @@ class RunningTask:
         """What the store gave of chunks."""
         return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
 
-    def _chunk_reads(self) -> list[Asked]:
+    def _chunk_reads(self) -> list[RecordedRequest]:
         return [each for each in [*self.s3.asked] if each.method == "GET"
                 and _CHUNK.search(each.key)]  # fmt: skip
 

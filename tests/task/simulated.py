@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.cache.ownership import Ownership
-from diesel_fs.task.breaker import PATIENCE_MAX_S, PAUSE_S
+from diesel_fs.task.breaker import PAUSE_S, TIMEOUT_MAX_S
 from diesel_fs.task.master import RENEW_S
 from diesel_fs.task.membership import TTL_S
 
@@ -212,7 +212,7 @@ class Task:
             return "store", 0.0
         if not self._answers(owner):
             master.suspended[owner] = self.now_s + PAUSE_S
-            return "store, after a time-out", PATIENCE_MAX_S
+            return "store, after a time-out", TIMEOUT_MAX_S
         master.asked.add(owner)
         other = self.masters[owner]
         if self.holds(owner, chunk):

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 HEAD = struct.Struct("<BBHIII")
-HELLO, READ, LEND, RETURN, DAMAGED, STATS, SHOW = range(1, 8)
-HERE, NOBODY = 0xFFFE, 0xFFFF
+HELLO, READ, PIN, UNPIN, DAMAGED, STATS, SWITCH_VERSION = range(1, 8)
+HERE, NONE = 0xFFFE, 0xFFFF
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Behaviour:
     """What a master does; a test may change it at any time."""
 
     source: int = HERE
-    lends: bool = True
+    pins: bool = True
     has: Callable[[int], bool] = lambda chunk: True
     change: Callable[[int, int, bytearray], None] = lambda chunk, start, content: None
-    change_lent: Callable[[int, bytearray], None] = lambda chunk, content: None
-    wanted: list[int] = field(default_factory=list)
+    change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
+    revoked: list[int] = field(default_factory=list)
     refuses: str = ""
     hangs: float = 0.0
     raw: bytes = b""  # instead of any answer but a hello's
@@ -40,15 +40,15 @@ class Behaviour:
     versions: set[int] = field(default_factory=set)  # none: any
 
 
-class StandIn:
+class FakeMaster:
     """One master at a socket, with the chunks of a dataset."""
 
     def __init__(self, path: Path, chunks: Mapping[int, bytes], behaviour: Behaviour) -> None:
         self.path = path
         self.chunks = chunks
-        self.does = behaviour
-        self.said: list[tuple[int, bytes]] = []
-        self.lent: list[int] = []
+        self.behaviour = behaviour
+        self.requests: list[tuple[int, bytes]] = []
+        self.pinned: list[int] = []
         self.connections: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -75,11 +75,11 @@ class StandIn:
 
     def kinds(self) -> list[int]:
         """What was asked for, in order."""
-        return [kind for kind, _ in self.said]
+        return [kind for kind, _ in self.requests]
 
     def bodies(self, kind: int) -> list[bytes]:
         """What came with requests of a kind."""
-        return [body for each, body in self.said if each == kind]
+        return [body for each, body in self.requests if each == kind]
 
     def _accept(self) -> None:
         while True:
@@ -98,16 +98,16 @@ class StandIn:
                 kind, flags, _, count, size, _ = HEAD.unpack(head)
                 body, _ = _received(connection, size) if size else (b"", [])
                 with self._lock:
-                    self.said.append((kind, body))
-                if self.does.hangs:
-                    time.sleep(self.does.hangs)
-                if self.does.refuses:
-                    connection.sendall(_answer(kind, 0, self.does.refuses.encode(), status=1))
+                    self.requests.append((kind, body))
+                if self.behaviour.hangs:
+                    time.sleep(self.behaviour.hangs)
+                if self.behaviour.refuses:
+                    connection.sendall(_answer(kind, 0, self.behaviour.refuses.encode(), status=1))
                     continue
                 if kind == HELLO:
                     protocol, zero, _, version = struct.unpack("<HH16sQ", body)
                     assert (protocol, zero) == (1, 0)
-                    if self.does.versions and version not in self.does.versions:
+                    if self.behaviour.versions and version not in self.behaviour.versions:
                         connection.sendall(_answer(kind, 0, b"another version", status=1))
                         continue
                     assert fcntl(files[0], F_GET_SEALS) & F_SEAL_SHRINK
@@ -116,8 +116,8 @@ class StandIn:
                     welcome = struct.pack("<II", 3, len(self.chunks))
                     connection.sendall(_answer(kind, 0, welcome))
                     continue
-                if self.does.raw or self.does.breaks_off:
-                    connection.sendall(self.does.raw)
+                if self.behaviour.raw or self.behaviour.breaks_off:
+                    connection.sendall(self.behaviour.raw)
                     return
                 assert window is not None
                 self._answer(connection, kind, flags, count, body, files, window)
@@ -132,25 +132,25 @@ class StandIn:
         files: list[int],
         window: mmap.mmap,
     ) -> None:
-        wanted = self.does.wanted
+        wanted = self.behaviour.revoked
         if kind == READ:
             offsets, sources, at = [], [], 0
             for chunk, start, size in reversed(list(struct.iter_unpack("<III", body))):
                 content = bytearray(self.chunks[chunk][start : start + size])
-                self.does.change(chunk, start, content)
+                self.behaviour.change(chunk, start, content)
                 window[at : at + size] = bytes(content)
                 offsets.append(at)
-                sources.append(self.does.source if self.does.has(chunk) else NOBODY)
+                sources.append(self.behaviour.source if self.behaviour.has(chunk) else NONE)
                 at += size
             found = struct.pack(f"<{count}I{count}H", *offsets[::-1], *sources[::-1])
             connection.sendall(_answer(kind, count, found, wanted))
-        elif kind == LEND:
+        elif kind == PIN:
             (chunk,) = struct.unpack("<I", body)
-            if not self.does.lends or not (self.does.has(chunk) or flags & 1):
-                connection.sendall(_answer(kind, 1, struct.pack("<H", NOBODY), wanted))
+            if not self.behaviour.pins or not (self.behaviour.has(chunk) or flags & 1):
+                connection.sendall(_answer(kind, 1, struct.pack("<H", NONE), wanted))
                 return
             file = self._sealed(chunk)
-            self.lent.append(chunk)
+            self.pinned.append(chunk)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
             try:
                 connection.sendmsg([_answer(kind, 1, struct.pack("<H", HERE), wanted)], rights)
@@ -165,7 +165,7 @@ class StandIn:
 
     def _sealed(self, chunk: int) -> int:
         content = bytearray(self.chunks[chunk])
-        self.does.change_lent(chunk, content)
+        self.behaviour.change_pinned(chunk, content)
         file = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(file, content)
         fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from diesel_fs.task.launch import socket_of
+from diesel_fs.task.launch import socket_path
 from diesel_fs.task.request import TaskRequest
 
 
@@ -30,7 +30,7 @@ def main() -> None:
         said = {"error": "MetadataError", "message": "no Redis here", "advice": "start it"}
         print(json.dumps(said), flush=True)
         return
-    path = socket_of(TaskRequest.from_json(text))
+    path = socket_path(TaskRequest.from_json(text))
     with socket.socket(socket.AF_UNIX) as listener:
         folder = os.open(path.parent, os.O_PATH)
         listener.bind(f"/proc/self/fd/{folder}/{path.name}")

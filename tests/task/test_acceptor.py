@@ -8,31 +8,32 @@ from dataclasses import replace
 import pytest
 import trio
 
+from diesel_fs.entries import Bytes
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.task import acceptor as accepting
 from diesel_fs.task import hello, wire
 from diesel_fs.task.channel import Channel
-from diesel_fs.task.wire import FAILED, GIVEN, Raw
+from diesel_fs.task.wire import FAILED, GIVEN
 
 from .linked import (
     SECRET,
     SIZES,
-    Hand,
-    Standing,
+    FakeAnswers,
+    RawPeer,
     answering,
     asking,
+    authenticated_raw,
     content,
-    friend,
     jumping,
-    knock,
     lines,
     me,
+    open_raw,
     pair,
     parts,
     read,
     run,
-    taking,
     until,
+    wait_for,
 )
 
 SMALL = (0, 4096, 4096)
@@ -42,7 +43,7 @@ def asked(number: int, *records: tuple[int, int, int]) -> bytes:
     return wire.request(number, wire.READ, 0, parts(*records))
 
 
-async def answer(hand: Hand) -> tuple[wire.AnswerHead, bytes, bytes]:
+async def answer(hand: RawPeer) -> tuple[wire.AnswerHead, bytes, bytes]:
     head = wire.parse_answer(await hand.exactly(wire.HEAD_BYTES))
     return head, await hand.exactly(head.counted), await hand.exactly(head.payload_bytes)
 
@@ -50,8 +51,8 @@ async def answer(hand: Hand) -> tuple[wire.AnswerHead, bytes, bytes]:
 def test_requests_of_all_kinds() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await friend(node.port)
-            await hand.say(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
+            hand = await authenticated_raw(node.port)
+            await hand.send(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
             head, statuses, payload = await answer(hand)
             assert (head.id, statuses) == (5, bytes(2))
             assert payload == content(*SMALL) + content(1, 0, 10)
@@ -62,15 +63,15 @@ def test_requests_of_all_kinds() -> None:
 
 def test_what_is_at_hand_overtakes_what_is_not() -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
-        standing.ready = taking(0.3)
+        standing.ready = wait_for(0.3)
         async with answering(standing=standing) as node:
-            hand = await friend(node.port)
-            await hand.say(asked(1, SMALL))
+            hand = await authenticated_raw(node.port)
+            await hand.send(asked(1, SMALL))
             await until(lambda: bool(standing.asked), 5)
             standing.hot = True
-            await hand.say(asked(2, SMALL))
+            await hand.send(asked(2, SMALL))
             assert [(await answer(hand))[0].id for _ in range(2)] == [2, 1]
 
     run(main)
@@ -81,7 +82,7 @@ def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
 
         async def fail() -> None:
@@ -102,12 +103,12 @@ def test_no_more_than_64_answers_of_a_connection_are_looked_for() -> None:
     """The rest of its requests are not even read; other connections are answered."""
 
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
         standing.ready = trio.sleep_forever
         async with answering(standing=standing) as node:
-            hand = await friend(node.port, rank=5)
-            await hand.say(*[asked(i, SMALL) for i in range(200)])
+            hand = await authenticated_raw(node.port, rank=5)
+            await hand.send(*[asked(i, SMALL) for i in range(200)])
             await until(lambda: standing.slow == wire.REQUESTS_MAX, 5)
             await trio.sleep(0.1)
             assert standing.slow == wire.REQUESTS_MAX
@@ -120,12 +121,12 @@ def test_no_more_than_64_answers_of_a_connection_are_looked_for() -> None:
 
 def test_F15_nobody_looks_for_what_nobody_waits_for() -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
         standing.ready = trio.sleep_forever
         async with answering(standing=standing) as node:
-            hand = await friend(node.port)
-            await hand.say(*[asked(i, SMALL) for i in range(10)])
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, SMALL) for i in range(10)])
             await until(lambda: standing.slow == 10, 5)
             await hand.stream.aclose()
             await until(lambda: node.acceptor.stats()["connections"] == 0, 5)
@@ -136,12 +137,12 @@ def test_F15_nobody_looks_for_what_nobody_waits_for() -> None:
 
 def test_no_more_than_64_MiB_of_a_connection_are_looked_for() -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
         standing.ready = trio.sleep_forever
         async with answering(standing=standing) as node:
-            hand = await friend(node.port)
-            await hand.say(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
             await until(lambda: standing.slow == 2, 5)
             await trio.sleep(0.1)
             assert standing.slow == 2
@@ -155,12 +156,12 @@ def test_S12_a_connection_that_always_asks_does_not_keep_others_waiting() -> Non
             took = []
 
             async def greedy(rank: int) -> None:
-                hand = await friend(node.port, rank)
+                hand = await authenticated_raw(node.port, rank)
 
                 async def ask() -> None:
                     some = b"".join(asked(i, *[SMALL] * 4) for i in range(1000))
                     while True:
-                        await hand.say(some)
+                        await hand.send(some)
 
                 async def drop() -> None:
                     while True:
@@ -191,7 +192,7 @@ class Insatiable(Channel):
         room[:] = (asked(1, SMALL) * (len(room) // 28 + 1))[: len(room)]
         return len(room) // 28 * 28
 
-    def put(self, parts: Sequence[Raw], size: int) -> bool:
+    def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         self.answers += 1
         return True
 
@@ -207,8 +208,8 @@ def test_S12_others_have_their_turn_after_some_answers(monkeypatch: pytest.Monke
             async def hear(*_: object) -> int:
                 return 2
 
-            monkeypatch.setattr(accepting, "secured", hear)
-            monkeypatch.setattr(accepting, "admitted", hear)
+            monkeypatch.setattr(accepting, "accept_tls", hear)
+            monkeypatch.setattr(accepting, "authenticate", hear)
             monkeypatch.setattr(accepting, "_channel", lambda *_: channel)
             async with answering() as node:
                 with socket.create_connection(("127.0.0.1", node.port)):
@@ -223,10 +224,10 @@ def test_S12_others_have_their_turn_after_some_answers(monkeypatch: pytest.Monke
 def test_F8_of_a_rank_the_newest_connection_stays() -> None:
     async def main() -> None:
         async with answering() as node:
-            first = await friend(node.port)
-            second = await friend(node.port)
-            assert await first.rest() == b""
-            await second.say(wire.request(1, wire.PING))
+            first = await authenticated_raw(node.port)
+            second = await authenticated_raw(node.port)
+            assert await first.receive_all() == b""
+            await second.send(wire.request(1, wire.PING))
             await answer(second)
             assert node.acceptor.stats()["connections"] == 1
 
@@ -245,10 +246,10 @@ def test_F6_who_is_refused_hears_why(caplog: pytest.LogCaptureFixture) -> None:
                 ({"to": 2}, me(0), "rank 1 is here, not 2"),
             ]
             for how, mine, why in strangers:
-                hand = await knock(node.port)
-                told = await hand.introduce(mine, **how)  # type: ignore[arg-type]  # one of two
+                hand = await open_raw(node.port)
+                told = await hand.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
                 assert told["message"] == why
-                assert await hand.rest() == b""
+                assert await hand.receive_all() == b""
             assert (await asked_by(node.port, replace(me(0), version=9))) == "paused"
 
     run(main)
@@ -265,8 +266,8 @@ async def asked_by(port: int, mine: object) -> object:
 def test_F6_another_version_of_the_wire_is_named() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
-            await hand.say(hello.greeting()[:8] + b"\2\0" + bytes(6))
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting()[:8] + b"\2\0" + bytes(6))
             goes_on, _, length = hello.parse_welcome(await hand.exactly(16))
             assert not goes_on
             assert b"version 1" in await hand.exactly(length)
@@ -277,33 +278,36 @@ def test_F6_another_version_of_the_wire_is_named() -> None:
 def test_who_has_become_another_version_ends_all_connections() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await friend(node.port)
-            node.acceptor.show(replace(me(1), version=4))
-            assert await hand.rest() == b""
-            other = await knock(node.port)
-            assert "proof" in await other.introduce(replace(me(0), version=4))
+            hand = await authenticated_raw(node.port)
+            node.acceptor.set_identity(replace(me(1), version=4))
+            assert await hand.receive_all() == b""
+            other = await open_raw(node.port)
+            assert "proof" in await other.handshake(replace(me(0), version=4))
 
     run(main)
 
 
 def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         async with answering(standing=standing) as node:
-            idle, busy = await friend(node.port, 2), await friend(node.port, 3)
+            idle, busy = (
+                await authenticated_raw(node.port, 2),
+                await authenticated_raw(node.port, 3),
+            )
             begun_s = trio.current_time()
             ended_s = 0.0
 
             async def watch() -> None:
                 nonlocal ended_s
-                await idle.rest()
+                await idle.receive_all()
                 ended_s = trio.current_time() - begun_s
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
                 for number in range(8):
                     await trio.sleep(50)
-                    await busy.say(wire.request(number, wire.PING))
+                    await busy.send(wire.request(number, wire.PING))
                     await answer(busy)
             assert accepting.IDLE_S <= ended_s <= accepting.IDLE_S + 15
 
@@ -313,8 +317,8 @@ def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() ->
 def test_F7_who_does_not_take_its_answers_is_let_go() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await friend(node.port)
-            await hand.say(*[asked(i, (3, 0, 40 << 20)) for i in range(5)])
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, (3, 0, 40 << 20)) for i in range(5)])
             await trio.sleep(9)
             assert node.acceptor.stats()["connections"] == 1
             await trio.sleep(30)
@@ -328,10 +332,10 @@ def test_answers_to_many_at_once_come_over_a_full_socket() -> None:
 
     async def main() -> None:
         async with answering() as node:
-            hand = await friend(node.port)
+            hand = await authenticated_raw(node.port)
             records = [(2, i * 70_000, 60_000) for i in range(80)]
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(hand.say, *[asked(i, *records[:40]) for i in range(12)])
+                nursery.start_soon(hand.send, *[asked(i, *records[:40]) for i in range(12)])
                 for number in range(12):
                     head, _, payload = await answer(hand)
                     assert head.id == number
@@ -343,7 +347,7 @@ def test_answers_to_many_at_once_come_over_a_full_socket() -> None:
 def test_the_secret_is_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with answering() as node:
-            await (await knock(node.port)).introduce(me(0), secret=b"x" * 32)
+            await (await open_raw(node.port)).handshake(me(0), secret=b"x" * 32)
 
     caplog.set_level("DEBUG")
     run(main)

@@ -9,7 +9,7 @@ import pytest
 
 from diesel_fs.errors import UsageError
 from diesel_fs.task import addresses
-from diesel_fs.task.addresses import advertised, listening
+from diesel_fs.task.addresses import advertised_address, listen_address
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 FILE = parse_url("file:///data")
@@ -24,7 +24,7 @@ def place(
     peers: Sequence[str] = (),
     url: RepositoryUrl = FILE,
 ) -> tuple[str, int]:
-    return listening(listen, advertise, rank=rank, world=world, peers=peers, url=url)
+    return listen_address(listen, advertise, rank=rank, world=world, peers=peers, url=url)
 
 
 def test_F13_what_is_given_is_taken() -> None:
@@ -136,15 +136,15 @@ def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
 
 
 def test_F13_what_is_told_to_others() -> None:
-    assert advertised("", "10.0.0.1", 5) == "10.0.0.1:5"
-    assert advertised("", "fe80::1", 5) == "[fe80::1]:5"
-    assert advertised("host", "10.0.0.1", 5) == "host:5"
-    assert advertised("host:7", "10.0.0.1", 5) == "host:7"
-    assert advertised("host:0", "10.0.0.1", 5) == "host:5"
-    assert advertised("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
+    assert advertised_address("", "10.0.0.1", 5) == "10.0.0.1:5"
+    assert advertised_address("", "fe80::1", 5) == "[fe80::1]:5"
+    assert advertised_address("host", "10.0.0.1", 5) == "host:5"
+    assert advertised_address("host:7", "10.0.0.1", 5) == "host:7"
+    assert advertised_address("host:0", "10.0.0.1", 5) == "host:5"
+    assert advertised_address("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
     for every in ("0.0.0.0", "::"):  # noqa: S104
         with pytest.raises(UsageError, match="at which address"):
-            advertised("", every, 5)
+            advertised_address("", every, 5)
 
 
 def test_F8_nodes_alone_on_two_machines_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from diesel_fs.task.channel import Channel, Gone, Inbox
+from diesel_fs.task.channel import Channel, ConnectionClosed, FrameReader
 
 
 class Endless(Channel):
@@ -28,7 +28,7 @@ def test_who_always_finds_something_lets_others_have_their_turn() -> None:
                     await trio.lowlevel.checkpoint()
                     turns += 1
 
-            inbox = Inbox(Endless(here), 16 << 10)
+            inbox = FrameReader(Endless(here), 16 << 10)
             there.send(b"x")  # for the first look
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other)
@@ -45,15 +45,15 @@ def test_F7_a_frame_that_has_begun_must_go_on() -> None:
     async def main() -> None:
         here, there = socket.socketpair()
         with here, there:
-            inbox = Inbox(Channel(here), 4096)
+            inbox = FrameReader(Channel(here), 4096)
             begun_s = trio.current_time()
             with trio.move_on_after(1000):
-                await inbox.hold(16)
+                await inbox.fill_buffer(16)
             assert trio.current_time() - begun_s == 1000
             there.send(b"x")
             begun_s = trio.current_time()
-            with pytest.raises(Gone, match="slow"):
-                await inbox.hold(16)
+            with pytest.raises(ConnectionClosed, match="slow"):
+                await inbox.fill_buffer(16)
             assert 10 <= trio.current_time() - begun_s < 11
 
     trio.run(main, clock=MockClock(autojump_threshold=0.02))
@@ -74,14 +74,14 @@ def test_parts_that_did_not_leave_leave_later_in_their_order() -> None:
                     await trio.lowlevel.wait_readable(there)
                     got.extend(there.recv(100_000))
 
-            left = channel.put(said[:1500], sum(map(len, said[:1500])))
+            left = channel.send_now(said[:1500], sum(map(len, said[:1500])))
             assert not left
-            assert not channel.put(said[1500:], sum(map(len, said[1500:])))
+            assert not channel.send_now(said[1500:], sum(map(len, said[1500:])))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(read)
                 nursery.start_soon(channel.drain)
                 nursery.start_soon(channel.drain)
             assert got == expected
-            assert channel.put([b"more"], 4)  # at once: nothing is left that it would follow
+            assert channel.send_now([b"more"], 4)  # at once: nothing is left that it would follow
 
     trio.run(main)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.extents import ExtentReader
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.extents import CoalescingReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.errors import MetadataError, ObjectMissing, ObjectStoreError
 from diesel_fs.layout import chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task import client as client_module
 from diesel_fs.task import link as link_module
@@ -30,11 +30,11 @@ from .stand_in_master import (
     HELLO,
     HERE,
     READ,
-    RETURN,
-    SHOW,
     STATS,
+    SWITCH_VERSION,
+    UNPIN,
     Behaviour,
-    StandIn,
+    FakeMaster,
 )
 
 
@@ -61,7 +61,7 @@ def check_parts(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], seed
     assert list(map(bytes, found)) == right
 
 
-def check_files(reader: ContentReader) -> None:
+def check_files(reader: EntryReader) -> None:
     names = list(FILES)
     indices = reader.snapshot.lookup_many([name.encode() for name in names])
     for name, content in zip(names, reader.read_many(indices), strict=True):
@@ -90,7 +90,7 @@ BEHAVIOURS: dict[str, Callable[[Behaviour], object]] = {
     "has nothing": lambda does: setattr(does, "has", lambda chunk: False),
     "F5 wrong bytes": lambda does: setattr(does, "change", flip),
     "F5 wrong bytes, lent": lambda does: setattr(
-        does, "change_lent", lambda chunk, content: flip(chunk, 0, content)
+        does, "change_pinned", lambda chunk, content: flip(chunk, 0, content)
     ),
     "wants all back": lambda does: setattr(does, "wanted", list(range(4))),
     "wants what never was": lambda does: setattr(does, "wanted", [99_999, 4_000_000_000]),
@@ -108,27 +108,27 @@ BEHAVIOURS: dict[str, Callable[[Behaviour], object]] = {
 
 @pytest.mark.parametrize("kind", BEHAVIOURS)
 def test_every_byte_is_right_and_no_read_fails(
-    kind: str, store: TaskStore, master: StandIn, view: Snapshot
+    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
-    BEHAVIOURS[kind](master.does)
+    BEHAVIOURS[kind](master.behaviour)
     start_s = time.monotonic()
-    reader = ContentReader(view, store, LITTLE_MEMORY)
+    reader = EntryReader(view, store, LITTLE_MEMORY)
     check_files(reader)
     check_files(reader)
-    check_files(ContentReader(view, store, 64 << 20))
-    check_files(ContentReader(view, store, LITTLE_MEMORY, prefer_entries=True))
+    check_files(EntryReader(view, store, 64 << 20))
+    check_files(EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True))
     assert time.monotonic() - start_s < 20
     assert reader.stats()["damaged"] == 0
 
 
 @pytest.mark.parametrize("kind", BEHAVIOURS)
 def test_a_helper_of_a_mount_gets_every_byte_too(
-    kind: str, store: TaskStore, master: StandIn, view: Snapshot
+    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
-    BEHAVIOURS[kind](master.does)
-    reader = ExtentReader(view, store)
+    BEHAVIOURS[kind](master.behaviour)
+    reader = CoalescingReader(view, store)
     order = np.random.default_rng(1).permutation(view.files())
-    reader.ahead(np.array_split(order, 5))
+    reader.prefetch(np.array_split(order, 5))
     found: dict[int, dict[int, bytes]] = {}
     for unit in np.array_split(order, 5):
         for batch in reader.batches(unit):
@@ -146,7 +146,7 @@ def test_a_helper_of_a_mount_gets_every_byte_too(
 
 def test_F9_no_master_at_all(store: TaskStore, view: Snapshot, chunks: dict[int, bytes]) -> None:
     check_parts(store, view, chunks, 1)
-    check_files(ContentReader(view, store, LITTLE_MEMORY))
+    check_files(EntryReader(view, store, LITTLE_MEMORY))
 
 
 def test_the_stores_own_errors_stay(store: TaskStore, inner: Counting, view: Snapshot) -> None:
@@ -161,9 +161,9 @@ def test_the_stores_own_errors_stay(store: TaskStore, inner: Counting, view: Sna
 
 
 def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    master.does.source = 5
+    master.behaviour.source = 5
     check_parts(store, view, chunks, 2)
     assert master.kinds().count(READ) == 1
     assert inner.reads == 0
@@ -172,15 +172,15 @@ def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
 
 
 def test_what_is_read_again_and_again_is_mapped_and_then_costs_no_request(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     room = memoryview(bytearray(100))
     for _ in range(20):
         store.read_into(name_of(view, 1), 500, room)
         assert room == chunks[1][500:600]
-    assert master.lent == [1]
+    assert master.pinned == [1]
     assert master.kinds().count(READ) <= 2
-    assert store.read_now(name_of(view, 1), 7, room)
+    assert store.read_nowait(name_of(view, 1), 7, room)
     assert room == chunks[1][7:107]
     [slice_] = store.read_parts([(name_of(view, 1), 9, 50)])
     assert slice_.nbytes == 50
@@ -189,20 +189,20 @@ def test_what_is_read_again_and_again_is_mapped_and_then_costs_no_request(
 
 
 def test_what_another_node_has_is_not_mapped(
-    store: TaskStore, master: StandIn, view: Snapshot
+    store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
-    master.does.source = 5
+    master.behaviour.source = 5
     for _ in range(20):
         store.read_into(name_of(view, 1), 500, bytearray(100))
     assert master.kinds().count(READ) == 20
-    assert not master.lent
+    assert not master.pinned
 
 
 def test_no_whole_chunk_is_copied_into_private_memory(
-    store: TaskStore, master: StandIn, view: Snapshot, inner: Counting
+    store: TaskStore, master: FakeMaster, view: Snapshot, inner: Counting
 ) -> None:
     """Small files in random order, of a dataset that does not fit: slices of what is shared."""
-    reader = ContentReader(view, store, 100_000)
+    reader = EntryReader(view, store, 100_000)
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
     def read_few(seed: int) -> None:
@@ -216,7 +216,7 @@ def test_no_whole_chunk_is_copied_into_private_memory(
     stats = reader.stats()
     assert (stats["chunk_fetches"], inner.reads) == (0, 0)
     assert stats["memory_bytes"] <= int(view.chunk_sizes.sum()) // 32
-    before = len(master.said)
+    before = len(master.requests)
     fetches = reader.stats()["range_fetches"]
     for seed in range(100, 120):
         read_few(seed)
@@ -225,12 +225,12 @@ def test_no_whole_chunk_is_copied_into_private_memory(
 
 
 def test_a_part_larger_than_the_window_comes_in_pieces(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes],
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(link_module, "WINDOW_BYTES", 10_000)
     monkeypatch.setattr(client_module, "WINDOW_BYTES", 10_000)
-    master.does.lends = False
+    master.behaviour.pins = False
     size = len(chunks[0])
     assert list(map(bytes, store.read_parts([(name_of(view, 0), 0, size)]))) == [chunks[0]]
     room = bytearray(size)
@@ -243,60 +243,58 @@ def test_a_part_larger_than_the_window_comes_in_pieces(
 
 
 def test_a_lent_chunk_is_returned_when_nobody_looks_at_it_any_more(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes],
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Never before: a view that was handed out stays what it is."""
-    monkeypatch.setattr(client_module, "BEAT_S", 0.02)
-    whole = store.lend(name_of(view, 2), lambda: None)
+    monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
+    whole = store.pin(name_of(view, 2), lambda: None)
     assert whole is not None
     inside = np.frombuffer(whole[100:300], np.uint8)
     del whole
     gc.collect()
     time.sleep(0.1)
-    assert not any(master.bodies(RETURN)), "it is kept for who comes next"
-    master.does.wanted = [2]
+    assert not any(master.bodies(UNPIN)), "it is kept for who comes next"
+    master.behaviour.revoked = [2]
     time.sleep(0.2)
-    assert not any(master.bodies(RETURN)), "somebody still looks at it"
+    assert not any(master.bodies(UNPIN)), "somebody still looks at it"
     assert bytes(inside) == chunks[2][100:300]
-    master.does.wanted = []
+    master.behaviour.revoked = []
     del inside
-    until(lambda: struct.pack("<I", 2) in master.bodies(RETURN), "the chunk to be returned")
-    assert master.bodies(RETURN).count(struct.pack("<I", 2)) == 1
+    until(lambda: struct.pack("<I", 2) in master.bodies(UNPIN), "the chunk to be returned")
+    assert master.bodies(UNPIN).count(struct.pack("<I", 2)) == 1
 
 
 def test_a_reader_lets_go_of_what_the_master_wants_back(
-    store: TaskStore, master: StandIn, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+    store: TaskStore, master: FakeMaster, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BEAT_S", 0.02)
-    reader = ContentReader(view, store, 64 << 20)
+    monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
+    reader = EntryReader(view, store, 64 << 20)
     check_files(reader)
-    lent = sorted(set(master.lent))
+    lent = sorted(set(master.pinned))
     assert lent
     assert reader.stats()["chunk_fetches"] == 0
     gc.collect()
-    master.does.wanted = lent
+    master.behaviour.revoked = lent
 
     def returned() -> set[int]:
-        return {
-            each for body in master.bodies(RETURN) for (each,) in struct.iter_unpack("<I", body)
-        }
+        return {each for body in master.bodies(UNPIN) for (each,) in struct.iter_unpack("<I", body)}
 
     until(lambda: returned() == set(lent), "all to be returned")
     assert reader.stats()["memory_bytes"] < 64 << 10  # what was decoded out of them
-    master.does.wanted = []
+    master.behaviour.revoked = []
     check_files(reader)
 
 
 def test_what_is_written_into_a_lent_chunk_is_ones_own(
-    store: TaskStore, inner: Counting, master: StandIn, view: Snapshot, path: Path,
+    store: TaskStore, inner: Counting, master: FakeMaster, view: Snapshot, path: Path,
     chunks: dict[int, bytes],
 ) -> None:  # fmt: skip
-    mine = store.lend(name_of(view, 0), lambda: None)
+    mine = store.pin(name_of(view, 0), lambda: None)
     assert mine is not None
     mine[:4] = b"mine"
     other = TaskStore(inner, path, view)
-    theirs = other.lend(name_of(view, 0), lambda: None)
+    theirs = other.pin(name_of(view, 0), lambda: None)
     assert theirs is not None
     assert bytes(theirs) == chunks[0]
     assert bytes(mine[:4]) == b"mine"
@@ -305,7 +303,7 @@ def test_what_is_written_into_a_lent_chunk_is_ones_own(
 
 
 def test_F5_a_lent_chunk_that_is_damaged_is_healed_told_of_and_lent_anew(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     index = view.lookup(b"n007")
     [extent] = view.extents(index)
@@ -314,27 +312,27 @@ def test_F5_a_lent_chunk_that_is_damaged_is_healed_told_of_and_lent_anew(
         if chunk == extent.chunk:
             content[extent.offset] ^= 1
 
-    master.does.change_lent = damage
-    reader = ContentReader(view, store, 64 << 20)
+    master.behaviour.change_pinned = damage
+    reader = EntryReader(view, store, 64 << 20)
     assert reader.read(index) == FILES["n007"]
     assert reader.stats()["healed"] == 1
     assert inner.reads == 1
     part = struct.pack("<IIIH", extent.chunk, extent.offset, extent.stored, HERE)
     assert master.bodies(DAMAGED) == [part]
-    master.does.change_lent = lambda chunk, content: None
+    master.behaviour.change_pinned = lambda chunk, content: None
     assert reader.read(index) == FILES["n007"]
     assert reader.stats()["healed"] == 1
-    whole = store.lend(name_of(view, extent.chunk), lambda: None)
+    whole = store.pin(name_of(view, extent.chunk), lambda: None)
     assert whole is not None
     assert bytes(whole) == master.chunks[extent.chunk]
-    assert master.lent.count(extent.chunk) == 2
+    assert master.pinned.count(extent.chunk) == 2
 
 
 def test_F5_who_gave_damaged_bytes_is_told_of(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.does.change, master.does.source = flip, 9
-    reader = ContentReader(view, store, LITTLE_MEMORY, prefer_entries=True)
+    master.behaviour.change, master.behaviour.source = flip, 9
+    reader = EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True)
     for name in ("n001", "n100", "n200"):
         assert reader.read(view.lookup(name.encode())) == FILES[name]
     expected = []
@@ -352,13 +350,13 @@ def test_over_its_limits_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
     told: list[int] = []
     for chunk in range(8):
         table.keep(chunk, _another(10_000), 10_000)
-        table.tell(chunk, lambda chunk=chunk: told.append(chunk))  # type: ignore[misc]  # bound now
+        table.on_revoke(chunk, lambda chunk=chunk: told.append(chunk))  # type: ignore[misc]  # bound now
     assert table.find(0) is not None
     table.keep(8, file, 10_000)
     os.close(file)
     assert told == [1, 2]
     assert [chunk for chunk in range(9) if table.find(chunk) is not None] == [0, 3, 4, 5, 6, 7, 8]
-    assert sorted(table.unmapped()) == [1, 2]
+    assert sorted(table.take_unmapped()) == [1, 2]
     assert table.kept_bytes == 70_000
 
 
@@ -373,26 +371,26 @@ def test_other_memory_for_a_chunk_is_returned_for_itself() -> None:
     one, other = _another(5000), _another(5000)
     first = table.keep(3, one, 5000)
     assert table.keep(3, one, 5000) == first
-    assert table.unmapped() == []
-    table.give_up([3])
+    assert table.take_unmapped() == []
+    table.release([3])
     second = table.keep(3, other, 5000)
     del first
     gc.collect()
-    assert table.unmapped() == [3]
-    table.give_up([3])
-    assert table.unmapped() == []
+    assert table.take_unmapped() == [3]
+    table.release([3])
+    assert table.take_unmapped() == []
     del second
     gc.collect()
-    assert table.unmapped() == [3]
+    assert table.take_unmapped() == [3]
     for file in (one, other):
         os.close(file)
 
 
 def test_no_descriptor_stays_open_for_what_is_mapped(
-    store: TaskStore, master: StandIn, view: Snapshot
+    store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     for chunk in range(view.chunk_count):
-        assert store.lend(name_of(view, chunk), lambda: None) is not None
+        assert store.pin(name_of(view, chunk), lambda: None) is not None
 
     def opened() -> list[str]:
         files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
@@ -405,19 +403,19 @@ def test_no_descriptor_stays_open_for_what_is_mapped(
 
 
 def test_F2_a_master_that_hangs_is_not_asked_for_a_while_and_then_used_again(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     check_parts(store, view, chunks, 1)
-    master.does.hangs = 5.0
+    master.behaviour.hangs = 5.0
     start_s = time.monotonic()
     check_parts(store, view, chunks, 5)
     assert DEADLINE_S * 0.9 < time.monotonic() - start_s < 3.0
-    said = len(master.said)
+    said = len(master.requests)
     check_parts(store, view, chunks, 6)
     check_parts(store, view, chunks, 7)
     assert store._link.counts["not_asked"] >= 2
-    assert len(master.said) == said
-    master.does.hangs = 0.0
+    assert len(master.requests) == said
+    master.behaviour.hangs = 0.0
 
     def asked() -> bool:
         check_parts(store, view, chunks, 10)
@@ -427,11 +425,11 @@ def test_F2_a_master_that_hangs_is_not_asked_for_a_while_and_then_used_again(
 
 
 def test_many_threads_wait_for_a_master_that_hangs_once(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """Later one of them asks, and the others do not wait for that."""
     check_parts(store, view, chunks, 1)
-    master.does.hangs = 5.0
+    master.behaviour.hangs = 5.0
 
     def worst_s() -> float:
         took: list[float] = []
@@ -459,21 +457,21 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
 def test_F1_a_master_that_dies_and_comes_back(
     path: Path, store: TaskStore, view: Snapshot, chunks: dict[int, bytes], inner: Counting
 ) -> None:
-    with StandIn(path, chunks, Behaviour()):
-        whole = store.lend(name_of(view, 1), lambda: None)
+    with FakeMaster(path, chunks, Behaviour()):
+        whole = store.pin(name_of(view, 1), lambda: None)
         check_parts(store, view, chunks, 1)
     assert inner.reads == 0
     check_parts(store, view, chunks, 2)
     assert inner.reads > 0
     assert whole is not None
     assert bytes(whole) == chunks[1], "what it lent outlives it"
-    with StandIn(path, chunks, Behaviour()) as back:
+    with FakeMaster(path, chunks, Behaviour()) as back:
         until(lambda: _is_used(store, view, chunks, back), "the master to be used")
         del whole
         gc.collect()
-        store._mapped.give_up_all()
-        store._link.settle()
-        assert not any(back.bodies(RETURN)), "it is not told of what another had lent"
+        store._mapped.release_all()
+        store._link.return_unmapped()
+        assert not any(back.bodies(UNPIN)), "it is not told of what another had lent"
 
 
 def test_F1_a_master_that_could_not_be_started_again_at_once_is_later(
@@ -489,37 +487,37 @@ def test_F1_a_master_that_could_not_be_started_again_at_once_is_later(
         return False
 
     link = MasterLink(
-        path, view.identity, view.version, MappedChunks(), pause_s=0.02, revive=revive
+        path, view.identity, view.version, MappedChunks(), pause_s=0.02, restart=revive
     )
     until(lambda: link.connect() or len(tries) >= 3, "the last try")
-    with StandIn(path, chunks, Behaviour()):
+    with FakeMaster(path, chunks, Behaviour()):
         until(link.connect, "the master to be used")
     link.close()
 
 
-def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: StandIn) -> bool:
+def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: FakeMaster) -> bool:
     check_parts(store, view, chunks, 3)
     return READ in back.kinds()
 
 
 def test_a_master_that_refuses_is_asked_again_later_alone(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """And may still be told what is mapped no more."""
     check_parts(store, view, chunks, 1)
-    whole = store.lend(name_of(view, 1), lambda: None)
-    master.does.refuses = "the task reads another version"
+    whole = store.pin(name_of(view, 1), lambda: None)
+    master.behaviour.refuses = "the task reads another version"
     check_parts(store, view, chunks, 2)
-    said = len(master.said)
+    said = len(master.requests)
     check_parts(store, view, chunks, 3)
     check_parts(store, view, chunks, 4)
-    assert len(master.said) == said
+    assert len(master.requests) == said
     del whole
-    master.does.refuses = ""
-    store._mapped.give_up_all()
+    master.behaviour.refuses = ""
+    store._mapped.release_all()
     gc.collect()
-    store._link.settle()
-    assert struct.pack("<I", 1) in master.bodies(RETURN)
+    store._link.return_unmapped()
+    assert struct.pack("<I", 1) in master.bodies(UNPIN)
 
     def asked() -> bool:
         check_parts(store, view, chunks, 5)
@@ -532,11 +530,11 @@ def test_a_master_that_refuses_is_asked_again_later_alone(
 
 
 def test_a_forked_child_reads_on_by_connections_of_its_own(
-    store: TaskStore, master: StandIn, view: Snapshot, chunks: dict[int, bytes]
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    whole = store.lend(name_of(view, 1), lambda: None)
+    whole = store.pin(name_of(view, 1), lambda: None)
     assert whole is not None
-    master.does.source = 4
+    master.behaviour.source = 4
     check_parts(store, view, chunks, 1)
     hellos = master.kinds().count(HELLO)
     child = os.fork()
@@ -545,7 +543,7 @@ def test_a_forked_child_reads_on_by_connections_of_its_own(
         try:
             assert bytes(whole) == chunks[1]
             room = memoryview(bytearray(10))
-            assert store.read_now(name_of(view, 1), 5, room)
+            assert store.read_nowait(name_of(view, 1), 5, room)
             check_parts(store, view, chunks, 2)
             store.close()
             del whole
@@ -555,20 +553,24 @@ def test_a_forked_child_reads_on_by_connections_of_its_own(
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert master.kinds().count(HELLO) == hellos + 1
-    assert not any(master.bodies(RETURN)), "it is the parent's to return"
+    assert not any(master.bodies(UNPIN)), "it is the parent's to return"
     check_parts(store, view, chunks, 3)
     assert master.kinds().count(HELLO) == hellos + 1
     assert bytes(whole) == chunks[1]
 
 
 def test_another_version_is_told_of_and_read_through_the_same_master(
-    repository: Repository, store: TaskStore, master: StandIn, view: Snapshot, inner: Counting,
+    repository: LocalRepository,
+    store: TaskStore,
+    master: FakeMaster,
+    view: Snapshot,
+    inner: Counting,
     chunks: dict[int, bytes],
-) -> None:  # fmt: skip
+) -> None:
     check_parts(store, view, chunks, 1)
-    later = store.following(view)
+    later = store.at_version(view)
     try:
-        [body] = master.bodies(SHOW)
+        [body] = master.bodies(SWITCH_VERSION)
         assert struct.unpack("<Q", body) == (view.version,)
         check_parts(later, view, chunks, 2)
     finally:
@@ -577,24 +579,24 @@ def test_another_version_is_told_of_and_read_through_the_same_master(
     assert inner.reads == 0
 
 
-def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: StandIn) -> None:
+def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: FakeMaster) -> None:
     told = store.stats()
     assert (told["rank"], told["answers"]) == (3, True)
     assert isinstance(told["client"], dict)
     assert STATS in master.kinds()
-    master.does.refuses = "no"
+    master.behaviour.refuses = "no"
     assert store.stats()["answers"] is False
 
 
 def test_each_read_is_counted_once_where_it_came_from(
-    store: TaskStore, master: StandIn, view: Snapshot
+    store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     """Also the read for which a chunk is mapped."""
-    master.does.has = lambda chunk: chunk != 2
+    master.behaviour.has = lambda chunk: chunk != 2
     room = memoryview(bytearray(100))
     for chunk in (1, 2):
         for _ in range(20):
             store.read_into(name_of(view, chunk), 500, room)
-    assert 1 in master.lent
+    assert 1 in master.pinned
     counts = store._counts
     assert counts["mapped_reads"] + counts["master_reads"] == counts["store_reads"] == 20

@@ -9,37 +9,39 @@ import numpy as np
 import pytest
 
 from diesel_fs.cache import store as store_module
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.errors import DieselError
-from diesel_fs.layout import MARKER, chunk_object
-from diesel_fs.repository import Repository
+from diesel_fs.layout import STORE_MARKER, chunk_object
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.task.client import TaskStore
 from tests.task.conftest import DEADLINE_S, FILES, Counting
-from tests.task.stand_in_master import HELLO, READ, StandIn
+from tests.task.stand_in_master import HELLO, READ, FakeMaster
 
 
 def test_other_objects_come_from_the_store(
     store: TaskStore,
-    master: StandIn,
+    master: FakeMaster,
     inner: Counting,
     view: Snapshot,
     chunks: dict[int, bytes],
 ) -> None:
-    marker = bytes(inner.get(MARKER))
+    marker = bytes(inner.get(STORE_MARKER))
     first, second = (chunk_object(view.identity, view.chunk_ids[at]) for at in (0, 1))
-    wanted = [(first, 3, 10), (MARKER, 1, 9), (second, 0, 20), (MARKER, 0, 1)]
+    wanted = [(first, 3, 10), (STORE_MARKER, 1, 9), (second, 0, 20), (STORE_MARKER, 0, 1)]
     found = list(map(bytes, store.read_parts(wanted)))
     assert found == [chunks[0][3:13], marker[1:10], chunks[1][:20], marker[:1]]
     assert master.kinds().count(READ) == 1
 
 
 def test_a_version_without_chunks_has_none_to_ask_for(
-    repository: Repository, inner: Counting, path: Path
+    repository: LocalRepository, inner: Counting, path: Path
 ) -> None:
     repository.begin("empty")
     store = TaskStore(inner, path, repository.view("empty"))
-    assert list(map(bytes, store.read_parts([(MARKER, 0, 4)]))) == [bytes(inner.get(MARKER))[:4]]
+    assert list(map(bytes, store.read_parts([(STORE_MARKER, 0, 4)]))) == [
+        bytes(inner.get(STORE_MARKER))[:4]
+    ]
     store.close()
 
 
@@ -72,9 +74,9 @@ def check(store: TaskStore, inner: Counting, view: Snapshot, seed: int) -> None:
 
 
 def test_parts_are_under_way_before_anybody_looks(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.does.source = 5
+    master.behaviour.source = 5
     parts = some_parts(view, 1)
     found = store.read_parts(parts)
     end_s = time.monotonic() + 10
@@ -88,19 +90,19 @@ def test_parts_are_under_way_before_anybody_looks(
 
 def test_of_many_files_the_next_group_is_under_way(
     store: TaskStore,
-    master: StandIn,
+    master: FakeMaster,
     view: Snapshot,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_module, "TOGETHER_ENTRIES", 5)
-    master.does.source = 5
+    monkeypatch.setattr(store_module, "BATCH_ENTRIES_MAX", 5)
+    master.behaviour.source = 5
     files = view.files()
     stored = view.columns.stored[files]
     files = files[(stored > 0) & (stored * 20 < view.chunk_sizes[view.chunk_of(files)])]
     _, first_of, count = np.unique(view.chunk_of(files), return_index=True, return_counts=True)
     alone = files[np.concatenate([first_of, first_of + count - 1])]  # too few to read chunks whole
     assert len(alone) > 10
-    reader = ContentReader(view, store, 400_000)
+    reader = EntryReader(view, store, 400_000)
     found = reader.read_many(alone)
     first = next(found)
     end_s = time.monotonic() + 10
@@ -114,9 +116,9 @@ def test_of_many_files_the_next_group_is_under_way(
 
 
 def test_what_nobody_waits_for_costs_no_connection_and_mixes_nothing_up(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.does.source = 5
+    master.behaviour.source = 5
     for seed in range(30):
         found = store.read_parts(some_parts(view, seed))
         if seed % 3:
@@ -132,10 +134,10 @@ def test_what_nobody_waits_for_costs_no_connection_and_mixes_nothing_up(
 
 
 def test_F2_a_master_that_hangs_over_what_nobody_waits_for(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     check(store, inner, view, 1)
-    master.does.hangs = 5.0
+    master.behaviour.hangs = 5.0
     dropped = [store.read_parts(some_parts(view, seed)) for seed in range(6)]
     del dropped
     gc.collect()
@@ -147,9 +149,9 @@ def test_F2_a_master_that_hangs_over_what_nobody_waits_for(
 
 
 def test_a_forked_child_waits_for_nothing_of_its_parents(
-    store: TaskStore, master: StandIn, inner: Counting, view: Snapshot
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.does.source = 5
+    master.behaviour.source = 5
     parts = some_parts(view, 1)
     right = [bytes(inner.inner.get(*part)) for part in parts]
     both, dropped = store.read_parts(parts), store.read_parts(parts)

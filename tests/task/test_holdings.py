@@ -11,23 +11,23 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from diesel_fs.cache.policy import POLICIES, LeastRecentlyUsed
-from diesel_fs.cache.tier import Costs
+from diesel_fs.cache.tier import ReadCostModel
 from diesel_fs.errors import CorruptError, ObjectStoreError
 from diesel_fs.task import chunk_memory, holdings, memory
-from diesel_fs.task.holdings import Holdings
-from diesel_fs.task.memory import Draft, raise_descriptor_limit, sealed_max
+from diesel_fs.task.holdings import NodeCache
+from diesel_fs.task.memory import WritableMemory, raise_descriptor_limit, sealed_memories_max
 
 from .held import (
-    Source,
-    everything,
-    holding,
+    ChunkSource,
+    held_numbers,
     in_memory,
-    made,
-    missed,
+    make_cache,
+    misses_until_loaded,
     raw,
-    running,
-    simulated,
+    run_and_close_cache,
+    run_simulated,
     total,
+    total_bytes,
 )
 from .held import memory_is_let_go as memory_is_let_go
 
@@ -39,10 +39,12 @@ EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
 @EVERY
 def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
-    source = Source(range(4))
+    source = ChunkSource(range(4))
 
     async def main() -> None:
-        async with running(made(source, everything(source), policy=policy)) as held:
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source), policy=policy)
+        ) as held:
             assert held.find(1) is None
             assert await held.get(1, 100, load=False) is None
             view = await held.get(1, 100, load=True)
@@ -58,7 +60,7 @@ def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
             assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
             parts[1, 0] = 2
             assert held.find_parts(parts) is None
-            assert holding(held) == {1}
+            assert held_numbers(held) == {1}
             stats = held.stats()
             assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
             assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
@@ -69,12 +71,12 @@ def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
 
 
 def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
-    source = Source(range(30))
+    source = ChunkSource(range(30))
     source.seconds = 1.0
 
     async def main() -> None:
         begun_s = trio.current_time()
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
 
             async def ask(number: int) -> None:
                 assert raw(await held.get(number, 10, load=True)) == source.contents[number]
@@ -84,32 +86,32 @@ def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
                     nursery.start_soon(ask, asked)
             assert trio.current_time() - begun_s < 4.5
 
-    simulated(main)
+    run_simulated(main)
     assert set(source.fetches.values()) == {1}
     assert source.most == holdings.FETCHES
 
 
 def test_who_is_cancelled_takes_nobody_with_him() -> None:
-    source = Source(range(2))
+    source = ChunkSource(range(2))
     source.seconds = 1.0
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             with trio.move_on_after(0.5) as first:
                 await held.get(0, 10, load=True)
             assert first.cancelled_caught
             assert raw(await held.get(0, 10, load=True)) == source.contents[0]
 
-    simulated(main)
+    run_simulated(main)
     assert source.fetches == {0: 1}
 
 
 def test_a_failed_fetch_is_an_error_of_all_who_wait_and_the_next_tries_again() -> None:
-    source = Source(range(1))
+    source = ChunkSource(range(1))
     source.seconds, source.fails = 0.1, True
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             seen = []
 
             async def ask() -> None:
@@ -126,15 +128,15 @@ def test_a_failed_fetch_is_an_error_of_all_who_wait_and_the_next_tries_again() -
             assert raw(await held.get(0, 10, load=True)) == source.contents[0]
             assert held.stats()["fetch_failures"] == 1
 
-    simulated(main)
+    run_simulated(main)
 
 
 def test_what_is_damaged_never_stands_here() -> None:
-    source = Source(range(1))
+    source = ChunkSource(range(1))
     source.damages = True
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             with pytest.raises(CorruptError):
                 await held.get(0, 10, load=True)
             assert held.find(0) is None
@@ -144,11 +146,11 @@ def test_what_is_damaged_never_stands_here() -> None:
 
 
 def test_a_fault_of_a_fetcher_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
-    source = Source(range(1))
+    source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             assert await held.get(0, 10, load=True) is None
             assert held.stats()["memory_used_bytes"] == 0
 
@@ -159,16 +161,16 @@ def test_a_fault_of_a_fetcher_is_no_error_of_a_reader(caplog: pytest.LogCaptureF
 def test_who_keeps_the_room_does_not_change_what_stands_here(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source, kept = Source(range(1)), []
+    source, kept = ChunkSource(range(1)), []
 
     async def fetch(number: int, room: memoryview) -> None:
         await source.fetch(number, room)
         kept.append(room[:10])
 
     async def main() -> None:
-        held = made(source, everything(source))
+        held = make_cache(source, total_bytes(source))
         held._fetch = fetch
-        async with running(held):
+        async with run_and_close_cache(held):
             assert await held.get(0, 10, load=True) is None
             assert held.find(0) is None
 
@@ -178,9 +180,9 @@ def test_who_keeps_the_room_does_not_change_what_stands_here(
 
 
 def test_at_the_end_who_waits_has_nothing() -> None:
-    source = Source(range(1))
+    source = ChunkSource(range(1))
     source.seconds = 1e9
-    held = made(source, everything(source))
+    held = make_cache(source, total_bytes(source))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -203,8 +205,8 @@ def test_at_the_end_who_waits_has_nothing() -> None:
 # Room
 
 
-def one_second_a_request() -> Costs:
-    costs = Costs()
+def one_second_a_request() -> ReadCostModel:
+    costs = ReadCostModel()
     costs.request_s, costs.bytes_per_s = 1.0, 1000.0
     return costs
 
@@ -212,18 +214,20 @@ def one_second_a_request() -> Costs:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_what_makes_others_go_has_paid_for_it(policy: str) -> None:
     """4,360 bytes cost 5.4 s, and 1,000 of them 2 s: the third miss pays."""
-    source = Source(range(4))
+    source = ChunkSource(range(4))
 
     async def main() -> None:
-        held = made(source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request())
-        async with running(held):
+        held = make_cache(
+            source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request()
+        )
+        async with run_and_close_cache(held):
             for number in (0, 1, 2):
                 assert await held.get(number, 1000, load=True) is not None
             for _ in range(10):
                 held.find_parts(np.array([[0, 0, 1000], [2, 0, 1000]], np.uint32))
-            assert await missed(held, 3, 10, 1000) == 3
+            assert await misses_until_loaded(held, 3, 10, 1000) == 3
             assert in_memory(held) == {0, 2, 3}
-            assert await missed(held, 1, 2, 1000) == 0, "it pays anew"
+            assert await misses_until_loaded(held, 1, 2, 1000) == 0, "it pays anew"
             assert held.stats()["evictions"] == 1
 
     trio.run(main)
@@ -231,34 +235,38 @@ def test_what_makes_others_go_has_paid_for_it(policy: str) -> None:
 
 def test_where_hits_save_nothing_a_fetch_is_no_use() -> None:
     """Reads in a circle of more than fits, which LRU never hits."""
-    source = Source(range(12), 1000)
+    source = ChunkSource(range(12), 1000)
     costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
 
     async def main() -> None:
         nonlocal spent_s, without_s
-        async with running(made(source, everything(source) * 5 // 6, costs=costs)) as held:
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source) * 5 // 6, costs=costs)
+        ) as held:
             for epoch in range(60):
                 for number in range(12):
                     size = len(source.contents[number])
                     fetched = source.fetches.total()
                     for _ in range(2):
                         found = await held.read(number, [(0, size // 2)], load=True)
-                        spent_s += costs.of(size // 2) if epoch and found is None else 0
-                        without_s += costs.of(size // 2) if epoch else 0
-                    spent_s += costs.of(size) * (source.fetches.total() - fetched) * bool(epoch)
+                        spent_s += costs.read_s(size // 2) if epoch and found is None else 0
+                        without_s += costs.read_s(size // 2) if epoch else 0
+                    spent_s += costs.read_s(size) * (source.fetches.total() - fetched) * bool(epoch)
 
     trio.run(main)
     assert spent_s <= without_s * 1.13
 
 
 def test_none_keeps_what_came_first() -> None:
-    source = Source(range(4))
+    source = ChunkSource(range(4))
 
     async def main() -> None:
-        async with running(made(source, total(source, 0, 1, 2), policy="none")) as held:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 0, 1, 2), policy="none")
+        ) as held:
             for number in (2, 1, 0):
                 assert await held.get(number, 1000, load=True) is not None
-            assert await missed(held, 3, 100) == 0
+            assert await misses_until_loaded(held, 3, 100) == 0
             assert in_memory(held) == {0, 1, 2}
 
     trio.run(main)
@@ -266,45 +274,47 @@ def test_none_keeps_what_came_first() -> None:
 
 @EVERY
 def test_what_others_own_goes_first_and_at_once(policy: str) -> None:
-    source = Source(range(4))
+    source = ChunkSource(range(4))
 
     async def main() -> None:
-        async with running(made(source, total(source, 0, 2, 3), policy=policy)) as held:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 0, 2, 3), policy=policy)
+        ) as held:
             for number in (0, 1, 2):
                 assert await held.get(number, 1000, load=True) is not None
-            held.set_mine(np.array([True, False, True, True]))
-            assert await missed(held, 3, 1) == 1
+            held.set_owned(np.array([True, False, True, True]))
+            assert await misses_until_loaded(held, 3, 1) == 1
             assert in_memory(held) == {0, 2, 3}
             # And what is not mine never makes what is mine go
-            assert await missed(held, 1, 100) == 0
+            assert await misses_until_loaded(held, 1, 100) == 0
 
     trio.run(main)
 
 
 def test_what_others_own_takes_no_room_that_the_share_needs() -> None:
     """Also where it is lent at once, and could not go for it."""
-    source = Source(range(6))
+    source = ChunkSource(range(6))
 
     async def main() -> None:
-        async with running(made(source, total(source, 0, 1, 2, 5))) as held:
-            held.set_mine(np.array([True, True, True, False, False, False]))
-            assert await missed(held, 0, 1) == 1
-            assert await missed(held, 5, 1) == 1
-            assert held.lend(1, 5) is not None
-            assert await missed(held, 3, 3) == 0
-            assert await missed(held, 1, 1) == 1
-            assert await missed(held, 2, 1) == 1
+        async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as held:
+            held.set_owned(np.array([True, True, True, False, False, False]))
+            assert await misses_until_loaded(held, 0, 1) == 1
+            assert await misses_until_loaded(held, 5, 1) == 1
+            assert held.pin(1, 5) is not None
+            assert await misses_until_loaded(held, 3, 3) == 0
+            assert await misses_until_loaded(held, 1, 1) == 1
+            assert await misses_until_loaded(held, 2, 1) == 1
 
     trio.run(main)
 
 
 def test_a_chunk_larger_than_the_budget_is_left_where_it_is() -> None:
-    source = Source(range(2))
+    source = ChunkSource(range(2))
 
     async def main() -> None:
-        async with running(made(source, total(source, 1) - 1)) as held:
-            assert await missed(held, 1, 20) == 0
-            assert await missed(held, 0, 1) == 1
+        async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as held:
+            assert await misses_until_loaded(held, 1, 20) == 0
+            assert await misses_until_loaded(held, 0, 1) == 1
 
     trio.run(main)
 
@@ -315,13 +325,13 @@ class Picky(LeastRecentlyUsed):
 
 
 def test_what_the_policy_does_not_admit_does_not_come() -> None:
-    source = Source(range(3))
+    source = ChunkSource(range(3))
 
     async def main() -> None:
-        held = made(source, everything(source))
+        held = make_cache(source, total_bytes(source))
         held._memory._policy = Picky()
-        async with running(held):
-            assert [await missed(held, number, 5) for number in (0, 1, 2)] == [0, 1, 0]
+        async with run_and_close_cache(held):
+            assert [await misses_until_loaded(held, number, 5) for number in (0, 1, 2)] == [0, 1, 0]
 
     trio.run(main)
 
@@ -330,20 +340,20 @@ def test_what_the_policy_does_not_admit_does_not_come() -> None:
 
 
 def test_a_share_comes_by_itself_and_stops_where_it_is_full() -> None:
-    source = Source(range(10))
+    source = ChunkSource(range(10))
     source.seconds = 1.0
 
     async def main() -> None:
         async with (
-            running(made(source, total(source, 7, 8, 9), mine=False)) as held,
+            run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as held,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.fill, np.arange(10)[::-1])
+            nursery.start_soon(held.prefetch_owned, np.arange(10)[::-1])
             await trio.sleep(10)
             assert held.stats()["fetches"] == 0
             mine = np.ones(10, np.bool_)
             mine[8] = False
-            held.set_mine(mine)
+            held.set_owned(mine)
             await trio.sleep(1.5)
             assert in_memory(held) == {9, 7}
             assert source.most == holdings.FILL_FETCHES
@@ -352,25 +362,25 @@ def test_a_share_comes_by_itself_and_stops_where_it_is_full() -> None:
             assert held.stats()["share_held_chunks"] == 3
             assert held.stats()["share_chunks"] == 9
             mine[7] = False
-            held.set_mine(mine)
+            held.set_owned(mine)
             await trio.sleep(100)
             assert in_memory(held) == {9, 6, 5}
             assert held.stats()["filled"] == 4
-            held.show(source.ids, source.sizes)  # ends `fill`
+            held.switch_version(source.ids, source.sizes)  # ends `fill`
 
-    simulated(main)
+    run_simulated(main)
 
 
 def test_what_comes_by_itself_stands_in_nobody_s_way() -> None:
-    source = Source(range(40))
+    source = ChunkSource(range(40))
     source.seconds = 1.0
 
     async def main() -> None:
         async with (
-            running(made(source, everything(source))) as held,
+            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.fill, np.arange(40))
+            nursery.start_soon(held.prefetch_owned, np.arange(40))
             await trio.sleep(0.5)
             began_s = trio.current_time()
             async with trio.open_nursery() as asking:
@@ -382,26 +392,26 @@ def test_what_comes_by_itself_stands_in_nobody_s_way() -> None:
             assert held.stats()["share_held_chunks"] == 40
             nursery.cancel_scope.cancel()
 
-    async def ask(held: Holdings, number: int) -> None:
+    async def ask(held: NodeCache, number: int) -> None:
         assert await held.get(number, 10, load=True) is not None
 
     async def none_begins() -> None:
         await trio.sleep(0.9)
         assert source.fetches.total() == holdings.FILL_FETCHES + holdings.FETCHES
 
-    simulated(main)
+    run_simulated(main)
 
 
 def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() -> None:
-    source = Source(range(3))
+    source = ChunkSource(range(3))
     source.fails = True
 
     async def main() -> None:
         async with (
-            running(made(source, everything(source))) as held,
+            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.fill, np.arange(3))
+            nursery.start_soon(held.prefetch_owned, np.arange(3))
             await trio.sleep(600)
             assert 3 * 10 < held.stats()["fill_failures"] < 3 * 20
             source.fails = False
@@ -409,7 +419,7 @@ def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() ->
             assert held.stats()["share_held_chunks"] == 3
             nursery.cancel_scope.cancel()
 
-    simulated(main)
+    run_simulated(main)
 
 
 # What the machine does not give
@@ -419,17 +429,17 @@ def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() ->
 def test_J8_J9_a_machine_that_gives_no_memory_makes_the_budget_smaller(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Source(range(6))
+    source = ChunkSource(range(6))
 
-    def refuse(size: int) -> Draft:
+    def refuse(size: int) -> WritableMemory:
         raise error
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             for number in (0, 1, 5):
                 assert await held.get(number, 10, load=True) is not None
             with monkeypatch.context() as patch:
-                patch.setattr(holdings, "Draft", refuse)
+                patch.setattr(holdings, "WritableMemory", refuse)
                 assert await held.get(2, 10, load=True) is None
                 assert held.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
                 for _ in range(30):
@@ -437,11 +447,11 @@ def test_J8_J9_a_machine_that_gives_no_memory_makes_the_budget_smaller(
                     assert await held.get(3, 3000, load=True) is None
             assert held.stats()["refused"] == 2, "it is not asked again and again"
             assert 5 in in_memory(held), "and what is here does not all go for nothing"
-            await trio.sleep(chunk_memory.AGAIN_S)
+            await trio.sleep(chunk_memory.BUDGET_RETRY_S)
             for number in (0, 1, 2, 3, 4, 5):
                 assert await held.get(number, 10, load=True) is not None
 
-    simulated(main)
+    run_simulated(main)
     assert len([each for each in caplog.records if "holds" in each.message]) == 1
 
 
@@ -475,24 +485,24 @@ def test_F14_J9_descriptors_end_before_the_process_has_none(
     if not runs_alone(request):
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    source = Source(range(100), 1000)
+    source = ChunkSource(range(100), 1000)
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             for number in range(100):
                 await held.get(number, 10, load=True)
-            assert len(in_memory(held)) == sealed_max()
+            assert len(in_memory(held)) == sealed_memories_max()
             assert held.find(0) is not None, "nothing has to go for what has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
-        assert sealed_max() == 32
+        assert sealed_memories_max() == 32
         trio.run(main)
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
         monkeypatch.setattr(memory, "MAPS_MAX", memory.MAPS_MAX.parent / "no-such-file")
-        assert 0 < sealed_max() <= memory._MAPS_MAX_DEFAULT - memory.MAPS_KEPT
+        assert 0 < sealed_memories_max() <= memory._MAPS_MAX_DEFAULT - memory.MAPS_KEPT
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "vm.max_map_count" in caplog.text
@@ -502,11 +512,11 @@ def test_F14_J9_descriptors_end_before_the_process_has_none(
 def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
     if not runs_alone(request):
         return
-    source = Source(range(3))
+    source = ChunkSource(range(3))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             assert await held.get(0, 10, load=True) is not None
             top = os.dup(0)
             os.close(top)
@@ -521,17 +531,17 @@ def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.Fixtur
 
 
 def test_a_chunk_that_somebody_doubts_is_looked_at() -> None:
-    source = Source(range(2))
+    source = ChunkSource(range(2))
 
     async def main() -> None:
-        async with running(made(source, everything(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
             await held.get(0, 10, load=True)
-            await held.doubt(0)
-            await held.doubt(1)
+            await held.recheck(0)
+            await held.recheck(1)
             assert held.find(0) is not None
             found = held._memory._memories[0]
             found.view = memoryview(bytes(len(source.contents[0])))
-            await held.doubt(0)
+            await held.recheck(0)
             assert held.find(0) is None
 
     trio.run(main)

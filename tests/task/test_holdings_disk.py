@@ -14,25 +14,25 @@ import pytest
 import trio
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+from diesel_fs.cache.disk_shelf import DiskTier, prepare_cache_folder
 from diesel_fs.cache.policy import POLICIES
-from diesel_fs.cache.shelves import ChunkKey, Place
+from diesel_fs.cache.shelves import ChunkKey, Reservation
 from diesel_fs.entries import ChunkId
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.task import spill
-from diesel_fs.task.holdings import Holdings
+from diesel_fs.task.holdings import NodeCache
 
-from ..cache.shelved import file_of, files, shelf_at
+from ..cache.shelved import file_of, files, tier_at
 from ..small_disks import remount, small_disk
 from .held import (
     IDENTITY,
-    Source,
-    holding,
+    ChunkSource,
+    held_numbers,
     in_memory,
-    made,
-    missed,
+    make_cache,
+    misses_until_loaded,
     raw,
-    running,
+    run_and_close_cache,
     total,
     until,
 )
@@ -44,25 +44,25 @@ CHUNKS = 8
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    return cache_place(tmp_path / "cache")
+    return prepare_cache_folder(tmp_path / "cache")
 
 
 @pytest.fixture
-def source() -> Source:
-    return Source(range(CHUNKS))
+def source() -> ChunkSource:
+    return ChunkSource(range(CHUNKS))
 
 
-def some(source: Source, chunks: int) -> int:
+def some(source: ChunkSource, chunks: int) -> int:
     """The memory for so many chunks, and one that waits to be written."""
     return total(source, *[CHUNKS - 1] * (chunks + 1))
 
 
-async def settled(held: Holdings) -> None:
+async def settled(held: NodeCache) -> None:
     """Until all that goes to the disk is there."""
     await until(lambda: not held.stats()["disk_queued_bytes"] and held.stats()["disk_looks"] > 0)
 
 
-async def all_read(held: Holdings, source: Source) -> int:
+async def all_read(held: NodeCache, source: ChunkSource) -> int:
     """Every chunk is read, or left to the store, and never wrong; how many came."""
     came = 0
     for number, content in enumerate(source.contents):
@@ -75,17 +75,19 @@ async def all_read(held: Holdings, source: Source) -> int:
 
 @EVERY
 def test_what_memory_has_no_room_for_goes_to_the_disk(
-    policy: str, place: Path, source: Source
+    policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        async with running(made(source, some(source, 3), policy=policy, disk=shelf_at(place))) as h:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
+        ) as h:
             await settled(h)
             assert await all_read(h, source) == await all_read(h, source) == CHUNKS
             assert len(in_memory(h)) == 3
             assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
             assert h.stats()["disk_reads"] == CHUNKS - 3
             assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
-            assert holding(h) == set(range(CHUNKS))
+            assert held_numbers(h) == set(range(CHUNKS))
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
@@ -93,10 +95,12 @@ def test_what_memory_has_no_room_for_goes_to_the_disk(
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
-    policy: str, place: Path, source: Source
+    policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        async with running(made(source, some(source, 3), policy=policy, disk=shelf_at(place))) as h:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
+        ) as h:
             await settled(h)
             await all_read(h, source)
             h.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
@@ -115,26 +119,30 @@ def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
 
 
 def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
-    place: Path, source: Source
+    place: Path, source: ChunkSource
 ) -> None:
     """J6: whatever a crash has left is checked before it is given."""
 
     async def first() -> None:
-        async with running(made(source, some(source, 0), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 0), disk=tier_at(place))
+        ) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
 
     async def second() -> None:
-        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
             await settled(held)
-            assert holding(held) == set(range(CHUNKS))
+            assert held_numbers(held) == set(range(CHUNKS))
             assert await all_read(held, source) == CHUNKS
 
     trio.run(first)
     assert len(files(place)) == CHUNKS
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     for number, damage in enumerate((b"\0" * 4000, b"")):
-        path = file_of(place, made(source, 0)._key(number))
+        path = file_of(place, make_cache(source, 0)._key(number))
         path.write_bytes((path.read_bytes()[:50] + damage)[: path.stat().st_size])
     shelf.close()
     trio.run(second)
@@ -142,57 +150,57 @@ def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
 
 
 def test_a_full_disk_gives_up_what_others_own_then_what_is_in_memory_then_by_policy(
-    place: Path, source: Source
+    place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        shelf = shelf_at(place, total(source, *[7] * 4))
-        held = made(source, some(source, 2), disk=shelf)
-        async with running(held):
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, some(source, 2), disk=shelf)
+        async with run_and_close_cache(held):
             await settled(held)
             assert await all_read(held, source) == 6
-            assert holding(held) == {0, 1, 2, 3, 4, 5}
+            assert held_numbers(held) == {0, 1, 2, 3, 4, 5}
             mine = np.ones(CHUNKS, np.bool_)
             mine[3] = False
-            held.set_mine(mine)
-            assert await missed(held, 6, 20)
+            held.set_owned(mine)
+            assert await misses_until_loaded(held, 6, 20)
             await settled(held)
-            standing = set(np.flatnonzero(held._spill.standing).tolist())
+            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
             assert in_memory(held) == {1, 6}
             assert standing == {0, 2, 4, 5}
             for _ in range(100):
                 await held.read(2, [(0, 1)], load=False)
             await settled(held)
-            assert await missed(held, 7, 20)
+            assert await misses_until_loaded(held, 7, 20)
             await settled(held)
             assert in_memory(held) == {2, 6}
-            standing = set(np.flatnonzero(held._spill.standing).tolist())
+            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
             assert standing == {0, 1, 5, 7}  # without 3, 2, and the oldest
             assert len(files(place)) == 4
 
     trio.run(main)
 
 
-def test_without_memory_there_is_the_disk(place: Path, source: Source) -> None:
+def test_without_memory_there_is_the_disk(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        async with running(made(source, 0, disk=shelf_at(place))) as held:
+        async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             assert in_memory(held) == set()
             assert await all_read(held, source) == CHUNKS
-            assert held.lend(1, 0) is None
+            assert held.pin(1, 0) is None
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
 
 
-def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: Source) -> None:
+def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        shelf = shelf_at(place, total(source, *[7] * 3))
+        shelf = tier_at(place, total(source, *[7] * 3))
         async with (
-            running(made(source, some(source, 2), disk=shelf)) as held,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.fill, np.arange(CHUNKS))
+            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
             await until(lambda: not (held.stats()["share_held_chunks"] < 5))
             await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
@@ -201,17 +209,19 @@ def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: Source) -> 
     trio.run(main)
 
 
-def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: Source) -> None:
-    source.show([0, 1, 2, 3, 4, 5, 6, 9])
+def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: ChunkSource) -> None:
+    source.switch_version([0, 1, 2, 3, 4, 5, 6, 9])
 
     async def main() -> None:
-        async with running(made(source, total(source, 7, 7, 7), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 7, 7, 7), disk=tier_at(place))
+        ) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
-            source.show([8, 9, 6, 0])
-            held.show(source.ids, source.sizes)
-            held.set_mine(np.ones(4, np.bool_))
-            assert holding(held) == {1, 2, 3}
+            source.switch_version([8, 9, 6, 0])
+            held.switch_version(source.ids, source.sizes)
+            held.set_owned(np.ones(4, np.bool_))
+            assert held_numbers(held) == {1, 2, 3}
             assert await all_read(held, source) == 4
 
     trio.run(main)
@@ -243,24 +253,26 @@ def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None],
     floor: float,
     small: Path,
-    source: Source,
+    source: ChunkSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the start, and in the middle; with a floor of less than nothing, as another program fills
     it between the look and the write."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
-    shelf = shelf_at(cache_place(small))
+    shelf = tier_at(prepare_cache_folder(small))
 
     async def main() -> None:
-        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
             await settled(held)
             for number in (0, 1, 2, 3):
-                assert await missed(held, number, 1) == 1
+                assert await misses_until_loaded(held, number, 1) == 1
                 await settled(held)
             use_up(small)
             for _ in range(5):
                 await all_read(held, source)
-            assert holding(held) >= {0, 1, 2, 3}
+            assert held_numbers(held) >= {0, 1, 2, 3}
             assert not [path for path in files(small) if path.name[0] == "."]
             assert held.stats()["disk_queued_bytes"] == 0
 
@@ -286,12 +298,14 @@ def unreadable(place: Path) -> None:
 
 @pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
 def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
-    happens: Callable[[Path], None], left: int, small: Path, source: Source
+    happens: Callable[[Path], None], left: int, small: Path, source: ChunkSource
 ) -> None:
-    place = cache_place(small)
+    place = prepare_cache_folder(small)
 
     async def main() -> None:
-        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             happens(place)
@@ -309,7 +323,7 @@ def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
 
 
 def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
-    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -319,14 +333,16 @@ def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
         raise NoSpaceError("it cannot be written")
 
     refused: list[object] = []
-    source.show(range(4, 12))
+    source.switch_version(range(4, 12))
 
     async def main() -> None:
-        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             with monkeypatch.context() as patch:
-                patch.setattr(spill, "REST_S", 0.3)
+                patch.setattr(spill, "DISK_PAUSE_S", 0.3)
                 patch.setattr("os.preadv", broken)
                 assert await held.get(5, 1, load=False) is None
                 assert held.stats()["disk_rests"] == 1
@@ -335,13 +351,13 @@ def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
                     assert await held.get(5, 1, load=False) is None
                     assert not held.holds(5)
                 assert held.stats()["disk_failures"] == failures, "it is left alone"
-                assert holding(held) == {0, 1}
+                assert held_numbers(held) == {0, 1}
             await trio.sleep(0.35)
             assert raw(await held.get(5, 1, load=False)) == source.contents[5]
-            monkeypatch.setattr(held._spill._shelf, "reserve", refuse)
-            source.show([4, 0, 1, 2])
-            held.show(source.ids, source.sizes)
-            held.set_mine(np.ones(4, np.bool_))
+            monkeypatch.setattr(held._write_back._shelf, "reserve", refuse)
+            source.switch_version([4, 0, 1, 2])
+            held.switch_version(source.ids, source.sizes)
+            held.set_owned(np.ones(4, np.bool_))
             assert await all_read(held, source) >= 1
             await all_read(held, source)
             assert len(refused) == 1, "it is left alone"
@@ -352,24 +368,26 @@ def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
 
 @pytest.mark.parametrize("where", ["find", "reserve"])
 def test_a_disk_that_hangs_costs_a_second_once(
-    where: str, place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    where: str, place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(spill, "READ_S", 0.2)
+    monkeypatch.setattr(spill, "READ_TIMEOUT_S", 0.2)
 
-    class Hanging(DiskShelf):
+    class Hanging(DiskTier):
         hangs = False
 
     def hang(self: Hanging, *given: object) -> object:
         if self.hangs:
             goes_on.wait(20)
-        return getattr(DiskShelf, where)(self, *given)
+        return getattr(DiskTier, where)(self, *given)
 
     setattr(Hanging, where, hang)
 
     async def main() -> None:
         shelf = Hanging(place, IDENTITY, 1 << 30)
-        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
             await settled(held)
             for number in (0, 1, 2, 3):
                 await held.get(number, 10, load=True)
@@ -381,7 +399,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
                     got = await held.get(number, 10, load=True)
                     assert got in (None, source.contents[number])
             assert trio.current_time() - begun_s < 1.5
-            assert holding(held) >= {0, 1}
+            assert held_numbers(held) >= {0, 1}
             shelf.hangs = False
 
     try:
@@ -390,12 +408,14 @@ def test_a_disk_that_hangs_costs_a_second_once(
         goes_on.set()
 
 
-def test_an_eviction_by_another_task_is_a_miss(place: Path, source: Source) -> None:
+def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        async with running(made(source, some(source, 2), disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
             await settled(held)
             assert await all_read(held, source) == CHUNKS
-            shelf_at(place).drop(held._key(5))
+            tier_at(place).drop(held._key(5))
             assert held.holds(5)
             assert await held.get(5, 1, load=False) is None
             assert not held.holds(5)
@@ -406,28 +426,28 @@ def test_an_eviction_by_another_task_is_a_miss(place: Path, source: Source) -> N
 
 
 def test_what_others_have_put_there_is_found_when_it_is_looked_for_again(
-    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        held = made(source, some(source, 2), disk=shelf_at(place))
-        async with running(held):
+        held = make_cache(source, some(source, 2), disk=tier_at(place))
+        async with run_and_close_cache(held):
             await settled(held)
-            monkeypatch.setattr(spill, "LOOK_AGAIN_S", 0.05)
-            held._spill._failed(5, is_there=False)
+            monkeypatch.setattr(spill, "RESCAN_S", 0.05)
+            held._write_back._failed(5, is_there=False)
             await trio.sleep(0.03)
-            other = shelf_at(place).reserve(held._key(6), len(source.contents[6]))
+            other = tier_at(place).reserve(held._key(6), len(source.contents[6]))
             assert other is not None
-            other.fill(memoryview(source.contents[6]))
+            other.commit(memoryview(source.contents[6]))
             await until(lambda: bool(held.holds(6)))
 
     trio.run(main)
 
 
-def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: Source) -> None:
+def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
     """Where the disk writes nothing, what does not fit is left to the store."""
 
-    class Slow(DiskShelf):
-        def reserve(self, key: ChunkKey, size: int) -> Place | None:
+    class Slow(DiskTier):
+        def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
             goes_on.wait(20)
             return super().reserve(key, size)
 
@@ -435,15 +455,17 @@ def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: S
 
     async def main() -> None:
         shelf = Slow(place, IDENTITY, 1 << 30)
-        async with running(made(source, some(source, 2), disk=shelf, policy="none")) as held:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
             await settled(held)
             for number in range(CHUNKS):
                 await held.get(number, 1, load=True)
             assert held.stats()["disk_queued_bytes"] == total(source, 2)
             assert held.stats()["fetches"] == 3
             assert raw(await held.get(2, 1, load=False)) == source.contents[2]
-            source.show([9, 2, 10])
-            held.show(source.ids, source.sizes)
+            source.switch_version([9, 2, 10])
+            held.switch_version(source.ids, source.sizes)
             assert [held.holds(number) for number in range(3)] == [False, True, False]
             goes_on.set()
             await settled(held)
@@ -456,19 +478,19 @@ def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: S
         goes_on.set()
 
 
-def test_a_share_fills_a_disk_that_answers_late(place: Path, source: Source) -> None:
-    class Late(DiskShelf):
-        def standing(self, identity: UUID) -> list[ChunkId]:
+def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource) -> None:
+    class Late(DiskTier):
+        def list_chunks(self, identity: UUID) -> list[ChunkId]:
             time.sleep(0.2)
-            return super().standing(identity)
+            return super().list_chunks(identity)
 
     async def main() -> None:
         shelf = Late(place, IDENTITY, 1 << 30)
         async with (
-            running(made(source, some(source, 2), disk=shelf)) as held,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.fill, np.arange(CHUNKS))
+            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
             await until(lambda: not (held.stats()["share_held_chunks"] < CHUNKS))
             nursery.cancel_scope.cancel()
 

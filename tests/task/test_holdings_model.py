@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import DieselError
-from diesel_fs.task.holdings import Holdings
+from diesel_fs.task.holdings import NodeCache
 
-from .held import Source, chunk, descriptors, holding, made, running
+from .held import ChunkSource, chunk, descriptors, held_numbers, make_cache, run_and_close_cache
 
 CHUNKS = st.integers(0, 7)
 BORROWERS = st.integers(0, 2)
@@ -40,7 +40,7 @@ OPERATIONS = st.one_of(
 
 
 @dataclass(slots=True)
-class Lent:
+class Pinned:
     """One piece of memory, by its inode; who has it, under which numbers."""
 
     bytes: int
@@ -49,10 +49,10 @@ class Lent:
 
 
 class Model:
-    def __init__(self, source: Source, held: Holdings, budget: int, *, mine: bool) -> None:
+    def __init__(self, source: ChunkSource, held: NodeCache, budget: int, *, mine: bool) -> None:
         self.mine = [mine] * len(source.contents)
         self.source, self.held, self.budget = source, held, budget
-        self.lent: dict[int, Lent] = {}
+        self.lent: dict[int, Pinned] = {}
         self.order: list[tuple[int, int, int]] = []  # borrower, number, inode
 
     def here(self) -> set[int]:
@@ -84,20 +84,20 @@ class Model:
             case "take_back", int(borrower), list(numbers):
                 for number in numbers:
                     self.returned(borrower, number)
-                self.held.take_back(borrower, numbers)
+                self.held.unpin(borrower, numbers)
             case "gone", int(borrower):
                 for _, number, _ in [each for each in self.order if each[0] == borrower]:
                     self.returned(borrower, number)
-                self.held.gone(borrower)
+                self.held.unpin_all(borrower)
             case "mine", list(mine):
                 self.mine = mine[: len(self.source.contents)]
-                self.held.set_mine(np.array(self.mine, np.bool_))
+                self.held.set_owned(np.array(self.mine, np.bool_))
             case "show", list(names):
-                kept = {self.source.shown[number] for number in self.here()}
-                was = dict(zip(self.source.shown, self.mine, strict=True))
+                kept = {self.source.numbers[number] for number in self.here()}
+                was = dict(zip(self.source.numbers, self.mine, strict=True))
                 self.mine = [was.get(name, False) for name in names]
-                self.source.show(names)
-                self.held.show(self.source.ids, self.source.sizes)
+                self.source.switch_version(names)
+                self.held.switch_version(self.source.ids, self.source.sizes)
                 assert {names[number] for number in self.here()} == kept & set(names)
             case "fails", bool(fails):
                 self.source.fails = fails
@@ -105,7 +105,7 @@ class Model:
                 self.source.damages = damages
             case "doubt", int(number) if number < len(self.source.contents):
                 before_ = self.here()
-                await self.held.doubt(number)
+                await self.held.recheck(number)
                 assert self.here() == before_
         self.check()
 
@@ -144,7 +144,7 @@ class Model:
             assert not fetched
             assert here == (view is not None)
         elif has_room:
-            assert fetched == {self.source.shown[number]: 1}, "where there is room, at once"
+            assert fetched == {self.source.numbers[number]: 1}, "where there is room, at once"
             assert works == (view is not None)
         assert (number in self.here()) == (view is not None)
 
@@ -159,13 +159,13 @@ class Model:
             assert found in (None, [content[7 : 7 + size], content[:3]])
 
     def lend(self, borrower: int, number: int) -> None:
-        file = self.held.lend(borrower, number)
+        file = self.held.pin(borrower, number)
         if file is None:
             return
         assert number in self.here()
-        name, inode = self.source.shown[number], os.fstat(file).st_ino
+        name, inode = self.source.numbers[number], os.fstat(file).st_ino
         assert os.pread(file, 1 << 20, 0) == chunk(name, self.source.body_bytes)
-        lent = self.lent.setdefault(inode, Lent(os.fstat(file).st_size, name))
+        lent = self.lent.setdefault(inode, Pinned(os.fstat(file).st_size, name))
         if (borrower, number) not in lent.borrowers:
             lent.borrowers.add((borrower, number))
             self.order.append((borrower, number, inode))
@@ -188,17 +188,17 @@ class Model:
             assert held._memory.views[number] == self.source.contents[number]
             memory = held._memory.memory_of(number)
             assert memory is not None
-            inodes.add(os.fstat(memory.file).st_ino)
+            inodes.add(os.fstat(memory.descriptor).st_ino)
         in_memory = sum(len(self.source.contents[number]) for number in here)
         gone = sum(lent.bytes for inode, lent in self.lent.items() if inode not in inodes)
         assert stats["memory_bytes"] == in_memory
         assert stats["memory_used_bytes"] == in_memory + gone <= self.budget
         assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
-        assert holding(held) == here
+        assert held_numbers(held) == here
         for borrower in range(3):
-            wanted = held.wanted_back(borrower)
+            wanted = held.revoked(borrower)
             assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}
-        assert len(held._flights) == held._awaited == 0
+        assert len(held._in_flight) == held._awaited == 0
 
 
 @pytest.mark.parametrize("policy", [*POLICIES])
@@ -211,14 +211,14 @@ class Model:
 def test_whatever_is_asked(
     policy: str, operations: list[tuple[object, ...]], room: int, mine: bool
 ) -> None:
-    source = Source(range(8))
+    source = ChunkSource(range(8))
     budget = room * len(source.contents[4])
-    held = made(source, budget, policy=policy, mine=mine)
+    held = make_cache(source, budget, policy=policy, mine=mine)
     if policy == "lfu":
-        held._rent.outweighs = lambda unit, others: True  # type: ignore[method-assign]  # more goes
+        held._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
 
     async def main() -> None:
-        async with running(held):
+        async with run_and_close_cache(held):
             model = Model(source, held, budget, mine=mine)
             for operation in operations:
                 await model.do(operation)

@@ -8,11 +8,11 @@ import pytest
 import trio
 
 from diesel_fs.cache.policy import POLICIES
-from diesel_fs.cache.tier import Costs
-from diesel_fs.task.holdings import Holdings
-from diesel_fs.task.rent import TAX, Rent
+from diesel_fs.cache.tier import ReadCostModel
+from diesel_fs.task.holdings import NodeCache
+from diesel_fs.task.rent import OVERHEAD_FRACTION, SkiRentalAdmission
 
-from .held import Source, made, on_the_spot, running
+from .held import ChunkSource, make_cache, run_and_close_cache, run_inline
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 4 MiB
@@ -20,8 +20,8 @@ CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 
 Order = Iterator[int]
 
 
-def costs() -> Costs:
-    found = Costs()
+def costs() -> ReadCostModel:
+    found = ReadCostModel()
     found.request_s, found.bytes_per_s = REQUEST_S, CHUNK_BYTES / CHUNK_S
     return found
 
@@ -30,10 +30,10 @@ class Simulated:
     """So many chunks of equal size, of which so many fit; each has so many files."""
 
     def __init__(self, policy: str, chunks: int, room: int, files: int) -> None:
-        self.source = Source(range(chunks), CHUNK_BYTES)
+        self.source = ChunkSource(range(chunks), CHUNK_BYTES)
         self.source.contents = [self.source.contents[0]] * chunks
         self.size = len(self.source.contents[0])
-        self.holdings = made(self.source, room * self.size, policy=policy, costs=costs())
+        self.holdings = make_cache(self.source, room * self.size, policy=policy, costs=costs())
         self.files = files
         self.hits = self.reads = 0
         self.spent_s = self.without_s = 0.0
@@ -43,9 +43,9 @@ class Simulated:
         trio.run(self._read, order)
 
     async def _read(self, order: Order) -> None:
-        cost = costs().of
+        cost = costs().read_s
         size = self.size // self.files
-        async with running(self.holdings):
+        async with run_and_close_cache(self.holdings):
             for file in order:
                 number, before = file // self.files, self.source.fetches.total()
                 found = await self.holdings.read(number, [(0, size)], load=True)
@@ -60,8 +60,8 @@ class Simulated:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No threads, and what comes is what was asked for."""
 
-    monkeypatch.setattr(Holdings, "_in_thread", on_the_spot)
-    monkeypatch.setattr("diesel_fs.task.holdings.check_whole", lambda key, content: None)
+    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    monkeypatch.setattr("diesel_fs.task.holdings.verify_chunk", lambda key, content: None)
 
 
 def uniform(files: int, reads: int) -> Order:
@@ -130,7 +130,7 @@ def test_a_dataset_of_a_fifth_more_than_fits_never_costs_more_than_without(
     if order is epochs or policy == "none":
         assert found.spent_s < 0.5 * found.without_s
     else:
-        assert found.spent_s <= (1 + TAX) * found.without_s
+        assert found.spent_s <= (1 + OVERHEAD_FRACTION) * found.without_s
 
 
 def test_whatever_is_read_costs_little_more_than_without() -> None:
@@ -143,41 +143,41 @@ def test_whatever_is_read_costs_little_more_than_without() -> None:
             return request_s + size * byte_s
 
         units, size = 20, 100
-        rent = Rent([size] * units, cost, 10 * size)
+        rent = SkiRentalAdmission([size] * units, cost, 10 * size)
         here, spent_s, without_s = set(range(10)), 0.0, 0.0
         for _ in range(5000):
             unit, wanted = int(chance.zipf(1.3)) % units, int(chance.integers(1, size + 1))
             without_s += cost(wanted)
             if unit in here:
-                rent.hit([unit], wanted)
+                rent.record_hits([unit], wanted)
                 continue
-            rent.missed(unit, wanted)
-            if rent.is_paid(unit, wanted):
-                rent.paid(unit, wanted)
+            rent.record_miss(unit, wanted)
+            if rent.has_credit(unit, wanted):
+                rent.charge(unit, wanted)
                 here.discard(sorted(here)[0])  # as foolish as can be
                 here.add(unit)
-                rent.came(unit)
+                rent.reset_misses(unit)
                 spent_s += cost(size)
             else:
-                rent.read_singly(wanted)
+                rent.record_unserved(wanted)
                 spent_s += cost(wanted)
-            assert spent_s <= (1 + TAX) * without_s + 1e-6
+            assert spent_s <= (1 + OVERHEAD_FRACTION) * without_s + 1e-6
 
 
 def test_reads_of_what_has_just_gone_cost_little_more_than_without() -> None:
     """The worst that can come: all that is ever fetched goes unread, and half of it was wanted."""
-    rent, spent_s, without_s = Rent([100] * 20, float, 1000), 0.0, 0.0
+    rent, spent_s, without_s = SkiRentalAdmission([100] * 20, float, 1000), 0.0, 0.0
     for read in range(4000):
         unit = read // 2 % 20
         without_s += 51
-        rent.missed(unit, 51)
-        if rent.is_paid(unit, 51):
-            rent.paid(unit, 51)
+        rent.record_miss(unit, 51)
+        if rent.has_credit(unit, 51):
+            rent.charge(unit, 51)
             spent_s += 100
         else:
-            rent.read_singly(51)
+            rent.record_unserved(51)
             spent_s += 51
-        assert spent_s <= (1 + TAX) * without_s
+        assert spent_s <= (1 + OVERHEAD_FRACTION) * without_s
     assert spent_s > without_s, "but it goes on trying"
 
 

@@ -22,24 +22,24 @@ from diesel_fs.errors import (
 )
 from diesel_fs.messages import Fields, Message
 from diesel_fs.remote import RemoteRepository
-from diesel_fs.repository import Repository
-from diesel_fs.rpc import Link
+from diesel_fs.repository import LocalRepository
+from diesel_fs.rpc import ServerLink
 from diesel_fs.stores import open_accounts
 from diesel_fs.task import registry as registry_module
-from diesel_fs.task.client import requested
-from diesel_fs.task.membership import Member, TaskName, secret_of
-from diesel_fs.task.registration import Standing, join_in, join_message, told_in
+from diesel_fs.task.client import master_request
+from diesel_fs.task.membership import Member, TaskName, secret_from_key
+from diesel_fs.task.registration import MemberRecord, join_message, parse_join, parse_join_reply
 from diesel_fs.task.registry import Registry, open_registry
 from diesel_fs.task.request import TaskOptions
 from diesel_fs.urls import parse_url
 from diesel_server.certificate import load_certificate
-from diesel_server.directory import Known
+from diesel_server.directory import DatasetRef
 from diesel_server.requests import Reply, Request
-from diesel_server.tasks import Tasks
-from tests.server.behind import Behind, behind
+from diesel_server.tasks import TaskHandlers
+from tests.server.behind import ServerWithRedis, server_with_redis
 from tests.server.certificates import Authority
-from tests.server.stand_in import Standing as StandIn
-from tests.storage.redis_servers import RedisServer, tell, until
+from tests.server.stand_in import ThreadedServer as StandIn
+from tests.storage.redis_servers import RedisServer, execute, until
 
 from .places import master
 
@@ -48,7 +48,7 @@ READER = {"ds": Role.READ}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
     """Two servers over one Redis; ann and bob may read `ds`, eve something else."""
     users: list[Account | str] = [
         "root",
@@ -57,14 +57,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
         Account("eve", b"", grants={"other": Role.ADMIN}),
         Account("gone", b"", grants=READER),
     ]
-    with behind(tmp_path_factory.mktemp("two"), *users, workers=1) as found:
+    with server_with_redis(tmp_path_factory.mktemp("two"), *users, workers=1) as found:
         found.add()
         with found.open() as repository:
             repository.begin("ds")
         yield found
 
 
-def at(two: Behind, name: str, server: int) -> RemoteRepository:
+def at(two: ServerWithRedis, name: str, server: int) -> RemoteRepository:
     """The repository behind one of the servers."""
     kept, two.servers = two.servers, [two.servers[server]]
     try:
@@ -73,7 +73,7 @@ def at(two: Behind, name: str, server: int) -> RemoteRepository:
         two.servers = kept
 
 
-def task_of(two: Behind, name: str = "resnet", user: str = "ann") -> TaskName:
+def task_of(two: ServerWithRedis, name: str = "resnet", user: str = "ann") -> TaskName:
     with two.open() as repository:
         return TaskName(repository.dataset("ds").identity, user, name)
 
@@ -83,13 +83,13 @@ def ranks(registry: Registry, me: Member) -> list[int]:
 
 
 @contextmanager
-def nothing_left(two: Behind) -> Iterator[None]:
+def nothing_left(two: ServerWithRedis) -> Iterator[None]:
     """Every registration is ended by whoever made it."""
     yield
     assert two.redis.client().keys("dfs:{task.*") == []
 
 
-def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: Behind) -> None:
+def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: ServerWithRedis) -> None:
     task = task_of(two)
     with nothing_left(two), two.direct() as direct:
         stores = [at(two, "ann", 0), at(two, "ann", 1), direct]
@@ -107,15 +107,15 @@ def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: Behind) ->
             each.close()
 
 
-def test_the_task_is_of_the_account(two: Behind) -> None:
+def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
     with two.open("ann") as repository:
         view = repository.view("ds")
-        asked = requested(TaskOptions(task="t"), repository, view, memory_bytes=0)
+        asked = master_request(TaskOptions(task="t"), repository, view, memory_bytes=0)
         assert asked.name == TaskName(view.identity, "ann", "t")
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
-def test_S14_S17_another_user_sees_and_joins_nothing(two: Behind, as_whom: str) -> None:
+def test_S14_S17_another_user_sees_and_joins_nothing(two: ServerWithRedis, as_whom: str) -> None:
     """Whatever name he says: the server goes by the account that asks."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
@@ -133,7 +133,7 @@ def test_S14_S17_another_user_sees_and_joins_nothing(two: Behind, as_whom: str) 
         bobs.leave(master(1))
 
 
-def test_S10_who_may_not_read_a_dataset_has_no_task_on_it(two: Behind) -> None:
+def test_S10_who_may_not_read_a_dataset_has_no_task_on_it(two: ServerWithRedis) -> None:
     for task in (task_of(two, user="eve"), TaskName(uuid4(), "eve", "t")):
         registry = open_registry(two.open("eve"), task)
         with pytest.raises(NoSuchDataset):
@@ -142,7 +142,7 @@ def test_S10_who_may_not_read_a_dataset_has_no_task_on_it(two: Behind) -> None:
             registry.leave(master(0))
 
 
-def test_an_account_that_is_removed_is_in_no_task_any_more(two: Behind) -> None:
+def test_an_account_that_is_removed_is_in_no_task_any_more(two: ServerWithRedis) -> None:
     registry = open_registry(two.open("gone"), task_of(two, user="gone"))
     registry.renew(master(0))
     with two.direct() as direct:
@@ -163,13 +163,13 @@ def test_an_account_that_is_removed_is_in_no_task_any_more(two: Behind) -> None:
     until(lambda: not two.redis.client().keys("dfs:{task.*"), "the end of its registration", 10)
 
 
-def test_G1_a_server_that_hangs_costs_nobody_its_place(two: Behind) -> None:
+def test_G1_a_server_that_hangs_costs_nobody_its_place(two: ServerWithRedis) -> None:
     """The next try goes to another server, in time."""
     task, mine = task_of(two), two.open("ann")
     registry = open_registry(mine, task)
     registry.renew(master(0))
     link = mine._link
-    assert isinstance(link, Link)
+    assert isinstance(link, ServerLink)
     ports = [server.port for server in two.servers]
     used = ports.index(link._addresses[link._first].port)
     other = open_registry(at(two, "ann", 1 - used), task)
@@ -194,7 +194,7 @@ def _signal(pid: int, number: int) -> None:
     os.kill(pid, number)
 
 
-def test_while_redis_is_away_servers_say_so_soon(two: Behind) -> None:
+def test_while_redis_is_away_servers_say_so_soon(two: ServerWithRedis) -> None:
     registries = [open_registry(two.open("ann"), task_of(two)) for _ in range(3)]
     for rank, registry in enumerate(registries):
         before = registry.renew(master(rank))
@@ -221,11 +221,11 @@ def test_while_redis_is_away_servers_say_so_soon(two: Behind) -> None:
 
 def test_G2_nobody_waits_for_a_redis_of_which_is_known_that_it_is_away(tmp_path: Path) -> None:
     """Thousands of renewals would, one after the other, when it has been back for long."""
-    message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), Standing())
+    message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
     with RedisServer(tmp_path / "redis") as redis:
         url = f"{tmp_path.joinpath('store').as_uri()}?meta={redis.url}"
-        with Repository.open(url, create=True) as repository:
-            tasks = Tasks(repository)
+        with LocalRepository.open(url, create=True) as repository:
+            tasks = TaskHandlers(repository)
             asked(tasks, message, "127.0.0.1:1", secured=False)
             redis.signal(signal.SIGSTOP)
             took = []
@@ -241,7 +241,7 @@ def test_G2_nobody_waits_for_a_redis_of_which_is_known_that_it_is_away(tmp_path:
             asked(tasks, message, "127.0.0.1:1", secured=False)
 
 
-def test_what_redis_loses_comes_back_with_the_same_secret(two: Behind) -> None:
+def test_what_redis_loses_comes_back_with_the_same_secret(two: ServerWithRedis) -> None:
     """Over loopback a client may say the secret again; where anybody listens it does not."""
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task) for server in range(2)]
@@ -252,7 +252,7 @@ def test_what_redis_loses_comes_back_with_the_same_secret(two: Behind) -> None:
         client.delete(key)
     for rank, registry in enumerate(registries):
         after = registry.renew(master(rank))
-    assert after == replace(before, forgotten=True)
+    assert after == replace(before, was_forgotten=True)
     for rank, registry in enumerate(registries):
         registry.leave(master(rank))
 
@@ -267,15 +267,17 @@ def test_what_redis_loses_comes_back_with_the_same_secret(two: Behind) -> None:
     ],
 )
 def test_S1_a_secret_is_said_where_nobody_listens(url: str, may: bool) -> None:
-    assert registry_module._is_overheard_by_nobody(parse_url(url)) is may
+    assert registry_module._is_private_link(parse_url(url)) is may
 
 
 # Who is told the secret
 
 
-def asked(tasks: Tasks, message: Message, peer: str, *, secured: bool, do: str = "join") -> Message:
+def asked(
+    tasks: TaskHandlers, message: Message, peer: str, *, secured: bool, do: str = "join"
+) -> Message:
     """The answer to a request that came that way."""
-    known = Known("ds", UUID(int=7), 0)
+    known = DatasetRef("ds", UUID(int=7), 0)
     request = Request(message, memoryview(b""), Account("ann", b""), peer, secured)
     handler = tasks.join if do == "join" else tasks.leave
     return trio.run(handler, request, known).message
@@ -298,14 +300,14 @@ def asked(tasks: Tasks, message: Message, peer: str, *, secured: bool, do: str =
     ],
 )
 def test_S1_the_secret_is_told_to_nobody_who_may_be_overheard(
-    two: Behind, peer: str, secured: bool, told: bool
+    two: ServerWithRedis, peer: str, secured: bool, told: bool
 ) -> None:
     task = TaskName(UUID(int=7), "ann", "t")
     with nothing_left(two), two.direct() as repository:
-        tasks = Tasks(repository)
-        open_message = join_message(task, master(0), Standing())
+        tasks = TaskHandlers(repository)
+        open_message = join_message(task, master(0), MemberRecord())
         if told:
-            answer = told_in(asked(tasks, open_message, peer, secured=secured))
+            answer = parse_join_reply(asked(tasks, open_message, peer, secured=secured))
             assert len(answer.secret) == 32
             asked(tasks, open_message, peer, secured=secured, do="leave")
         else:
@@ -313,21 +315,21 @@ def test_S1_the_secret_is_told_to_nobody_who_may_be_overheard(
                 asked(tasks, open_message, peer, secured=secured)
             assert "--task-key-file" in error.value.advice
             assert two.redis.client().keys("dfs:{task.*") == []
-        mine = replace(master(0), keyed=True)
-        own = join_message(task, mine, Standing(secret=bytes(32)))
-        answer = told_in(asked(tasks, own, peer, secured=secured))
+        mine = replace(master(0), has_key_file=True)
+        own = join_message(task, mine, MemberRecord(secret=bytes(32)))
+        answer = parse_join_reply(asked(tasks, own, peer, secured=secured))
         assert answer.secret == b""
         assert answer.members == (mine,)
         asked(tasks, own, peer, secured=secured, do="leave")
 
 
-def test_with_a_key_of_its_own_a_task_works_everywhere(two: Behind) -> None:
+def test_with_a_key_of_its_own_a_task_works_everywhere(two: ServerWithRedis) -> None:
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task, key=KEY) for server in range(2)]
     with nothing_left(two):
         for rank, registry in enumerate(registries):
             found = registry.renew(master(rank))
-        assert found.secret == secret_of(KEY)
+        assert found.secret == secret_from_key(KEY)
         assert len(found.members) == 2
         for rank, registry in enumerate(registries):
             registry.leave(master(rank))
@@ -375,37 +377,41 @@ def test_a_connection_says_whether_it_is_secured(
         {"secret": "x"},
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(two: Behind, wrong: Message) -> None:
+def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: Message) -> None:
     with nothing_left(two), two.open("ann") as repository:
         task = task_of(two)
-        message = {**join_message(task, master(0), Standing()), **wrong}
+        message = {**join_message(task, master(0), MemberRecord()), **wrong}
         with pytest.raises(UsageError):
-            repository.of_task("join", task.identity, message, 10)
-        for name in join_message(task, master(0), Standing()).keys() - {"since", "state", "keyed"}:
-            less = join_message(task, master(0), Standing())
+            repository.ask_task("join", task.identity, message, 10)
+        for name in join_message(task, master(0), MemberRecord()).keys() - {
+            "since",
+            "state",
+            "keyed",
+        }:
+            less = join_message(task, master(0), MemberRecord())
             del less[name]
             with pytest.raises(UsageError):
-                repository.of_task("join", task.identity, less, 10)
+                repository.ask_task("join", task.identity, less, 10)
 
 
-def test_a_task_has_no_time_of_the_clients_choice(two: Behind) -> None:
+def test_a_task_has_no_time_of_the_clients_choice(two: ServerWithRedis) -> None:
     """What a request says beside its fields changes nothing."""
     task = task_of(two)
     with nothing_left(two), two.open("ann") as repository:
-        message = {**join_message(task, master(0), Standing()), "user": "bob", "seconds": 10**6}
-        repository.of_task("join", task.identity, message, 10)
+        message = {**join_message(task, master(0), MemberRecord()), "user": "bob", "seconds": 10**6}
+        repository.ask_task("join", task.identity, message, 10)
         client = two.redis.client()
         assert all(client.pttl(key) <= 6000 for key in client.keys("dfs:{task.*"))
-        assert tell(client, "DBSIZE") != 0
-        repository.of_task("leave", task.identity, message, 10)
+        assert execute(client, "DBSIZE") != 0
+        repository.ask_task("leave", task.identity, message, 10)
 
 
 def test_without_redis_a_server_says_what_to_do(tmp_path: Path) -> None:
-    with Repository.open(tmp_path.as_uri(), create=True) as repository:
-        message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), Standing())
+    with LocalRepository.open(tmp_path.as_uri(), create=True) as repository:
+        message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
         for do in ("join", "leave"):
             with pytest.raises(UsageError) as error:
-                asked(Tasks(repository), message, "127.0.0.1:1", secured=False, do=do)
+                asked(TaskHandlers(repository), message, "127.0.0.1:1", secured=False, do=do)
             assert "--peers" in error.value.advice
             assert str(tmp_path) not in str(error.value)
-        assert join_in(Fields(message, "join"))[0] == "t"
+        assert parse_join(Fields(message, "join"))[0] == "t"

@@ -9,19 +9,19 @@ import pytest
 import trio
 
 from diesel_fs.cache import disk_shelf
-from diesel_fs.task.holdings import Holdings
+from diesel_fs.task.holdings import NodeCache
 
-from ..cache.shelved import files, idle, shelf_at
+from ..cache.shelved import files, idle, tier_at
 from .held import (
-    Source,
-    everything,
-    holding,
+    ChunkSource,
+    held_numbers,
     in_memory,
-    made,
-    missed,
-    running,
-    running_on,
+    make_cache,
+    misses_until_loaded,
+    run_and_close_cache,
+    run_cache,
     total,
+    total_bytes,
     until,
 )
 from .held import memory_is_let_go as memory_is_let_go
@@ -30,17 +30,17 @@ from .test_holdings_disk import place as place
 from .test_holdings_disk import source as source
 
 
-async def ended(held: Holdings, share: set[int], chunks: int = CHUNKS) -> None:
+async def ended(held: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
     """What a master does at its end, once `running` is over."""
-    await held.keep(np.isin(np.arange(chunks), [*share]))
+    await held.flush_to_disk(np.isin(np.arange(chunks), [*share]))
 
 
-def standing(place: Path, source: Source) -> set[int]:
+def standing(place: Path, source: ChunkSource) -> set[int]:
     """Which chunks stand whole on a disk, as another process finds them."""
-    shelf = shelf_at(place)
+    shelf = tier_at(place)
     found = set()
     for number in range(CHUNKS):
-        if (chunk := shelf.find(made(source, 0)._key(number))) is not None:
+        if (chunk := shelf.find(make_cache(source, 0)._key(number))) is not None:
             chunk.close()
             found.add(number)
     shelf.close()
@@ -48,26 +48,28 @@ def standing(place: Path, source: Source) -> set[int]:
 
 
 def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
-    place: Path, source: Source, caplog: pytest.LogCaptureFixture
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def first() -> None:
-        held = made(source, everything(source) * 3, disk=shelf_at(place))
-        async with running_on(held):
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             assert files(place) == []
         mine = np.ones(CHUNKS, np.bool_)
         mine[:2] = False
-        held.set_mine(mine)
+        held.set_owned(mine)
         with caplog.at_level("INFO", "diesel.task"):
             await ended(held, {1, 2, 3})
         assert in_memory(held) == set(), "the memory is free as soon as may be"
         held.close()
 
     async def second() -> None:
-        async with running(made(source, everything(source) * 3, disk=shelf_at(place))) as held:
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        ) as held:
             await settled(held)
-            assert holding(held) == set(range(1, CHUNKS)), "but for what it owned never"
+            assert held_numbers(held) == set(range(1, CHUNKS)), "but for what it owned never"
             assert await all_read(held, source) == CHUNKS
 
     trio.run(first)
@@ -78,20 +80,22 @@ def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
 
 
 def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
-    place: Path, source: Source, caplog: pytest.LogCaptureFixture
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with running(made(source, some(source, 0), disk=shelf_at(place))) as before:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 0), disk=tier_at(place))
+        ) as before:
             await settled(before)
             for number in (0, 1, 5):
-                assert await missed(before, number, 1)
+                assert await misses_until_loaded(before, number, 1)
                 await settled(before)
-        shelf = shelf_at(place, total(source, *[7] * 4))
-        held = made(source, everything(source) * 3, disk=shelf)
-        async with running_on(held):
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(held):
             await settled(held)
             assert await all_read(held, source) == CHUNKS
-        held.set_mine(np.arange(CHUNKS) != 1)
+        held.set_owned(np.arange(CHUNKS) != 1)
         with caplog.at_level("INFO", "diesel.task"):
             await ended(held, {0, 6, 7})
         held.close()
@@ -102,16 +106,16 @@ def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
     assert "the disk takes no more" in caplog.text
 
 
-def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: Source) -> None:
+def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        held = made(source, everything(source) * 3, disk=shelf_at(place))
-        async with running_on(held):
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             for number in (0, 1):
-                held._spill.offer(number, held._memory.views[number])
+                held._write_back.enqueue(number, held._memory.views[number])
                 held._memory.drop(number)
-        held.set_mine(np.arange(CHUNKS) != 1)
+        held.set_owned(np.arange(CHUNKS) != 1)
         await ended(held, set())
         held.close()
 
@@ -120,9 +124,12 @@ def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: So
 
 
 def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
-    place: Path, source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Path,
+    source: ChunkSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    go_on, fill = threading.Event(), disk_shelf._FilePlace.fill
+    go_on, fill = threading.Event(), disk_shelf._FilePlace.commit
 
     def slow(self: disk_shelf._FilePlace, content: memoryview) -> None:
         if len(files(place)) > 3:  # with itself
@@ -130,11 +137,11 @@ def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
             go_on.wait(20)
         fill(self, content)
 
-    monkeypatch.setattr(disk_shelf._FilePlace, "fill", slow)
+    monkeypatch.setattr(disk_shelf._FilePlace, "commit", slow)
 
     async def main() -> None:
-        held = made(source, everything(source) * 3, disk=shelf_at(place))
-        async with running_on(held):
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
             await settled(held)
             assert await all_read(held, source) == CHUNKS
         with trio.move_on_after(1.0) as patience:
@@ -153,21 +160,21 @@ def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
 
 
 def test_a_dataset_that_is_read_from_memory_is_not_idle_at_the_end(
-    place: Path, source: Source
+    place: Path, source: ChunkSource
 ) -> None:
     """Else what stands here would go for what is to stand here."""
 
     async def main() -> None:
-        shelf = shelf_at(place, total(source, *[7] * 4))
-        held = made(source, everything(source) * 3, disk=shelf)
-        async with running_on(held):
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(held):
             await settled(held)
             for number in (0, 1, 2):
                 await held.get(number, 10, load=True)
         await ended(held, set())
         idle(place)
         shelf._dataset_used.clear()  # as after a minute
-        async with running_on(held):
+        async with run_cache(held):
             await settled(held)
             for number in (3, 4, 5):
                 await held.get(number, 10, load=True)

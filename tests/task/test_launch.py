@@ -27,10 +27,17 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.task import launch
-from diesel_fs.task.launch import forget, is_alive, join, revived, socket_of, tidy
+from diesel_fs.task.launch import (
+    is_alive,
+    join,
+    mark_ended,
+    remove_folders,
+    restart_killed,
+    socket_path,
+)
 from diesel_fs.task.local import LocalSocket
 from diesel_fs.task.membership import TaskName
-from diesel_fs.task.request import TaskOptions, TaskRequest, key_in
+from diesel_fs.task.request import TaskOptions, TaskRequest, read_key_file
 
 from ..server.program import is_running, until
 
@@ -185,14 +192,14 @@ def test_F8_a_killed_master_is_started_again_as_the_node_that_it_was(
     nameless = replace(request_, version=5)
     _killed(node, place)
     if how == "who reads":
-        assert revived(nameless, place, program=STUB)
+        assert restart_killed(nameless, place, program=STUB)
     else:
         assert join(nameless, program=STUB) == place
     assert is_alive(place)
     assert [_node_of(each) for each in node.starts()] == [
         [3, 4, "127.0.0.1:0", folder, version] for version in (3, 5)
     ]
-    assert not revived(nameless, place, program=STUB), "it is there"
+    assert not restart_killed(nameless, place, program=STUB), "it is there"
 
 
 def test_a_job_does_not_become_what_one_of_old_was(node: Node, request_: TaskRequest) -> None:
@@ -206,11 +213,11 @@ def test_a_job_does_not_become_what_one_of_old_was(node: Node, request_: TaskReq
 
 def test_a_master_says_that_it_lives(tmp_path: Path) -> None:
     place = tmp_path / "socket"
-    launch.mark(place)  # it ends just now
+    launch.mark_alive(place)  # it ends just now
     options = tmp_path / "options"
     options.touch()
     os.utime(options, (0, 0))
-    launch.mark(place)
+    launch.mark_alive(place)
     assert time.time() - options.stat().st_mtime < 60
 
 
@@ -222,22 +229,22 @@ def test_a_master_that_could_not_be_started_again_is_tried_again(
     node.does("error")
     for _ in range(2):
         with pytest.raises(MetadataError):
-            revived(request_, place, program=STUB)
+            restart_killed(request_, place, program=STUB)
     node.does("good")
-    assert revived(request_, place, program=STUB)
+    assert restart_killed(request_, place, program=STUB)
     _killed(node, place)
     with pytest.raises(UsageError):
-        revived(replace(request_, world=2, listen="nonsense"), place, program=STUB)
-    assert not revived(request_, place, program=STUB), "not after what does not pass"
+        restart_killed(replace(request_, world=2, listen="nonsense"), place, program=STUB)
+    assert not restart_killed(request_, place, program=STUB), "not after what does not pass"
 
 
 def test_a_master_that_ended_by_itself_is_not_started_again(
     node: Node, request_: TaskRequest
 ) -> None:
     place = join(replace(request_, rank=3, world=4, listen="127.0.0.1:0"), program=STUB)
-    forget(place)
+    mark_ended(place)
     _killed(node, place)
-    assert not revived(request_, place, program=STUB)
+    assert not restart_killed(request_, place, program=STUB)
     assert join(request_, program=STUB).parent.name == "0"
 
 
@@ -251,7 +258,7 @@ def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
     for same in (
         given,
         replace(request_, memory_bytes=0),  # it says nothing
-        replace(request_, memory_bytes=5, memory_guessed=True),
+        replace(request_, memory_bytes=5, memory_is_default=True),
         replace(given, task_key="another, which is kept nowhere", user="", version=4),
     ):
         join(same, program=STUB)
@@ -288,7 +295,9 @@ def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
 def test_a_guess_of_memory_is_no_wish(node: Node, request_: TaskRequest) -> None:
     place = join(request_, program=STUB)
     _killed(node, place)
-    assert revived(replace(request_, memory_bytes=5, memory_guessed=True), place, program=STUB)
+    assert restart_killed(
+        replace(request_, memory_bytes=5, memory_is_default=True), place, program=STUB
+    )
     assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
 
 
@@ -300,7 +309,7 @@ def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskR
         if each != place:
             assert SECRET.encode() not in each.read_bytes(), each
     _killed(node, place)
-    assert revived(asked, place, program=STUB)
+    assert restart_killed(asked, place, program=STUB)
     [first, second] = (each["request"] for each in node.starts())
     assert [second[each] for each in ("url", "user", "key", "task_key")] == [
         first[each] for each in ("url", "user", "key", "task_key")
@@ -311,7 +320,7 @@ def test_all_but_the_first_process_of_a_node_wait_for_that(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    monkeypatch.setattr(launch, "OTHERS_FIRST_S", 0.5)
+    monkeypatch.setattr(launch, "FIRST_PROCESS_WAIT_S", 0.5)
     start_s = time.monotonic()
     join(request_, program=STUB)
     assert time.monotonic() - start_s > 0.5
@@ -341,7 +350,7 @@ def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
     node: Node, request_: TaskRequest
 ) -> None:
     """Whoever has the lock of a folder that is gone has nothing."""
-    place = socket_of(replace(request_, rank=0, world=1))
+    place = socket_path(replace(request_, rank=0, world=1))
     inside, most, gone = 0, 0, 0
 
     def come_and_go() -> None:
@@ -352,7 +361,7 @@ def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
                 most = max(most, inside)
                 time.sleep(0.0002)
                 inside -= 1
-            tidy(place)
+            remove_folders(place)
             gone += not place.parent.exists()
 
     threads = [threading.Thread(target=come_and_go) for _ in range(4)]
@@ -369,8 +378,8 @@ def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(
     node: Node, request_: TaskRequest
 ) -> None:
     """Another thread may fork at any moment, and the child may live for long."""
-    place = socket_of(replace(request_, rank=0, world=1))
-    for held in (launch._folders_stay(), launch._locked(place, 0.0)):
+    place = socket_path(replace(request_, rank=0, world=1))
+    for held in (launch._folders_locked(), launch._locked(place, 0.0)):
         receiver, sender = os.pipe()
         with held:
             child = os.fork()
@@ -391,11 +400,11 @@ def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
-    place = socket_of(replace(request_, rank=0, world=1))
-    with launch._folders_stay():
+    place = socket_path(replace(request_, rank=0, world=1))
+    with launch._folders_locked():
         with pytest.raises(BusyError, match="at the folders"), launch._locked(place, 0.0):
             pass
-        tidy(place)  # says nothing
+        remove_folders(place)  # says nothing
     with launch._locked(place, 0.0):
         pass
 
@@ -429,7 +438,7 @@ def test_a_socket_in_a_deep_folder(
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    place = socket_of(replace(request_, rank=0))
+    place = socket_path(replace(request_, rank=0))
     place.parent.mkdir(parents=True)
     here = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -532,13 +541,13 @@ def test_options_without_a_task_are_refused(option: str) -> None:
 
 
 def test_a_cache_folder_alone_is_a_task_of_this_machine() -> None:
-    alone = TaskOptions(cache_dir="/ssd").or_alone("a")
+    alone = TaskOptions(cache_dir="/ssd").or_single_node("a")
     assert (alone.rank, alone.world) == (0, 1)
     assert alone.task
-    assert alone == TaskOptions(cache_dir="/ssd").or_alone("a")
-    assert alone.task != TaskOptions(cache_dir="/ssd").or_alone("b").task
+    assert alone == TaskOptions(cache_dir="/ssd").or_single_node("a")
+    assert alone.task != TaskOptions(cache_dir="/ssd").or_single_node("b").task
     with pytest.raises(UsageError):
-        TaskOptions(cache_dir="/ssd", rank=1).or_alone("a")
+        TaskOptions(cache_dir="/ssd", rank=1).or_single_node("a")
 
 
 def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
@@ -546,12 +555,12 @@ def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
     file.write_text(f"{SECRET}\n")
     file.chmod(0o644)
     with pytest.raises(PermissionDenied, match="others may read"):
-        key_in(file)
+        read_key_file(file)
     file.chmod(0o600)
-    assert key_in(file) == SECRET
+    assert read_key_file(file) == SECRET
     for content in (b"\xff" * 20, b"x" * 5000, b"", b" \n\t\n"):
         file.write_bytes(content)
         with pytest.raises(ConfigError):
-            key_in(file)
+            read_key_file(file)
     with pytest.raises(ConfigError, match="cannot read"):
-        key_in(tmp_path / "none")
+        read_key_file(tmp_path / "none")

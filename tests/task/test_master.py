@@ -22,14 +22,14 @@ from diesel_fs.layout import chunk_object
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.objects import ObjectStore, StoreWrapper
 from diesel_fs.task import master as module
-from diesel_fs.task.handshake import Me
-from diesel_fs.task.holdings import Fetch, Holdings
+from diesel_fs.task.handshake import LocalIdentity
+from diesel_fs.task.holdings import Fetch, NodeCache
 from diesel_fs.task.master import Master
 from diesel_fs.task.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.task.registry import Registry
-from diesel_fs.task.wire import ABSENT, SOURCE_HERE, SOURCE_NOBODY, Damaged
+from diesel_fs.task.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
 
-from .held import holding
+from .held import held_numbers
 from .linked import parts
 
 CHUNKS = 24
@@ -56,11 +56,11 @@ class Reads(StoreWrapper):
 
 
 @dataclass
-class Board(Registry):
+class FakeRegistry(Registry):
     """Where masters register, in this process's memory."""
 
     members: dict[int, Member] = field(default_factory=dict)
-    away: bool = False
+    is_unavailable: bool = False
     silent: set[int] = field(default_factory=set)  # whose renewals are still under way
     forgot: set[int] = field(default_factory=set)  # who is to hear that
     secret: bytes = SECRET
@@ -69,14 +69,14 @@ class Board(Registry):
         until_s = time.monotonic() + HOPE_S
         while me.rank in self.silent and time.monotonic() < until_s:
             time.sleep(0.01)
-        if self.away:
+        if self.is_unavailable:
             raise MetadataError("away")
         there = self.members.setdefault(me.rank, me)
         if there.instance != me.instance:
             raise ConflictError("a newer master")
         self.members[me.rank] = me
-        found = Membership.of(self.members.values(), self.secret)
-        found = replace(found, forgotten=me.rank in self.forgot)
+        found = Membership.from_members(self.members.values(), self.secret)
+        found = replace(found, was_forgotten=me.rank in self.forgot)
         self.forgot.discard(me.rank)
         return found
 
@@ -95,7 +95,7 @@ class Task:
         for number in range(CHUNKS):
             self.put(f"f{number:02}", number)
         self.snapshot: Snapshot = self.dataset.snapshot
-        self.board = Board()
+        self.registry = FakeRegistry()
         self.reads = Reads(self.dataset._repository.objects)
 
     def put(self, path: str, seed: int) -> None:
@@ -112,17 +112,19 @@ class Task:
         self, rank: int, *, world: int = 3, oneshot: bool = False, registry: Registry | None = None
     ) -> AsyncIterator[tuple[Master, trio.CancelScope]]:
         """A master while the `with` lasts, or until its scope is cancelled, which is its death."""
-        registry = registry or self.board
+        registry = registry or self.registry
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             member = Member(rank, Random().randbytes(16), address, self.snapshot.version)
             name = TaskName(self.snapshot.identity, "me", "t")
             sizes = self.snapshot.chunk_sizes
             first = registry.renew(member)
-            me = Me(rank, member.instance, name, self.snapshot.version, first.secret, sizes)
+            me = LocalIdentity(
+                rank, member.instance, name, self.snapshot.version, first.secret, sizes
+            )
 
-            def tiers(fetch: Fetch) -> Holdings:
-                return Holdings(
+            def tiers(fetch: Fetch) -> NodeCache:
+                return NodeCache(
                     self.snapshot.identity, self.snapshot.chunk_ids, sizes,
                     memory_bytes=16 << 20, policy=POLICIES["lru"](), fetch=fetch,
                 )  # fmt: skip
@@ -135,7 +137,7 @@ class Task:
             async def live(*, task_status: trio.TaskStatus[None]) -> None:
                 with scope:
                     await made.run(first, [listener], task_status=task_status)
-                made.holdings.close()
+                made.cache.close()
 
             async with trio.open_nursery() as nursery:
                 await nursery.start(live)
@@ -149,10 +151,10 @@ class Task:
         window = memoryview(bytearray(20_000 * len(records)))
         offsets, sources = await node.read(parts(*records), window)
         for (chunk, start, size), at, source in zip(records, offsets, sources, strict=True):
-            if source != SOURCE_NOBODY:
+            if source != SOURCE_NONE:
                 assert window[at : at + size] == self.whole(snapshot, chunk)[start : start + size]
         if given:
-            assert SOURCE_NOBODY not in sources
+            assert SOURCE_NONE not in sources
         return Counter(sources.tolist())
 
 
@@ -216,8 +218,8 @@ def test_a_dead_nodes_share_is_taken_over_and_given_back(task: Task) -> None:
                 await task.check(a)
                 death.cancel()  # it is still registered
                 found = await task.check(a, given=False)
-                assert found[SOURCE_NOBODY] == share, "what the dead one had is left to the reader"
-            del task.board.members[2]
+                assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
+            del task.registry.members[2]
             await soon(members(a, b))
             before = task.reads.of.total()
             for node in (a, b, a):
@@ -263,12 +265,12 @@ def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task
 
     async def main() -> None:
         async with task.node(0, world=1, oneshot=True) as (node, _):
-            await soon(lambda: node.holdings.stats()["share_held_chunks"] == count - len(dead))
+            await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
             await trio.sleep(0.1)  # more would come
-            told = node.holdings.stats()
+            told = node.cache.stats()
             assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
             assert len(task.reads.of) == count - len(dead)
-            assert holding(node.holdings).isdisjoint(dead)
+            assert held_numbers(node.cache).isdisjoint(dead)
             order = [names.index(name) for name in task.reads.of]
             last = list(task.snapshot.chunk_ids).index(half)
             assert last < max(order), "it would not be the last by its number"
@@ -282,18 +284,18 @@ def test_what_no_file_uses_is_not_kept_at_the_end(
 ) -> None:
     kept: list[npt.NDArray[np.bool_]] = []
 
-    async def keep(holdings: Holdings, share: npt.NDArray[np.bool_]) -> None:
-        kept.extend((share, holdings._memory.mine))
+    async def keep(holdings: NodeCache, share: npt.NDArray[np.bool_]) -> None:
+        kept.extend((share, holdings._memory.owned))
 
-    monkeypatch.setattr(Holdings, "keep", keep)
+    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
     for number in range(10):
         task.put(f"f{number:02}", 50)
     task.snapshot = task.dataset.snapshot
 
     async def main() -> None:
         async with task.node(0, world=1) as (node, _):
-            assert node.holdings.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
-            await node.keep()
+            assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+            await node.flush_to_disk()
 
     run(main)
     live = task.snapshot.used_bytes() > 0
@@ -304,7 +306,7 @@ def test_what_no_file_uses_is_not_kept_at_the_end(
 def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=1) as (_, scope):
-            task.board.members[0] = replace(task.board.members[0], instance=b"r" * 16)
+            task.registry.members[0] = replace(task.registry.members[0], instance=b"r" * 16)
             await trio.sleep(0.5)
         assert not scope.cancelled_caught
 
@@ -315,7 +317,7 @@ def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
-            task.board.away = True
+            task.registry.is_unavailable = True
             await trio.sleep(0.3)
             assert (await task.check(a))[1] > 0
             assert members(a, b)()
@@ -334,26 +336,26 @@ def test_C3_after_an_outage_who_has_not_renewed_yet_is_still_a_member(
         four = [task.node(rank, world=4) for rank in range(4)]
         async with four[0] as (a, _), four[1] as (b, _), four[2] as (c, _), four[3] as (d, _):
             await soon(members(a, b, c, d))
-            task.board.away = True
+            task.registry.is_unavailable = True
             await soon(lambda: caplog.text.count("nobody tells") == 4)
-            kept = task.board.members.copy()
-            task.board.members.clear()
+            kept = task.registry.members.copy()
+            task.registry.members.clear()
             caplog.clear()
-            task.board.silent = {1, 2, 3}
-            task.board.away = False
+            task.registry.silent = {1, 2, 3}
+            task.registry.is_unavailable = False
             await trio.sleep(0.5)
             assert a.stats()["members"] == 4
-            task.board.members[1] = kept[1]
+            task.registry.members[1] = kept[1]
             await trio.sleep(0.2)
             assert "has left" not in caplog.text
             assert "another now" not in caplog.text
-            task.board.members.pop(1)  # it leaves
-            task.board.members[2] = replace(kept[2], instance=b"n" * 16)
+            task.registry.members.pop(1)  # it leaves
+            task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
             await soon(lambda: "node 2 is another now" in caplog.text)
             await soon(lambda: "node 1 has left" in caplog.text)
             assert "node 3" not in caplog.text
             await soon(lambda: "node 3 has left" in caplog.text)
-            task.board.silent.clear()
+            task.registry.silent.clear()
 
     with caplog.at_level("INFO", "diesel.task"):
         run(main)
@@ -368,15 +370,15 @@ def test_C3_who_was_forgotten_itself_knows_that_others_may_be(
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
-            task.board.silent = {1}
+            task.registry.silent = {1}
             await trio.sleep(0.1)
-            task.board.members.clear()
-            task.board.forgot = {0}
-            await soon(lambda: not task.board.forgot)
+            task.registry.members.clear()
+            task.registry.forgot = {0}
+            await soon(lambda: not task.registry.forgot)
             await trio.sleep(0.3)
             assert a.stats()["members"] == 2
             await soon(lambda: "node 1 has left" in caplog.text)
-            task.board.silent.clear()
+            task.registry.silent.clear()
 
     with caplog.at_level("INFO", "diesel.task"):
         run(main)
@@ -389,8 +391,8 @@ def test_C3_a_new_secret_is_everybodys(task: Task) -> None:
         async with task.node(0) as (a, _), task.node(1) as (b, _):
             await soon(members(a, b))
             assert (await task.check(a))[1] > 0
-            task.board.members.clear()
-            task.board.secret = SECRET[::-1]
+            task.registry.members.clear()
+            task.registry.secret = SECRET[::-1]
             async with task.node(2) as (c, _):
                 await soon(members(a, b, c))
                 for node in (a, b, c):
@@ -409,14 +411,14 @@ async def soon_given(task: Task, node: Master, rank: int) -> None:
 def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back(
     task: Task,
 ) -> None:
-    class Listed(Board):
+    class Listed(FakeRegistry):
         def renew(self, me: Member) -> Membership:
             self.members[me.rank] = me
             listed = (
                 each if each.rank == me.rank else replace(each, instance=ANY_INSTANCE)
                 for each in self.members.values()
             )
-            return Membership.of(listed, SECRET)
+            return Membership.from_members(listed, SECRET)
 
     async def main() -> None:
         board = Listed()
@@ -443,13 +445,13 @@ def test_nodes_of_another_version_are_none_until_they_come_along(task: Task) -> 
             task.put("new", 99)
             newer = task.dataset.snapshot
             before = task.reads.of.total()
-            await a.show(newer)
+            await a.switch_version(newer)
             await soon(members(a))
             found = await task.check(a)
             assert found == {SOURCE_HERE: CHUNKS + 1}
             await soon(members(b))
             await task.check(b)
-            await b.show(newer)
+            await b.switch_version(newer)
             await soon(members(a, b))
             reads = task.reads.of.total() - before
             assert (await task.check(b))[0] > 0
@@ -464,19 +466,19 @@ def test_another_version_has_owners_before_the_next_renewal(
 ) -> None:
     """This node, and those that have gone over before it: else all would be read from the store;
     also by who has heard of it just then."""
-    computed = module._Shares.computed
+    computed = module._ChunkOwners.compute
 
-    def slow(self: module._Shares, ranks: Sequence[int], world: int) -> module.Ranks:
+    def slow(self: module._ChunkOwners, ranks: Sequence[int], world: int) -> module.Ranks:
         time.sleep(0.2)
         return computed(self, ranks, world)
 
-    monkeypatch.setattr(module._Shares, "computed", slow)
+    monkeypatch.setattr(module._ChunkOwners, "compute", slow)
 
     async def main() -> None:
         nursery: trio.Nursery
 
         async def at_once(node: Master, snapshot: Snapshot) -> None:
-            nursery.start_soon(node.show, snapshot)
+            nursery.start_soon(node.switch_version, snapshot)
             await soon(lambda: node.snapshot is snapshot)
 
         async with (
@@ -489,24 +491,24 @@ def test_another_version_has_owners_before_the_next_renewal(
                 await task.check(node)
             task.put("new", 99)
             newer = task.dataset.snapshot
-            task.board.silent = {0, 1}
+            task.registry.silent = {0, 1}
             await trio.sleep(0.1)
             await at_once(a, newer)
             assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
-            await b.show(newer)
+            await b.switch_version(newer)
             assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
-            task.board.silent.clear()
+            task.registry.silent.clear()
             await soon(members(a, b))
             task.put("newest", 98)
             newest = task.dataset.snapshot
-            await a.show(newest)
+            await a.switch_version(newest)
             known = lambda: any(each.version == newest.version for each in b._found.members)  # noqa: E731
             await soon(known)
-            task.board.silent = {0, 1}
+            task.registry.silent = {0, 1}
             await trio.sleep(0.1)
             await at_once(b, newest)
             assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
-            task.board.silent.clear()
+            task.registry.silent.clear()
 
     run(main)
 
@@ -517,12 +519,12 @@ def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
             await soon(members(a, b))
             assert (await task.check(a))[1] > 0
             for _ in range(3):
-                await a.damaged(Damaged(0, 0, 10, 1))
+                await a.report_damage(DamagedPart(0, 0, 10, 1))
             found = await task.check(a, given=False)
             assert found[1] == 0
-            assert found[SOURCE_NOBODY] > 0
+            assert found[SOURCE_NONE] > 0
             for chunk in range(CHUNKS):  # nothing is wrong with what stands here
-                await a.damaged(Damaged(chunk, 0, 10, SOURCE_HERE))
+                await a.report_damage(DamagedPart(chunk, 0, 10, SOURCE_HERE))
             assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
 
     run(main)
@@ -534,7 +536,7 @@ def test_shares_are_what_ownership_says(task: Task) -> None:
             await soon(members(a, b, c))
             found = [(await task.check(node))[SOURCE_HERE] for node in (a, b, c)]
             assert sum(found) == CHUNKS
-            held = [holding(node.holdings) for node in (a, b, c)]
+            held = [held_numbers(node.cache) for node in (a, b, c)]
             assert sum(map(len, held)) == len(set.union(*held)), "nobody holds what another owns"
 
     run(main)
@@ -546,20 +548,20 @@ def test_what_a_node_keeps_first_is_what_it_owns_where_all_are_there(
     """Nodes of a job that ends leave one by one."""
     kept: list[list[int]] = []
 
-    async def keep(_: Holdings, share: npt.NDArray[np.bool_]) -> None:
+    async def keep(_: NodeCache, share: npt.NDArray[np.bool_]) -> None:
         kept.append(np.flatnonzero(share).tolist())
 
-    monkeypatch.setattr(Holdings, "keep", keep)
+    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
 
     async def main() -> None:
         async with task.node(0) as (a, _):
             async with task.node(1) as (b, _), task.node(2) as (c, _):
                 await soon(members(a, b, c))
                 share = np.flatnonzero(a._shares.owner == 0).tolist()
-            del task.board.members[1], task.board.members[2]
+            del task.registry.members[1], task.registry.members[2]
             await soon(members(a))
             assert (a._shares.owner == 0).all()
-            await a.keep()
+            await a.flush_to_disk()
             assert kept == [share]
 
     run(main)

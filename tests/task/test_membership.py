@@ -10,32 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
-from diesel_fs.messages import Fields, unpacked
+from diesel_fs.messages import Fields, unpack
 from diesel_fs.task.membership import (
-    RANKS_MAX,
+    RANK_LIMIT,
     Member,
     Membership,
     TaskName,
-    node_of,
-    secret_of,
+    resolve_node,
+    secret_from_key,
     split_address,
 )
 from diesel_fs.task.registration import (
     TIME_MAX,
-    Standing,
-    Told,
-    join_in,
+    JoinReply,
+    MemberRecord,
     join_message,
-    leave_in,
+    join_reply_message,
     leave_message,
-    packed_member,
-    told_in,
-    told_message,
-    unpacked_member,
+    pack_member,
+    parse_join,
+    parse_join_reply,
+    parse_leave,
+    unpack_member,
 )
 
 TASK = TaskName(UUID(int=7), "ann", "resnet")
-ME = Member(3, bytes(range(16)), "node3:9301", 12, bytes(32), keyed=False)
+ME = Member(3, bytes(range(16)), "node3:9301", 12, bytes(32), has_key_file=False)
 
 hosts = st.one_of(
     st.from_regex(r"[a-z][a-z0-9.-]{0,30}", fullmatch=True),
@@ -44,7 +44,7 @@ hosts = st.one_of(
 )
 members = st.builds(
     Member,
-    st.integers(0, RANKS_MAX - 1),
+    st.integers(0, RANK_LIMIT - 1),
     st.binary(min_size=16, max_size=16),
     st.builds("{}:{}".format, hosts, st.integers(1, 65535)),
     st.integers(0, (1 << 63) - 1),
@@ -85,7 +85,7 @@ secrets = st.sampled_from([b"", bytes(range(32))])
 def test_which_node_this_is(
     environment: dict[str, str], rank: int | None, world: int | None, node: tuple[int, int]
 ) -> None:
-    assert node_of(environment, rank, world) == node
+    assert resolve_node(environment, rank, world) == node
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_which_node_this_is(
         ({}, 4, 4),
         ({}, -1, 4),
         ({}, 0, 0),
-        ({}, 0, RANKS_MAX + 1),
+        ({}, 0, RANK_LIMIT + 1),
         ({"SLURM_NODEID": "8", "SLURM_NNODES": "8"}, None, None),
         ({"SLURM_NODEID": "0", "SLURM_NNODES": "0"}, None, None),
         ({"SLURM_NODEID": "x", "SLURM_NNODES": "8"}, None, None),
@@ -109,7 +109,7 @@ def test_F8_a_node_that_makes_no_sense_is_refused(
     environment: dict[str, str], rank: int | None, world: int | None
 ) -> None:
     with pytest.raises(UsageError) as error:
-        node_of(environment, rank, world)
+        resolve_node(environment, rank, world)
     assert error.value.advice
 
 
@@ -125,10 +125,10 @@ def test_any_environment_gives_a_node_or_an_error(
     environment: dict[str, str], rank: int | None, world: int | None
 ) -> None:
     try:
-        found = node_of(environment, rank, world)
+        found = resolve_node(environment, rank, world)
     except UsageError:
         return
-    assert 0 <= found[0] < found[1] <= RANKS_MAX
+    assert 0 <= found[0] < found[1] <= RANK_LIMIT
     assert rank in (None, found[0])
     assert world in (None, found[1])
 
@@ -220,7 +220,7 @@ def test_any_text_gives_an_address_or_an_error(text: str) -> None:
     "change",
     [
         {"rank": -1},
-        {"rank": RANKS_MAX},
+        {"rank": RANK_LIMIT},
         {"instance": b"short"},
         {"instance": bytes(17)},
         {"certificate": bytes(31)},
@@ -237,31 +237,31 @@ def test_bad_members(change: dict[str, int]) -> None:
 @given(st.lists(members, max_size=20), st.integers(0, 3))
 def test_a_membership_has_each_rank_once_in_order(found: list[Member], version: int) -> None:
     found = [replace(each, rank=each.rank % 8, version=each.version % 4) for each in found]
-    membership = Membership.of(found, b"s" * 32)
+    membership = Membership.from_members(found, b"s" * 32)
     ranks = [each.rank for each in membership.members]
     assert ranks == sorted({each.rank for each in found})
     assert set(membership.members) <= set(found)
-    counting = membership.counting(version)
+    counting = membership.of_version(version)
     assert counting == tuple(each for each in membership.members if each.version == version)
 
 
 def test_S8_a_secret_is_not_shown() -> None:
     secret = b"canary" * 6
     shown = (
-        repr(Membership.of([], secret))
-        + repr(Told(1, 1, secret, None))
-        + repr(Standing(secret=secret))
+        repr(Membership.from_members([], secret))
+        + repr(JoinReply(1, 1, secret, None))
+        + repr(MemberRecord(secret=secret))
     )
     assert "canary" not in shown
     with pytest.raises(UsageError) as error:
-        secret_of(b"canary")
+        secret_from_key(b"canary")
     assert "canary" not in str(error.value)
 
 
 def test_a_key_is_the_same_with_a_newline_at_its_end() -> None:
     key = b"0123456789abcdef"
-    assert secret_of(key) == secret_of(key + b"\n") == hashlib.sha256(key).digest()
-    assert secret_of(key) != secret_of(key + b"1")
+    assert secret_from_key(key) == secret_from_key(key + b"\n") == hashlib.sha256(key).digest()
+    assert secret_from_key(key) != secret_from_key(key + b"1")
 
 
 # As they are kept, and as they travel
@@ -269,24 +269,24 @@ def test_a_key_is_the_same_with_a_newline_at_its_end() -> None:
 
 @given(members)
 def test_a_member_is_kept_as_it_is(member: Member) -> None:
-    assert unpacked_member(member.rank, member.instance, packed_member(member)) == member
+    assert unpack_member(member.rank, member.instance, pack_member(member)) == member
 
 
 @given(st.integers(-1, 1 << 17), st.binary(max_size=17), st.binary(max_size=80))
 def test_any_bytes_give_a_member_or_an_error(rank: int, instance: bytes, packed: bytes) -> None:
     try:
-        unpacked_member(rank, instance, packed)
+        unpack_member(rank, instance, packed)
     except UsageError:
         return
 
 
 @given(members, times, times, secrets)
 def test_a_registration_travels(me: Member, since: int, state: int, secret: bytes) -> None:
-    standing = Standing(since, state, secret)
-    message = unpacked(msgpack.packb(join_message(TASK, me, standing)))
-    assert join_in(Fields(message, "join")) == (TASK.name, me, standing)
-    message = unpacked(msgpack.packb(leave_message(TASK, me)))
-    assert leave_in(Fields(message, "leave")) == (TASK.name, me)
+    standing = MemberRecord(since, state, secret)
+    message = unpack(msgpack.packb(join_message(TASK, me, standing)))
+    assert parse_join(Fields(message, "join")) == (TASK.name, me, standing)
+    message = unpack(msgpack.packb(leave_message(TASK, me)))
+    assert parse_leave(Fields(message, "leave")) == (TASK.name, me)
 
 
 @given(
@@ -297,8 +297,8 @@ def test_an_answer_travels(
     found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, gone: bool
 ) -> None:
     members = None if found is None else tuple(found)
-    told = Told(since, state, secret, members, replaced, gone)
-    assert told_in(unpacked(msgpack.packb(told_message(told)))) == told
+    told = JoinReply(since, state, secret, members, replaced, gone)
+    assert parse_join_reply(unpack(msgpack.packb(join_reply_message(told)))) == told
 
 
 values = st.recursive(
@@ -306,13 +306,13 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=4,
 )
-FIELDS = [*join_message(TASK, ME, Standing()), "members"]
+FIELDS = [*join_message(TASK, ME, MemberRecord()), "members"]
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), values))
 def test_any_message_gives_a_registration_or_an_error(wrong: dict[str, None]) -> None:
-    for parse in (lambda fields: join_in(Fields(fields, "join")), told_in):
-        message = {**join_message(TASK, ME, Standing(1, 1)), **wrong}
+    for parse in (lambda fields: parse_join(Fields(fields, "join")), parse_join_reply):
+        message = {**join_message(TASK, ME, MemberRecord(1, 1)), **wrong}
         try:
             parse(message)
         except UsageError:

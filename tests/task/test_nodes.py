@@ -18,7 +18,7 @@ import pytest
 
 from ..server.program import is_running, until
 from .nodes import Nodes, needs_links
-from .running import DATASET, HOPE_S, Outcome, Reader, RunningTask, is_right
+from .running import DATASET, WAIT_MAX_S, Outcome, Reader, RunningTask, is_right
 
 FILES = 1_200
 NODES = 4
@@ -138,10 +138,10 @@ def test_F1_kill_9_of_a_master_costs_nobody_a_byte(task: RunningTask) -> None:
     assert all_right(outcomes)
     assert task.egress_bytes() > 0, "it was killed too late to matter"
     # Its readers have another one, which all use as the one before.
-    until(lambda: readers[3].epoch(9) and task.masters(3), "another master", HOPE_S)
+    until(lambda: readers[3].epoch(9) and task.masters(3), "another master", WAIT_MAX_S)
     assert task.masters(3) != killed
     task.gathered()
-    until(lambda: reads_nothing(task, readers), "all being cached again", HOPE_S)
+    until(lambda: reads_nothing(task, readers), "all being cached again", WAIT_MAX_S)
     assert task.figure(0, "peers", "3", "parts") > 0
 
 
@@ -160,14 +160,14 @@ def test_F1_a_node_that_dies_is_taken_over_and_used_again_when_it_is_back(
     assert task.egress_bytes() > 0, "it was killed too late to matter"
     # Its share is taken over: what others read is cached again.
     task.gathered([0, 1, 2])
-    until(lambda: reads_nothing(task, readers[:3]), "all being cached again", HOPE_S)
+    until(lambda: reads_nothing(task, readers[:3]), "all being cached again", WAIT_MAX_S)
     # It comes back, and is used again; others have what it had.
     task.forget()
     back = task.reader(3).ready()
     task.gathered()
     assert all_right(epochs([back, *readers[:3]]))
     assert task.egress_bytes() <= 0.05 * task.stored_bytes
-    until(lambda: asked_again(task, readers), "node 3 being asked", HOPE_S)
+    until(lambda: asked_again(task, readers), "node 3 being asked", WAIT_MAX_S)
 
 
 def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
@@ -206,7 +206,7 @@ def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTas
     hung = task.masters(3)
     kill(hung, signal.SIGSTOP)
     try:
-        until(lambda: task.figure(0, "peers", "3", "late") > 0, "somebody asking it", HOPE_S)
+        until(lambda: task.figure(0, "peers", "3", "late") > 0, "somebody asking it", WAIT_MAX_S)
         outcomes = [reader.outcome() for reader in readers]
         late = [late_answers(task, rank, 3) for rank in range(3)]
     finally:
@@ -215,7 +215,7 @@ def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTas
     # Who waited each time would have asked it in each of an epoch's batches.
     assert max(late) < FILES / 16 / 4
     task.gathered()
-    until(lambda: asked_again(task, readers), "node 3 being asked again", HOPE_S)
+    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
     task.forget()
     assert all_right(epochs(readers))
 
@@ -245,7 +245,7 @@ def test_a_node_that_is_cut_off_harms_itself_alone(task: RunningTask) -> None:
     try:
         outcomes = [reader.outcome() for reader in readers[:3]]
     finally:
-        task.nodes[3].mend()
+        task.nodes[3].restore()
     assert all_right(outcomes)
     own = readers[3].outcome()
     assert own.wrong == 0
@@ -257,8 +257,8 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
     needs_links()
     readers = joined(task, range(NODES))
     epochs(readers)
-    task.nodes[0].lose(task.nodes[3])
-    task.nodes[3].lose(task.nodes[0])
+    task.nodes[0].block(task.nodes[3])
+    task.nodes[3].block(task.nodes[0])
     try:
         task.forget()
         outcomes = epochs(readers, pace_s=0.05)
@@ -267,9 +267,9 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
         until(lambda: state(task, 0, 3) in ("paused", "tried"), "node 3 not being asked")
         assert state(task, 1, 3) == "asked"
     finally:
-        task.nodes[0].find(task.nodes[3])
-        task.nodes[3].find(task.nodes[0])
-    until(lambda: asked_again(task, readers), "node 3 being asked again", HOPE_S)
+        task.nodes[0].unblock(task.nodes[3])
+        task.nodes[3].unblock(task.nodes[0])
+    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
 
 
 def state(task: RunningTask, rank: int, other: int) -> str:
@@ -282,11 +282,11 @@ def test_F3_a_slow_link_costs_time_outs_and_no_more(task: RunningTask) -> None:
     needs_links()
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers))
-    task.nodes[3].narrow(1000)
+    task.nodes[3].limit_bandwidth(1000)
     try:
         outcomes = epochs(readers[:3])
     finally:
-        task.nodes[3].narrow(0)
+        task.nodes[3].limit_bandwidth(0)
     assert all_right(outcomes)
     share_s = task.stored_bytes / NODES * 3 / 125_000  # what waiting for it would take
     assert max(each.s for each in outcomes) < share_s

@@ -12,7 +12,7 @@ import pytest
 from ..server.certificates import Authority
 from ..server.program import Server, until
 from .contents import make
-from .nodes import Nodes, separate
+from .nodes import Nodes, has_namespaces
 from .running import CHUNK_BYTES, DATASET, Reader, is_right, stats_at
 
 FILES = 600
@@ -37,7 +37,7 @@ class Served:
             "dataset": DATASET, "url": url, "task": "served", "rank": rank, "world": 2,
             "memory_bytes": 1 << 20, **more,
         }  # fmt: skip
-        if not separate():  # loopback, which no master takes of itself
+        if not has_namespaces():  # loopback, which no master takes of itself
             opened["listen"] = f"{node.address}:0"
         reader = Reader(node, opened, FILES)
         self.stack.callback(reader.close)
@@ -122,7 +122,7 @@ def test_S1_a_server_hands_the_secret_out_over_tls_alone(served: Served) -> None
     if served.scheme == "diesel+tls":
         assert is_right(reader.ready().epoch(1), FILES)
         return
-    if not separate():
+    if not has_namespaces():
         pytest.skip("on loopback a server trusts whoever it serves")
     assert reader.process.wait(60) != 0
     assert "--task-key-file" in reader.log

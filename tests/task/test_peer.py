@@ -20,11 +20,10 @@ from diesel_fs.task.wire import ABSENT, BUSY, FAILED, GIVEN
 
 from .linked import (
     SECRET,
-    Hand,
-    Standing,
+    FakeAnswers,
+    RawPeer,
     answering,
     asking,
-    by_hand,
     content,
     gather,
     jumping,
@@ -35,8 +34,9 @@ from .linked import (
     parts,
     read,
     run,
-    taking,
+    scripted_master,
     until,
+    wait_for,
 )
 
 SMALL = (0, 4096, 4096)
@@ -56,7 +56,7 @@ def test_parts_that_are_at_hand_come_at_once() -> None:
                 assert statuses == [GIVEN] * len(records)
             assert node.acceptor.stats()["at_once"] == 6
             assert peer.stats()["connections"] == 1
-            assert await peer.is_there()
+            assert await peer.ping()
 
     run(main)
 
@@ -66,7 +66,7 @@ def test_what_is_given_lies_in_its_place(pattern: list[int]) -> None:
     """Between the places of parts that are not."""
 
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.absent = {1}
         records = [(0 if each else 1, i * 7, 100 + i % 11) for i, each in enumerate(pattern)]
         async with pair(standing) as (peer, _):
@@ -98,7 +98,7 @@ def test_many_at_once_each_get_their_own() -> None:
 
     async def main() -> None:
         chance = random.Random(1)
-        standing = Standing()
+        standing = FakeAnswers()
 
         async def some_time() -> None:
             standing.hot = chance.random() < 0.5
@@ -127,7 +127,7 @@ def test_many_at_once_each_get_their_own() -> None:
 
 def test_no_more_than_64_are_under_way() -> None:
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.hot = False
         async with pair(standing) as (peer, _):
             await read(peer, SMALL)
@@ -136,7 +136,7 @@ def test_no_more_than_64_are_under_way() -> None:
                 statuses, _ = await read(peer, SMALL)
                 assert statuses == [GIVEN]
 
-            standing.ready = taking(0.1)
+            standing.ready = wait_for(0.1)
             await gather(*[one] * 150)
             assert standing.slow_most == wire.REQUESTS_MAX
 
@@ -175,16 +175,16 @@ def test_after_a_read_was_given_up_nothing_is_written_into_its_room() -> None:
         go_on = trio.Event()
         whole = content(2, 0, 4 << 20)
 
-        async def behave(hand: Hand) -> None:
+        async def behave(hand: RawPeer) -> None:
             head, _ = await hand.request()
-            await hand.say(wire.answer_head(head.id, wire.READ, b"\0", 4 << 20), whole[: 1 << 20])
+            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4 << 20), whole[: 1 << 20])
             await go_on.wait()
-            await hand.say(whole[1 << 20 :])
+            await hand.send(whole[1 << 20 :])
             head, _ = await hand.request()
-            await hand.say(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.rest()
+            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
 
-        async with by_hand(behave) as port, asking(port) as peer:
+        async with scripted_master(behave) as port, asking(port) as peer:
             room = memoryview(bytearray(4 << 20))
             with trio.move_on_after(0.5):
                 await peer.read(parts((2, 0, 4 << 20)), room, load=False)
@@ -200,18 +200,18 @@ def test_after_a_read_was_given_up_nothing_is_written_into_its_room() -> None:
 
 def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
     async def main() -> None:
-        async def behave(hand: Hand) -> None:
+        async def behave(hand: RawPeer) -> None:
             first, _ = await hand.request()
             await trio.sleep(1.2)
             second, _ = await hand.request()
             for head, part in ((second, (0, 0, 100)), (first, SMALL)):
                 said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
-                await hand.say(said, content(*part))
+                await hand.send(said, content(*part))
             third, _ = await hand.request()
-            await hand.say(wire.answer_head(third.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.rest()
+            await hand.send(wire.answer_head(third.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
 
-        async with by_hand(behave) as port, asking(port) as peer:
+        async with scripted_master(behave) as port, asking(port) as peer:
             begun_s = trio.current_time()
             assert (await read(peer, SMALL))[0] == [FAILED]
             assert 0.95 < trio.current_time() - begun_s < 1.15
@@ -224,15 +224,15 @@ def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
 
 def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
     async def main() -> None:
-        async def behave(hand: Hand) -> None:
+        async def behave(hand: RawPeer) -> None:
             for pause_s in (2.0, 10.0):
                 head, _ = await hand.request()
-                await hand.say(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
+                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
                 await trio.sleep(pause_s)
-                await hand.say(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.rest()
+                await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
 
-        async with by_hand(behave) as port, asking(port) as peer:
+        async with scripted_master(behave) as port, asking(port) as peer:
             usual_ms = peer.stats()["patience_ms"]
             assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
             assert peer.stats()["patience_ms"] == usual_ms, "a store's time is not the peer's"
@@ -247,13 +247,13 @@ def test_F2_who_stops_while_it_is_fetching_is_left_alone_soon() -> None:
     """What it says that it is fetching is waited for; what is asked from then on is a failure."""
 
     async def main() -> None:
-        async def behave(hand: Hand) -> None:
+        async def behave(hand: RawPeer) -> None:
             for _ in range(8):
                 head, _ = await hand.request()
-                await hand.say(wire.answer_head(head.id, wire.WORKING, b"", 0))
-            await hand.rest()
+                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
+            await hand.receive_all()
 
-        async with by_hand(behave) as port, asking(port) as peer:
+        async with scripted_master(behave) as port, asking(port) as peer:
 
             async def one() -> None:
                 assert (await read(peer, SMALL, load=True))[0] == [FAILED]
@@ -289,12 +289,12 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
     lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async def behave(hand: Hand) -> None:
+        async def behave(hand: RawPeer) -> None:
             head, _ = await hand.request()
-            await hand.say(LIES[lie](head))
-            await hand.rest()
+            await hand.send(LIES[lie](head))
+            await hand.receive_all()
 
-        async with by_hand(behave) as port, asking(port) as peer:
+        async with scripted_master(behave) as port, asking(port) as peer:
             with trio.fail_after(5):
                 statuses, _ = await read(peer, SMALL)
                 assert statuses == [ABSENT if lie == "twice" else FAILED]
@@ -313,7 +313,7 @@ def test_F5_wrong_bytes_three_times_and_it_is_not_asked() -> None:
         async with pair() as (peer, _):
             for expected in (GIVEN, GIVEN, GIVEN, BUSY):
                 assert (await read(peer, SMALL))[0] == [expected]
-                peer.damaged()
+                peer.record_damage()
             assert peer.stats()["state"] == "quarantined"
 
     run(main)
@@ -325,7 +325,7 @@ def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
         port = listener.getsockname()[1]
         listener.close()
         async with asking(port) as peer:
-            assert not await peer.is_there()
+            assert not await peer.ping()
             assert (await read(peer, SMALL))[0] == [BUSY]
             assert peer.stats()["state"] == "paused"
             begun_s = trio.current_time()
@@ -334,7 +334,7 @@ def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
             assert trio.current_time() - begun_s < 0.5
             with socket.create_server(("127.0.0.1", port)) as listener:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(Acceptor(me(1), Standing()).serve, [listener])
+                    nursery.start_soon(Acceptor(me(1), FakeAnswers()).serve, [listener])
                     await until(partial(gives, peer), 10)
                     nursery.cancel_scope.cancel()
 
@@ -345,7 +345,7 @@ def test_a_connection_that_ended_is_made_anew() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
             assert (await read(peer, SMALL))[0] == [GIVEN]
-            node.acceptor.show(me(1))
+            node.acceptor.set_identity(me(1))
             await until(lambda: not peer.stats()["connected"], 5)
             assert (await read(peer, SMALL))[0] == [GIVEN]
             assert peer.stats()["connections"] == 2
@@ -358,11 +358,11 @@ def test_a_peer_whose_store_is_slow_is_no_failure() -> None:
     """It says that it is there, and what is at hand is given meanwhile."""
 
     async def main() -> None:
-        standing = Standing()
+        standing = FakeAnswers()
         standing.absent = {1}  # never at hand
         async with pair(standing) as (peer, _):
             await read(peer, SMALL)
-            standing.ready = taking(30)
+            standing.ready = wait_for(30)
             for _ in range(6):
                 assert (await read(peer, (1, 0, 10), load=True))[0] == [FAILED]
             assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
@@ -378,7 +378,7 @@ def test_after_its_end_a_peer_is_not_asked() -> None:
             await read(peer, SMALL)
         assert (await read(peer, SMALL))[0] == [BUSY]
 
-        async with by_hand(Hand.rest) as port:
+        async with scripted_master(RawPeer.receive_all) as port:
             found: list[list[int]] = []
 
             async def ask() -> None:
@@ -474,8 +474,8 @@ def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth() -> 
 def test_many_reads_of_a_peer_that_is_gone_leave_nothing_behind() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
-            node.standing.hot = False
-            node.standing.ready = taking(5)
+            node.answers.hot = False
+            node.answers.ready = wait_for(5)
             await read(peer, SMALL)
 
             async def cancelled() -> None:
@@ -489,10 +489,10 @@ def test_many_reads_of_a_peer_that_is_gone_leave_nothing_behind() -> None:
             assert (await read(peer, SMALL))[0] == [BUSY], (
                 "there is no room, for as long as it may wait"
             )
-            node.acceptor.show(me(1))
+            node.acceptor.set_identity(me(1))
             await trio.sleep(0.1)
             assert peer.stats()["under_way"] == 0
-            node.standing.hot = True
+            node.answers.hot = True
             assert (await read(peer, SMALL))[0] == [GIVEN]
 
     run(main)

@@ -18,11 +18,11 @@ from .linked import (
     Node,
     answering,
     asking,
-    friend,
+    authenticated_raw,
     jumping,
-    knock,
     lines,
     me,
+    open_raw,
     parts,
     read,
     run,
@@ -52,10 +52,10 @@ def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
+            hand = await open_raw(node.port)
             with suppress(trio.BrokenResourceError):
-                await hand.say(said)
-            assert await hand.rest() == b""
+                await hand.send(said)
+            assert await hand.receive_all() == b""
             await well(node)
 
     run(main)
@@ -66,19 +66,19 @@ def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
 @pytest.mark.parametrize(
     "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
-             frame({"proof": b"p" * 32}, hello.HELLO)]
+             frame({"proof": b"p" * 32}, hello.HELLO_LIMITS)]
 )  # fmt: skip
 def test_S1_F7_nothing_beyond_a_small_hello_is_read(
     head: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
-            await hand.say(hello.greeting())
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
             await hand.exactly(48)
-            await hand.say(head)
+            await hand.send(head)
             assert (await hand.frame())["message"] == "no hello"
-            assert await hand.rest() == b""
+            assert await hand.receive_all() == b""
             await well(node)
 
     run(main)
@@ -88,10 +88,10 @@ def test_S1_F7_nothing_beyond_a_small_hello_is_read(
 def test_S1_nothing_is_answered_before_the_proof() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
-            await hand.say(hello.greeting())
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
             await hand.exactly(48)
-            await hand.say(wire.request(1, wire.READ, 0, parts(SMALL)))
+            await hand.send(wire.request(1, wire.READ, 0, parts(SMALL)))
             assert (await hand.frame())["message"] == "no hello"
             assert node.acceptor.stats()["requests"] == 0
 
@@ -103,13 +103,13 @@ def test_S2_a_hello_that_was_recorded_is_worth_nothing() -> None:
         async with answering() as node:
             said = Hello(0, bytes(16), 1, me(0).identity, 3, b"n" * 32)
             for attempt in range(2):
-                hand = await knock(node.port)
-                await hand.say(hello.greeting())
+                hand = await open_raw(node.port)
+                await hand.send(hello.greeting())
                 nonce = (await hand.exactly(48))[16:]
                 if not attempt:
                     proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
                     recorded = hello.hello_frame(said, proofs.connector)
-                await hand.say(recorded)
+                await hand.send(recorded)
                 told = await hand.frame()
                 assert ("proof" in told) is not attempt
             assert told["message"] == "the wrong secret"
@@ -122,12 +122,12 @@ def test_S2_nobody_proves_himself_by_what_the_other_end_said() -> None:
 
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
-            await hand.say(hello.greeting())
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
             nonce = (await hand.exactly(48))[16:]
             said = Hello(0, bytes(16), 1, me(0).identity, 3, nonce)
             proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
-            await hand.say(hello.hello_frame(said, proofs.acceptor))
+            await hand.send(hello.hello_frame(said, proofs.acceptor))
             assert (await hand.frame())["message"] == "the wrong secret"
 
     run(main)
@@ -162,10 +162,10 @@ def test_F7_who_says_no_hello_has_five_seconds(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await knock(node.port)
-            await hand.say(said)
+            hand = await open_raw(node.port)
+            await hand.send(said)
             begun_s = trio.current_time()
-            await hand.rest()
+            await hand.receive_all()
             took_s = trio.current_time() - begun_s
             assert handshake.HELLO_S - 0.1 < took_s < handshake.HELLO_S + 1.5
             await well(node)
@@ -177,7 +177,7 @@ def test_F7_who_says_no_hello_has_five_seconds(
 def test_F7_slow_loris_one_byte_a_second_does_not_help() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand, late = await knock(node.port), await friend(node.port, 2)
+            hand, late = await open_raw(node.port), await authenticated_raw(node.port, 2)
             begun_s = trio.current_time()
 
             async def drip(content: bytes, hand: object, within_s: float) -> None:
@@ -214,9 +214,9 @@ def test_F7_a_bad_request_ends_its_connection_with_one_line(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await friend(node.port, 4)
-            await hand.say(BAD_REQUESTS[bad])
-            assert await hand.rest() == b""
+            hand = await authenticated_raw(node.port, 4)
+            await hand.send(BAD_REQUESTS[bad])
+            assert await hand.receive_all() == b""
             await well(node)
 
     run(main)
@@ -231,7 +231,7 @@ def test_S12_connections_without_a_hello_are_few_and_keep_nobody_out(
 
     async def main() -> None:
         async with answering(knocking_max=40, knocking_per_address=10) as node:
-            held = [await knock(node.port) for _ in range(300)]
+            held = [await open_raw(node.port) for _ in range(300)]
             before = time.perf_counter()
             await well(node)
             assert time.perf_counter() - before < 2
@@ -248,9 +248,9 @@ def test_S12_there_are_no_more_connections_than_there_may_be() -> None:
     async def main() -> None:
         async with answering(connections_max=3) as node:
             for rank in range(2, 5):
-                await friend(node.port, rank)
-            hand = await knock(node.port)
-            await hand.say(hello.greeting())
+                await authenticated_raw(node.port, rank)
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
             goes_on, _, length = hello.parse_welcome(await hand.exactly(16))
             assert not goes_on
             assert await hand.exactly(length) == b"too many connections"
@@ -271,12 +271,12 @@ def test_F7_S12_memory_stays_flat_whatever_is_sent() -> None:
             async def annoy(number: int) -> None:
                 with suppress(trio.BrokenResourceError, EOFError):
                     if number % 2:
-                        hand = await knock(node.port)
-                        await hand.say(chance.choice([b"", hello.greeting()]))
-                        await hand.say(chance.randbytes(chance.choice([10, 5000, 100_000])))
+                        hand = await open_raw(node.port)
+                        await hand.send(chance.choice([b"", hello.greeting()]))
+                        await hand.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
                     else:
-                        hand = await friend(node.port, 2)
-                        await hand.say(struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0), bytes(20_000))
+                        hand = await authenticated_raw(node.port, 2)
+                        await hand.send(struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0), bytes(20_000))
                     await hand.stream.aclose()
 
             async def all_of_it(times: int) -> None:

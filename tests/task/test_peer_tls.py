@@ -15,7 +15,18 @@ from diesel_fs.task.hello import Hello
 from diesel_fs.task.tls import client_context, make_certificate
 from diesel_fs.task.wire import GIVEN
 
-from .linked import Standing, answering, asking, knock, lines, listening, me, read, run, taking
+from .linked import (
+    FakeAnswers,
+    answering,
+    asking,
+    lines,
+    listening,
+    me,
+    open_raw,
+    read,
+    run,
+    wait_for,
+)
 
 SMALL = (0, 4096, 4096)
 MINE, THEIRS, BETWEEN = make_certificate(), make_certificate(), make_certificate()
@@ -33,15 +44,15 @@ def test_masters_talk_over_TLS(known: bool) -> None:
                                 [(2, 0, 6 << 20)], [(3, 0, 40 << 20)]):  # fmt: skip
                     statuses, _ = await read(peer, *records)
                     assert statuses == [GIVEN] * len(records)
-                assert await peer.is_there()
+                assert await peer.ping()
 
     run(main)
 
 
 def test_many_at_once_over_TLS() -> None:
     async def main() -> None:
-        standing = Standing()
-        standing.ready = taking(0.002)
+        standing = FakeAnswers()
+        standing.ready = wait_for(0.002)
         async with (
             answering(me(1, THEIRS), standing) as node,
             asking(node.port, me(0, MINE), THEIRS.digest) as peer,
@@ -75,7 +86,7 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 
     async def one(stream: trio.SocketStream) -> None:
         hither = trio.SSLStream(stream, BETWEEN.context, server_side=True)
-        thither = await knock(port, client_context() if to_tls else None)
+        thither = await open_raw(port, client_context() if to_tls else None)
         async with stream, trio.open_nursery() as nursery:
             nursery.start_soon(pass_on, hither, thither.stream)
             await pass_on(thither.stream, hither)
@@ -145,10 +156,10 @@ def test_F7_who_speaks_no_TLS_to_a_port_of_TLS_gets_one_line(
 ) -> None:
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
-            hand = await knock(node.port)
-            await hand.say(hello.greeting())
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
             with trio.fail_after(5):
-                assert b"DIESPER" not in await hand.rest()
+                assert b"DIESPER" not in await hand.receive_all()
 
     run(main)
     assert len(lines(caplog.messages)) == 1
@@ -164,7 +175,7 @@ def test_S3_old_TLS_is_refused() -> None:
                 context.minimum_version = ssl.TLSVersion.TLSv1
                 context.maximum_version = ssl.TLSVersion.TLSv1_1
             with pytest.raises(trio.BrokenResourceError):
-                await (await knock(node.port, context)).say(b"x")
+                await (await open_raw(node.port, context)).send(b"x")
 
     run(main)
 
@@ -176,8 +187,8 @@ def test_S3_a_proof_is_bound_to_the_certificate() -> None:
         async with answering(me(1, THEIRS)) as node:
             for binding, good in ((THEIRS.digest, True), (BETWEEN.digest, False),
                                   (hello.NO_BINDING, False)):  # fmt: skip
-                hand = await knock(node.port, client_context())
-                assert ("proof" in await hand.introduce(me(0), binding=binding)) is good
+                hand = await open_raw(node.port, client_context())
+                assert ("proof" in await hand.handshake(me(0), binding=binding)) is good
 
     run(main)
 

@@ -13,7 +13,7 @@ import pytest
 
 from ..server.program import is_running, until
 from . import nodes as harness
-from .nodes import Nodes, Place, needs_links, separate
+from .nodes import NodeHost, Nodes, has_namespaces, needs_links
 
 PORT = 9400
 
@@ -24,7 +24,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield made
 
 
-def answering(place: Place) -> socket.socket:
+def answering(place: NodeHost) -> socket.socket:
     """A listener in a place that sends each who connects 64 KiB."""
     with place.entered():
         listener = socket.create_server((place.address, PORT))
@@ -42,7 +42,7 @@ def answering(place: Place) -> socket.socket:
     return listener
 
 
-def fetch_s(origin: Place, target: Place, timeout_s: float = 5.0) -> float:
+def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float:
     """How long it takes to get what `answering` sends."""
     start_s = time.monotonic()
     with origin.entered():
@@ -89,17 +89,17 @@ def test_a_link_is_cut_and_mended_and_narrowed(nodes: Nodes) -> None:
         nodes[1].cut()
         with pytest.raises(OSError, match=r"timed out|unreachable"):
             fetch_s(nodes[0], nodes[1], 0.3)
-        nodes[1].mend()
+        nodes[1].restore()
         assert fetch_s(nodes[0], nodes[1]) < 2
-        nodes[0].lose(nodes[1])
+        nodes[0].block(nodes[1])
         with pytest.raises(OSError, match="timed out"):
             fetch_s(nodes[0], nodes[1], 0.3)
         assert nodes[0].run("ip", "neigh").stdout
-        nodes[0].find(nodes[1])
+        nodes[0].unblock(nodes[1])
         assert fetch_s(nodes[0], nodes[1]) < 2
-        nodes[1].narrow(1000)
+        nodes[1].limit_bandwidth(1000)
         assert 0.2 < fetch_s(nodes[0], nodes[1]) < 3
-        nodes[1].narrow(0)
+        nodes[1].limit_bandwidth(0)
         assert fetch_s(nodes[0], nodes[1]) < 0.2
     finally:
         listener.close()
@@ -144,8 +144,8 @@ def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path: Path) -> Non
     name, runtime, pid = done.stdout.split()
     assert Path("/run/netns", name).exists()
     assert is_running(int(pid))
-    separate.cache_clear()
-    assert separate()
+    has_namespaces.cache_clear()
+    assert has_namespaces()
     assert not Path("/run/netns", name).exists()
     assert not Path(runtime).exists()
     until(lambda: not is_running(int(pid)), "its end")
@@ -154,7 +154,7 @@ def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path: Path) -> Non
 def test_without_namespaces_nodes_are_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "separate", lambda: False)
+    monkeypatch.setattr(harness, "has_namespaces", lambda: False)
     with Nodes(tmp_path, 2) as nodes:
         nodes.start_redis()
         assert nodes[0].run("redis-cli", "-u", nodes.redis_url, "ping").stdout == "PONG\n"

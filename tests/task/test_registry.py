@@ -16,43 +16,49 @@ from uuid import UUID
 import pytest
 
 from diesel_fs.errors import ConfigError, ConflictError, MetadataError, UsageError
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage import redis_tasks
 from diesel_fs.storage.redis_keys import task_keys
-from diesel_fs.storage.redis_tasks import RedisTasks
-from diesel_fs.task.membership import ANY_INSTANCE, MEMBERS_MAX, Membership, TaskName, secret_of
-from diesel_fs.task.registration import Standing, packed_member
+from diesel_fs.storage.redis_tasks import RedisMemberStore
+from diesel_fs.task.membership import (
+    ANY_INSTANCE,
+    MEMBERS_MAX,
+    Membership,
+    TaskName,
+    secret_from_key,
+)
+from diesel_fs.task.registration import MemberRecord, pack_member
 from diesel_fs.task.registry import (
-    PeerList,
-    Registered,
+    RedisRegistry,
     Registry,
+    StaticRegistry,
     open_registry,
 )
-from tests.storage.redis_servers import RedisServer, shared_cluster, shared_server, tell, until
+from tests.storage.redis_servers import RedisServer, execute, shared_cluster, shared_server, until
 from tests.storage.test_redis_faults import COMMANDS
 
-from .places import STORE, TASK, Place, master, place_of
+from .places import STORE, TASK, RedisPlace, master, redis_place
 
 KEY = b"a key of some length"
 
 
 @pytest.fixture(params=["redis", "redis-cluster"])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Iterator[RedisPlace]:
     redis = shared_server() if request.param == "redis" else shared_cluster()
-    with place_of(redis) as found:
+    with redis_place(redis) as found:
         yield found
 
 
 @pytest.fixture
-def alone() -> Iterator[Place]:
-    with place_of(shared_server()) as found:
+def alone() -> Iterator[RedisPlace]:
+    with redis_place(shared_server()) as found:
         yield found
 
 
 @pytest.fixture
-def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, Place]]:
+def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisPlace]]:
     """A Redis of the test's own."""
-    with RedisServer(tmp_path / "redis") as server, place_of(server) as found:
+    with RedisServer(tmp_path / "redis") as server, redis_place(server) as found:
         yield server, found
 
 
@@ -60,7 +66,7 @@ def ranks(membership: Membership) -> list[int]:
     return [each.rank for each in membership.members]
 
 
-def test_masters_see_each_other(place: Place) -> None:
+def test_masters_see_each_other(place: RedisPlace) -> None:
     first, second = place.registry(), place.registry()
     alone = first.renew(master(3))
     assert alone.members == (master(3),)
@@ -74,26 +80,26 @@ def test_masters_see_each_other(place: Place) -> None:
     assert second.renew(master(1)) == both  # it may come again
 
 
-def test_who_takes_a_rank_over_is_told_once_from_whom(place: Place) -> None:
+def test_who_takes_a_rank_over_is_told_once_from_whom(place: RedisPlace) -> None:
     older, newer = place.registry(), place.registry()
-    assert older.renew(master(0)).replaced == ""
-    assert newer.renew(master(0, instance=9)).replaced == master(0).address
-    assert newer.renew(master(0, instance=9)).replaced == ""
+    assert older.renew(master(0)).replaced_address == ""
+    assert newer.renew(master(0, instance=9)).replaced_address == master(0).address
+    assert newer.renew(master(0, instance=9)).replaced_address == ""
     with pytest.raises(ConflictError):
         older.renew(master(0))
 
 
-def test_C3_who_was_forgotten_is_told_once(place: Place) -> None:
+def test_C3_who_was_forgotten_is_told_once(place: RedisPlace) -> None:
     one, other = place.registry(), place.registry()
-    assert not one.renew(master(0)).forgotten
-    assert not one.renew(master(0)).forgotten
+    assert not one.renew(master(0)).was_forgotten
+    assert not one.renew(master(0)).was_forgotten
     place.forget_all()
-    assert one.renew(master(0)).forgotten
-    assert not one.renew(master(0)).forgotten
-    assert not other.renew(master(1)).forgotten, "it is new"
+    assert one.renew(master(0)).was_forgotten
+    assert not one.renew(master(0)).was_forgotten
+    assert not other.renew(master(1)).was_forgotten, "it is new"
 
 
-def test_a_change_of_a_master_is_seen(place: Place) -> None:
+def test_a_change_of_a_master_is_seen(place: RedisPlace) -> None:
     first, second = place.registry(), place.registry()
     first.renew(master(0))
     second.renew(master(1))
@@ -101,23 +107,23 @@ def test_a_change_of_a_master_is_seen(place: Place) -> None:
     assert second.renew(newer).members == (master(0), newer)
     seen = first.renew(master(0))
     assert seen.members == (master(0), newer)
-    assert seen.counting(2) == (newer,)
+    assert seen.of_version(2) == (newer,)
 
 
-def test_who_is_told_what_it_knows_is_told_nothing(place: Place) -> None:
+def test_who_is_told_what_it_knows_is_told_nothing(place: RedisPlace) -> None:
     """Thousands renew every two seconds: what is new is worth sending, all of it each time not."""
     tasks = place.open()
-    told = tasks.join(TASK, master(0), Standing())
-    standing = Standing(told.since, told.state, told.secret)
+    told = tasks.join(TASK, master(0), MemberRecord())
+    standing = MemberRecord(told.since, told.state, told.secret)
     again = tasks.join(TASK, master(0), standing)
     assert again == replace(told, members=None)
-    tasks.join(TASK, master(1), Standing())
+    tasks.join(TASK, master(1), MemberRecord())
     changed = tasks.join(TASK, master(0), standing)
     assert set(changed.members or ()) == {master(0), master(1)}
     assert changed.state > told.state
 
 
-def test_who_does_not_renew_is_forgotten_and_nothing_is_left(place: Place) -> None:
+def test_who_does_not_renew_is_forgotten_and_nothing_is_left(place: RedisPlace) -> None:
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]
@@ -129,7 +135,7 @@ def test_who_does_not_renew_is_forgotten_and_nothing_is_left(place: Place) -> No
     until(lambda: not place.keys(), "the end of the last registration", 5)
 
 
-def test_every_key_ends_by_itself(place: Place) -> None:
+def test_every_key_ends_by_itself(place: RedisPlace) -> None:
     place.registry().renew(master(0))
     left = [
         int(server.client().pttl(key))
@@ -140,7 +146,7 @@ def test_every_key_ends_by_itself(place: Place) -> None:
     assert all(5000 < each <= 6000 for each in left)
 
 
-def test_F1_a_killed_master_is_forgotten_after_its_time(alone: Place) -> None:
+def test_F1_a_killed_master_is_forgotten_after_its_time(alone: RedisPlace) -> None:
     program = (
         "import sys, time\n"
         "from tests.task.places import *\n"
@@ -170,7 +176,7 @@ def test_F1_a_killed_master_is_forgotten_after_its_time(alone: Place) -> None:
     assert 0.5 < time.monotonic() - killed < 1.5
 
 
-def test_with_the_last_registration_everything_goes(place: Place) -> None:
+def test_with_the_last_registration_everything_goes(place: RedisPlace) -> None:
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         registry.renew(me)
@@ -180,7 +186,7 @@ def test_with_the_last_registration_everything_goes(place: Place) -> None:
     assert place.keys() == []
 
 
-def test_S2_the_secret_dies_with_the_task(place: Place) -> None:
+def test_S2_the_secret_dies_with_the_task(place: RedisPlace) -> None:
     first = place.registry(ttl_s=0.3)
     secret = first.renew(master(0)).secret
     first.leave(master(0))
@@ -191,7 +197,7 @@ def test_S2_the_secret_dies_with_the_task(place: Place) -> None:
     assert place.registry().renew(master(0)).secret not in (secret, later)
 
 
-def test_F8_the_newer_instance_of_a_rank_wins(place: Place) -> None:
+def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
     older, newer, other = (place.registry() for _ in range(3))
     older.renew(master(0, 10))
     other.renew(master(1))
@@ -203,7 +209,7 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: Place) -> None:
     assert newer.renew(master(0, 20)).members == (master(0, 20), master(1))
 
 
-def test_F8_which_is_the_newer_is_known_where_redis_has_lost_everything(place: Place) -> None:
+def test_F8_which_is_the_newer_is_known_where_redis_has_lost_everything(place: RedisPlace) -> None:
     """Both are there, and the older says so first: it has been stopped for a while, perhaps."""
     older, newer = place.registry(), place.registry()
     older.renew(master(0, 10))
@@ -215,7 +221,7 @@ def test_F8_which_is_the_newer_is_known_where_redis_has_lost_everything(place: P
         older.renew(master(0, 10))
 
 
-def test_a_registry_may_be_used_for_the_next_instance(place: Place) -> None:
+def test_a_registry_may_be_used_for_the_next_instance(place: RedisPlace) -> None:
     registry, other = place.registry(), place.registry()
     registry.renew(master(0, 10))
     other.renew(master(0, 20))
@@ -224,26 +230,26 @@ def test_a_registry_may_be_used_for_the_next_instance(place: Place) -> None:
         other.renew(master(0, 20))
 
 
-def test_a_registration_that_got_no_answer_may_be_sent_again(place: Place) -> None:
+def test_a_registration_that_got_no_answer_may_be_sent_again(place: RedisPlace) -> None:
     tasks = place.open()
-    told = tasks.join(TASK, master(0), Standing())
-    again = tasks.join(TASK, master(0), Standing())
+    told = tasks.join(TASK, master(0), MemberRecord())
+    again = tasks.join(TASK, master(0), MemberRecord())
     assert again == told
 
 
-def test_a_new_instance_is_the_newer_whatever_the_clock_says(place: Place) -> None:
+def test_a_new_instance_is_the_newer_whatever_the_clock_says(place: RedisPlace) -> None:
     """Redis's clock has gone back since the older one came."""
     tasks = place.open()
-    ahead = Standing(since=1 << 51)
+    ahead = MemberRecord(since=1 << 51)
     assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
-    told = tasks.join(TASK, master(0, 20), Standing())
+    told = tasks.join(TASK, master(0, 20), MemberRecord())
     assert told.members == (master(0, 20),)
     assert told.since == (1 << 51) + 1
     with pytest.raises(ConflictError):
         tasks.join(TASK, master(0, 10), ahead)
 
 
-def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: Place) -> None:
+def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: RedisPlace) -> None:
     registry = alone.registry(ttl_s=0.3)
     registry.renew(master(0))
     alone.registry(ttl_s=0.3).renew(master(1))
@@ -256,18 +262,18 @@ def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: Place) -> None
         time.sleep(0.05)
 
 
-def test_what_a_redis_has_lost_renewals_bring_back(place: Place) -> None:
+def test_what_a_redis_has_lost_renewals_bring_back(place: RedisPlace) -> None:
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         before = registry.renew(me)
     place.forget_all()
     for registry, me in masters:
         after = registry.renew(me)
-    assert after == replace(before, forgotten=True)
+    assert after == replace(before, was_forgotten=True)
     assert place.registry().renew(master(9)).secret == before.secret
 
 
-def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, Place]) -> None:
+def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, RedisPlace]) -> None:
     server, place = breakable
     registry = place.registry()
     before = registry.renew(master(0))
@@ -292,7 +298,7 @@ def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, Pla
     assert registry.renew(master(0)).members == before.members
 
 
-def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, Place]) -> None:
+def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, RedisPlace]) -> None:
     server, place = breakable
     server.kill()
     registry = place.registry()
@@ -303,7 +309,7 @@ def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, Place
 
 
 def test_who_goes_and_comes_again_while_redis_is_away_has_the_secret(
-    breakable: tuple[RedisServer, Place],
+    breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, place = breakable
     registry = place.registry()
@@ -313,7 +319,7 @@ def test_who_goes_and_comes_again_while_redis_is_away_has_the_secret(
     assert registry.renew(master(0)).secret == secret
 
 
-def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: Place) -> None:
+def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlace) -> None:
     others = [
         replace(TASK, user="bob"),
         replace(TASK, name="other"),
@@ -324,7 +330,7 @@ def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: Place) ->
     assert len({each.secret for each in found}) == 4
 
 
-def test_there_is_a_most_of_masters(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_most_of_masters(place: RedisPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tasks, "MEMBERS_MAX", 2)
     registries = [place.registry() for _ in range(3)]
     for rank in range(2):
@@ -335,7 +341,7 @@ def test_there_is_a_most_of_masters(place: Place, monkeypatch: pytest.MonkeyPatc
     assert ranks(registries[2].renew(master(1, 50))) == [0, 1]
 
 
-def test_all_masters_at_once(place: Place) -> None:
+def test_all_masters_at_once(place: RedisPlace) -> None:
     """The secret is made once, and no registration is lost."""
     count = 40
     registries = [place.registry() for _ in range(count)]
@@ -351,26 +357,26 @@ def test_all_masters_at_once(place: Place) -> None:
     assert ranks(registries[7].renew(master(7))) == [*range(count)]
 
 
-def test_the_most_masters_there_may_be(alone: Place) -> None:
+def test_the_most_masters_there_may_be(alone: RedisPlace) -> None:
     tasks = alone.open(ttl_s=60)
     masters, ends = task_keys(TASK.digest)
     client = alone.servers[0].client()
     for rank in range(MEMBERS_MAX - 1):
         other = master(rank)
-        client.hset(masters, str(rank), other.instance + bytes(8) + packed_member(other))
+        client.hset(masters, str(rank), other.instance + bytes(8) + pack_member(other))
     until_us = time.time() * 1e6 + 50e6
     client.zadd(ends, dict.fromkeys(map(str, range(MEMBERS_MAX - 1)), until_us))
     me = master(MEMBERS_MAX - 1)
-    told = tasks.join(TASK, me, Standing())
+    told = tasks.join(TASK, me, MemberRecord())
     assert told.members is not None
     assert sorted(each.rank for each in told.members) == [*range(MEMBERS_MAX)]
     start = time.monotonic()
     for _ in range(100):
-        assert tasks.join(TASK, me, Standing(told.since, told.state)).members is None
+        assert tasks.join(TASK, me, MemberRecord(told.since, told.state)).members is None
     assert time.monotonic() - start < 1  # and not that of all masters, each time
 
 
-def test_what_nobody_of_us_has_written_is_left_out(alone: Place) -> None:
+def test_what_nobody_of_us_has_written_is_left_out(alone: RedisPlace) -> None:
     registry = alone.registry()
     registry.renew(master(0))
     masters, ends = task_keys(TASK.digest)
@@ -390,19 +396,19 @@ def test_what_nobody_of_us_has_written_is_left_out(alone: Place) -> None:
 
 
 def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
-    breakable: tuple[RedisServer, Place],
+    breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, _ = breakable
     words = ["on", ">pw", "~dfs:*", *COMMANDS]
-    tell(server.client(), "ACL", "SETUSER", "fit", *words)
-    tell(server.client(), "SCRIPT", "FLUSH")
+    execute(server.client(), "ACL", "SETUSER", "fit", *words)
+    execute(server.client(), "SCRIPT", "FLUSH")
     url = server.url.replace("unix://", "unix://fit:pw@")
-    with closing(RedisTasks.open(url, store=STORE, ttl_s=0.2)) as tasks:
+    with closing(RedisMemberStore.open(url, store=STORE, ttl_s=0.2)) as tasks:
         assert "pw" not in repr(tasks)
-        tasks.join(TASK, master(0), Standing())
-        tasks.join(TASK, master(1), Standing())
+        tasks.join(TASK, master(0), MemberRecord())
+        tasks.join(TASK, master(1), MemberRecord())
         time.sleep(0.3)
-        told = tasks.join(TASK, master(1), Standing())
+        told = tasks.join(TASK, master(1), MemberRecord())
         assert told.members == (master(1),)
         tasks.leave(TASK, master(1))
 
@@ -410,27 +416,27 @@ def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
 # Keys of the user's own
 
 
-def test_with_a_key_file_redis_has_no_secret(place: Place) -> None:
-    secret = secret_of(KEY)
+def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
+    secret = secret_from_key(KEY)
     registries = [place.registry(secret=secret) for _ in range(2)]
     for rank in range(2):
         found = registries[rank].renew(master(rank))
     assert found.secret == secret
     assert ranks(found) == [0, 1]
-    assert all(each.keyed for each in found.members)
+    assert all(each.has_key_file for each in found.members)
     for server in place.servers:
         for key in server.client().keys("dfs:{task.*}:m"):
             assert server.client().hget(key, "secret") is None
 
 
-@pytest.mark.parametrize("first", [None, secret_of(KEY)])
+@pytest.mark.parametrize("first", [None, secret_from_key(KEY)])
 def test_nodes_with_a_key_file_and_nodes_without_one_are_no_task(
-    place: Place, first: bytes | None
+    place: RedisPlace, first: bytes | None
 ) -> None:
     """They would all be there, and none would talk to the others."""
     one = place.registry(secret=first)
     one.renew(master(0))
-    other = place.registry(secret=None if first else secret_of(KEY))
+    other = place.registry(secret=None if first else secret_from_key(KEY))
     with pytest.raises(UsageError, match="other nodes of task 'resnet' have") as error:
         other.renew(master(1))
     assert "the same" in error.value.advice
@@ -442,12 +448,12 @@ def test_nodes_with_a_key_file_and_nodes_without_one_are_no_task(
 
 def test_peers_are_the_task_where_somebody_has_named_them() -> None:
     peers = ["a:1", "b:2", "[::1]:3"]
-    registry = PeerList(peers, b"s" * 32)
+    registry = StaticRegistry(peers, b"s" * 32)
     me = replace(master(1), address="10.0.0.1:2", certificate=bytes(32), version=8)
     found = registry.renew(me)
     assert [each.address for each in found.members] == peers
     assert [each.instance for each in found.members] == [ANY_INSTANCE, me.instance, ANY_INSTANCE]
-    assert len(found.counting(8)) == 3
+    assert len(found.of_version(8)) == 3
     assert found.secret == b"s" * 32
     with pytest.raises(UsageError):
         registry.renew(master(3))
@@ -461,11 +467,11 @@ def test_peers_are_the_task_where_somebody_has_named_them() -> None:
 )
 def test_peers_that_make_no_sense(peers: list[str], secret: bytes | None) -> None:
     with pytest.raises(UsageError):
-        PeerList(peers, secret)
+        StaticRegistry(peers, secret)
 
 
-def test_a_repository_has_its_place(tmp_path: Path, alone: Place) -> None:
-    with Repository.open(tmp_path.joinpath("a").as_uri(), create=True) as file:
+def test_a_repository_has_its_place(tmp_path: Path, alone: RedisPlace) -> None:
+    with LocalRepository.open(tmp_path.joinpath("a").as_uri(), create=True) as file:
         task = TaskName(UUID(int=7), "uid:7", "resnet")
         with pytest.raises(UsageError) as error:
             open_registry(file, task)
@@ -473,12 +479,12 @@ def test_a_repository_has_its_place(tmp_path: Path, alone: Place) -> None:
         with pytest.raises(UsageError, match="no secret") as error:
             open_registry(file, task, peers=["a:1"])
         assert "--task-key-file" in error.value.advice
-        assert isinstance(open_registry(file, task, key=KEY, peers=["a:1"]), PeerList)
+        assert isinstance(open_registry(file, task, key=KEY, peers=["a:1"]), StaticRegistry)
     url = f"{tmp_path.joinpath('b').as_uri()}?meta={alone.url}"
-    with Repository.open(url, create=True) as both:
+    with LocalRepository.open(url, create=True) as both:
         registries: list[Registry] = [open_registry(both, task) for _ in range(2)]
         for rank, registry in enumerate(registries):
-            assert isinstance(registry, Registered)
+            assert isinstance(registry, RedisRegistry)
             found = registry.renew(master(rank))
             registry.close()
         assert ranks(found) == [0, 1]
@@ -486,7 +492,7 @@ def test_a_repository_has_its_place(tmp_path: Path, alone: Place) -> None:
             open_registry(both, task, key=b"short")
 
 
-def test_a_redis_of_another_store_is_refused(alone: Place) -> None:
+def test_a_redis_of_another_store_is_refused(alone: RedisPlace) -> None:
     alone.open()
     with pytest.raises(ConfigError):
-        RedisTasks.open(alone.url, store=UUID(int=5))
+        RedisMemberStore.open(alone.url, store=UUID(int=5))

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from diesel_fs.cache.ownership import Ownership
-from diesel_fs.task.breaker import PATIENCE_MAX_S
+from diesel_fs.task.breaker import TIMEOUT_MAX_S
 from diesel_fs.task.master import RENEW_S
 from diesel_fs.task.membership import TTL_S
 
@@ -84,7 +84,7 @@ def test_a_share_is_taken_over_within_seconds_and_reads_go_on(task: Task) -> Non
     assert max(task.loads.values()) <= 2
     assert 0.9 * CHUNKS / NODES <= sum(task.loads.values()) <= 1.6 * CHUNKS / NODES
     # A read waits once for who is silent, then asks it no more.
-    assert task.worst_read_s == PATIENCE_MAX_S
+    assert task.worst_read_s == TIMEOUT_MAX_S
     silent = task.count["store, after a time-out"]
     assert 0 < silent < 0.01 * sum(task.count.values())
     task.count.clear()

@@ -55,15 +55,15 @@ def test_a_hello_comes_back() -> None:
      {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1}],
 )  # fmt: skip
 def test_S1_a_hello_with_other_fields_is_none(change: dict[str, int | bytes | str]) -> None:
-    message = {**MINE.message(), "proof": b"p" * 32, **change}
+    message = {**MINE.to_message(), "proof": b"p" * 32, **change}
     with pytest.raises((UsageError, CorruptError)):
-        hello.parse_hello(frame(message, hello.HELLO)[8:])
+        hello.parse_hello(frame(message, hello.HELLO_LIMITS)[8:])
 
 
 def test_S2_S3_proofs_cover_all_that_was_said() -> None:
     """The acceptor's nonce, so none can be said again; the certificate; the task; each field."""
     known = Proofs(*PROOFS)
-    assert not hello.is_same(known.connector, known.acceptor)
+    assert not hello.proofs_equal(known.connector, known.acceptor)
     others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]
     changes = ({"rank": 3}, {"to": 6}, {"version": 78}, {"nonce": b"m" * 32},
                {"instance": b"j" * 16}, {"identity": UUID(int=8)})  # fmt: skip
@@ -150,12 +150,12 @@ def test_local_requests_come_back() -> None:
     head = wire.parse_local_request(said[:16])
     assert head == (wire.LOCAL_HELLO, 0, 0, len(said) - 16)
     assert wire.parse_local_hello(said[16:]) == (UUID(int=3), 9)
-    said = wire.local_request(wire.LOCAL_RETURN, 2, wire.chunks_body([1, 2]))
+    said = wire.local_request(wire.LOCAL_UNPIN, 2, wire.chunks_body([1, 2]))
     assert wire.parse_local_request(said[:16]).counted == 2
     assert wire.parse_chunks(said[16:], 3) == [1, 2]
-    damaged = wire.Damaged(0, 1, 2, wire.SOURCE_HERE)
+    damaged = wire.DamagedPart(0, 1, 2, wire.SOURCE_HERE)
     assert wire.parse_damaged(wire.damaged_body(damaged), SIZES) == damaged
-    assert wire.parse_show(wire.show_body(5)) == 5
+    assert wire.parse_switch_version(wire.switch_version_body(5)) == 5
     assert wire.parse_local_welcome(wire.local_welcome(4, 9)) == (4, 9)
 
 
@@ -174,20 +174,20 @@ def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
 def test_local_answers_come_back_with_what_is_wanted(wanted: list[int]) -> None:
     sources = np.array([1, wire.SOURCE_HERE], np.uint16)
-    placed = wire.placed_body(np.array([0, 90], np.uint32), sources)
+    placed = wire.read_answer_body(np.array([0, 90], np.uint32), sources)
     said = wire.local_answer(wire.LOCAL_READ, 2, placed, wanted)
     head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
-    body, back = wire.split_wanted(head, said[16:])
+    body, back = wire.split_revoked(head, said[16:])
     assert (head.body_bytes, back) == (len(said) - 16, wanted)
     sizes = np.array([90, 10], np.uint32)
-    offsets, found = wire.parse_placed(body, sizes, 100)
+    offsets, found = wire.parse_read_answer(body, sizes, 100)
     assert (offsets.tolist(), found.tolist()) == ([0, 90], sources.tolist())
     with pytest.raises(CorruptError):
-        wire.parse_placed(body, sizes, 99)
-    said = wire.local_refusal(wire.LOCAL_READ, "no\x1b way", wanted=wanted)
+        wire.parse_read_answer(body, sizes, 99)
+    said = wire.local_refusal(wire.LOCAL_READ, "no\x1b way", revoked=wanted)
     head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
     assert head.status == wire.LOCAL_REFUSED
-    assert wire.sentence_in(wire.split_wanted(head, said[16:])[0]) == "no\\x1b way"
+    assert wire.parse_refusal(wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,13 @@ def test_bodies_are_total() -> None:
     for _ in range(3000):
         body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))
         for parse in (
-            wire.parse_local_hello, wire.parse_local_welcome, wire.parse_source, wire.parse_show,
-            lambda body: wire.parse_chunks(body, 4), lambda body: wire.parse_damaged(body, SIZES),
-            lambda body: wire.parse_placed(body, np.array([1, 2], np.uint32), 8),
-        ):  # fmt: skip
+            wire.parse_local_hello,
+            wire.parse_local_welcome,
+            wire.parse_source,
+            wire.parse_switch_version,
+            lambda body: wire.parse_chunks(body, 4),
+            lambda body: wire.parse_damaged(body, SIZES),
+            lambda body: wire.parse_read_answer(body, np.array([1, 2], np.uint32), 8),
+        ):
             with suppress(DieselError):
                 parse(body)

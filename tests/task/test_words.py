@@ -13,7 +13,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.fuse import launcher
 from diesel_fs.fuse.request import MountRequest
-from diesel_fs.task.request import NO_TASK, Eviction, TaskOptions, TaskWords
+from diesel_fs.task.request import NO_TASK, Eviction, TaskKwargs, TaskOptions
 
 SECRET = "canary-71aa-and-long-enough"  # noqa: S105
 
@@ -25,7 +25,7 @@ class Call(Protocol):
 
 
 def of(**words: object) -> TaskOptions:
-    return TaskOptions.of(cast(TaskWords, words), "here")
+    return TaskOptions.from_kwargs(cast(TaskKwargs, words), "here")
 
 
 @pytest.fixture
@@ -111,11 +111,11 @@ def test_without_a_task_nothing_has_a_share_of_memory_or_a_policy(
 
 
 def test_none_is_what_is_not_said(calls: dict[str, Call]) -> None:
-    nothing = dict.fromkeys(TaskWords.__optional_keys__)
+    nothing = dict.fromkeys(TaskKwargs.__optional_keys__)
     assert of(**nothing) == of() == NO_TASK
     opened = calls["connect"](**nothing, task_memory_bytes=None)
     assert isinstance(opened, diesel_fs.Dataset)
-    assert not opened.joins
+    assert not opened.task_options
     opened.close()
 
 
@@ -125,10 +125,10 @@ def test_an_open_datasets_task_is_the_mounts_where_nothing_is_said(
     asked: list[MountRequest] = []
     monkeypatch.setattr(launcher, "mount", asked.append)
     with diesel_fs.connect("ds", (tmp_path / "store").as_uri(), create=True) as dataset:
-        dataset._joins = TaskOptions(task="night", policy="oneshot")
+        dataset._task_options = TaskOptions(task="night", policy="oneshot")
         for words in ({}, {"task": None, "rank": None}, {"policy": "on-demand"}):
             diesel_fs.mount(dataset, tmp_path / "mount", **words)
-    assert [each.joins.task for each in asked] == ["night", "night", ""]
+    assert [each.task_options.task for each in asked] == ["night", "night", ""]
     assert [each.policy for each in asked] == ["oneshot", "oneshot", "on-demand"]
 
 

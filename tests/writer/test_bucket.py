@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectStoreError, UsageError
 from diesel_fs.recovery import verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.writer import BucketObject, PutOptions, PutReport, put_bucket
 from diesel_fs.writer.bucket import AHEAD_BYTES_MAX, PIECE_BYTES
 
 from ..repository.conftest import repository as repository
 
 
-class MadeBucket:
+class FakeBucket:
     """Objects in memory, and what was asked of them."""
 
     def __init__(self, contents: dict[bytes, bytes], modified_ns: int = 7) -> None:
@@ -50,14 +50,14 @@ class MadeBucket:
 
 
 def put(
-    repository: Repository, bucket: MadeBucket, prefix: bytes = b"", **options: object
+    repository: LocalRepository, bucket: FakeBucket, prefix: bytes = b"", **options: object
 ) -> PutReport:
     return put_bucket(repository, "pets", bucket, prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
 
 
-def files(repository: Repository) -> dict[bytes, bytes]:
+def files(repository: LocalRepository) -> dict[bytes, bytes]:
     view = repository.view("pets")
-    reader = ContentReader(view, repository.objects, 1 << 20)
+    reader = EntryReader(view, repository.objects, 1 << 20)
     found = {view.path(i): bytes(reader.read(i)) for i in view.files().tolist()}
     reader.close()
     return found
@@ -72,38 +72,38 @@ CONTENTS = {
 }
 
 
-def test_objects_become_files(repository: Repository) -> None:
-    bucket = MadeBucket(CONTENTS)
+def test_objects_become_files(repository: LocalRepository) -> None:
+    bucket = FakeBucket(CONTENTS)
     report = put(repository, bucket, b"in/here")
     assert files(repository) == {b"in/here/" + key: content for key, content in CONTENTS.items()}
-    assert (report.files, report.failed, report.seen) == (len(CONTENTS), [], len(CONTENTS))
+    assert (report.files, report.failed, report.entries_found) == (len(CONTENTS), [], len(CONTENTS))
     view = repository.view("pets")
     found = view.stat(view.lookup(b"in/here/a"))
     assert (found.mode, found.mtime_ns) == (0o644, 7)
     assert verify(repository, "pets").sound
 
 
-def test_what_is_there_unchanged_is_not_fetched(repository: Repository) -> None:
-    put(repository, MadeBucket(CONTENTS))
-    again = MadeBucket(CONTENTS)
+def test_what_is_there_unchanged_is_not_fetched(repository: LocalRepository) -> None:
+    put(repository, FakeBucket(CONTENTS))
+    again = FakeBucket(CONTENTS)
     report = put(repository, again)
     assert (report.unchanged, report.files, again.reads) == (len(CONTENTS), 0, [])
-    newer = MadeBucket(CONTENTS | {b"a": b"2"}, modified_ns=8)
+    newer = FakeBucket(CONTENTS | {b"a": b"2"}, modified_ns=8)
     assert put(repository, newer, include=("a",)).files == 1
     assert files(repository)[b"a"] == b"2"
 
 
-def test_checksum_compares_contents(repository: Repository) -> None:
-    put(repository, MadeBucket(CONTENTS))
+def test_checksum_compares_contents(repository: LocalRepository) -> None:
+    put(repository, FakeBucket(CONTENTS))
     same_size = CONTENTS | {b"b/d": bytes(256_000)}
-    assert put(repository, MadeBucket(same_size)).files == 0
-    assert put(repository, MadeBucket(same_size), checksum=True).files == 1
+    assert put(repository, FakeBucket(same_size)).files == 0
+    assert put(repository, FakeBucket(same_size), checksum=True).files == 1
     assert files(repository)[b"b/d"] == bytes(256_000)
 
 
-def test_what_is_no_file(repository: Repository) -> None:
+def test_what_is_no_file(repository: LocalRepository) -> None:
     """A console's folder, names that no path has, the mount's own, a file that is a folder."""
-    bucket = MadeBucket(
+    bucket = FakeBucket(
         {b"folder/": b""}
         | dict.fromkeys([b"/x", b"a//b", b"a/../b", b".diesel/x", b"n" * 256, b"both"], b"1")
         | {b"both/x": b"2", b"fine": b"3"}
@@ -114,8 +114,8 @@ def test_what_is_no_file(repository: Repository) -> None:
     assert failed == {b"/x", b"a//b", b"a/../b", b".diesel/x", b"n" * 256, b"both"}
 
 
-def test_what_changes_meanwhile_is_left_out_and_named(repository: Repository) -> None:
-    bucket = MadeBucket(CONTENTS)
+def test_what_changes_meanwhile_is_left_out_and_named(repository: LocalRepository) -> None:
+    bucket = FakeBucket(CONTENTS)
     bucket.changed = {b"large", b"b/d"}
     report = put(repository, bucket)
     assert {path for path, _ in report.failed} == {b"large", b"b/d"}
@@ -123,8 +123,8 @@ def test_what_changes_meanwhile_is_left_out_and_named(repository: Repository) ->
     assert verify(repository, "pets").sound
 
 
-def test_an_object_that_is_shorter_than_listed(repository: Repository) -> None:
-    bucket = MadeBucket(dict(CONTENTS))
+def test_an_object_that_is_shorter_than_listed(repository: LocalRepository) -> None:
+    bucket = FakeBucket(dict(CONTENTS))
     listed = list(bucket.objects())
     bucket.objects = lambda: iter(listed)  # type: ignore[method-assign]  # a fault is put in
     bucket.contents[b"large"] = b"short"
@@ -134,8 +134,8 @@ def test_an_object_that_is_shorter_than_listed(repository: Repository) -> None:
     assert files(repository).keys() == CONTENTS.keys() - {b"large", b"a"}
 
 
-def test_a_store_that_fails_ends_the_put(repository: Repository) -> None:
-    bucket = MadeBucket(CONTENTS)
+def test_a_store_that_fails_ends_the_put(repository: LocalRepository) -> None:
+    bucket = FakeBucket(CONTENTS)
 
     def read(found: BucketObject, start: int, size: int) -> bytes:
         raise ObjectStoreError("the bucket cannot be reached")
@@ -145,42 +145,42 @@ def test_a_store_that_fails_ends_the_put(repository: Repository) -> None:
         put(repository, bucket)
 
 
-def test_delete_removes_what_the_bucket_no_longer_has(repository: Repository) -> None:
-    put(repository, MadeBucket(CONTENTS))
+def test_delete_removes_what_the_bucket_no_longer_has(repository: LocalRepository) -> None:
+    put(repository, FakeBucket(CONTENTS))
     left = {key: CONTENTS[key] for key in (b"a", b"b/d")}
-    assert put(repository, MadeBucket(left)).deleted == 0
-    assert put(repository, MadeBucket(left), delete=True).deleted == 3
+    assert put(repository, FakeBucket(left)).deleted == 0
+    assert put(repository, FakeBucket(left), delete=True).deleted == 3
     assert files(repository) == left
-    assert put(repository, MadeBucket({}), delete=True).deleted == 0
-    assert put(repository, MadeBucket({}), delete=True, allow_empty=True).deleted > 0
+    assert put(repository, FakeBucket({}), delete=True).deleted == 0
+    assert put(repository, FakeBucket({}), delete=True, allow_empty=True).deleted > 0
     assert files(repository) == {}
 
 
-def test_a_dry_run_changes_nothing(repository: Repository) -> None:
-    put(repository, MadeBucket({b"a": b"1", b"b": b"1"}))
-    bucket = MadeBucket({b"b": b"22", b"c": b"3"})
+def test_a_dry_run_changes_nothing(repository: LocalRepository) -> None:
+    put(repository, FakeBucket({b"a": b"1", b"b": b"1"}))
+    bucket = FakeBucket({b"b": b"22", b"c": b"3"})
     report = put(repository, bucket, dry_run=True, delete=True)
-    assert (report.seen, report.deleted, bucket.reads) == (2, 1, [])
+    assert (report.entries_found, report.deleted, bucket.reads) == (2, 1, [])
     assert files(repository) == {b"a": b"1", b"b": b"1"}
 
 
-def test_fetching_runs_ahead_but_not_far(repository: Repository) -> None:
+def test_fetching_runs_ahead_but_not_far(repository: LocalRepository) -> None:
     """Many requests at once; memory for some pieces only; a million empty objects are no queue."""
-    bucket = MadeBucket({b"%05d" % i: b"x" * 100 for i in range(300)})
+    bucket = FakeBucket({b"%05d" % i: b"x" * 100 for i in range(300)})
     bucket.delay_s = 0.02
     start_s = time.monotonic()
     put(repository, bucket)
     assert time.monotonic() - start_s < 300 * 0.02 / 4
     assert bucket.at_once_max > 8
-    huge = MadeBucket({b"huge": bytes(3 * AHEAD_BYTES_MAX)})
+    huge = FakeBucket({b"huge": bytes(3 * AHEAD_BYTES_MAX)})
     put(repository, huge, b"huge", compress="lz4")
     assert huge.at_once_max * PIECE_BYTES <= AHEAD_BYTES_MAX + PIECE_BYTES
     assert len(huge.reads) == 3 * AHEAD_BYTES_MAX // PIECE_BYTES
 
 
-def test_what_cannot_be_listed_leaves_no_dataset(repository: Repository) -> None:
+def test_what_cannot_be_listed_leaves_no_dataset(repository: LocalRepository) -> None:
     """Nor does what is not there, which counts as empty where that is allowed."""
-    bucket = MadeBucket({})
+    bucket = FakeBucket({})
 
     def none() -> Iterator[BucketObject]:
         raise NotFoundError("nothing is there")
@@ -191,13 +191,13 @@ def test_what_cannot_be_listed_leaves_no_dataset(repository: Repository) -> None
         with pytest.raises(NotFoundError, match="nothing is there"):
             put_bucket(repository, "pets", bucket, options=options)
     assert repository.datasets() == []
-    put(repository, MadeBucket(CONTENTS))
+    put(repository, FakeBucket(CONTENTS))
     assert put(repository, bucket, delete=True, allow_empty=True).deleted > 0
     assert files(repository) == {}
 
 
-def test_one_object_is_put_like_one_file(repository: Repository) -> None:
-    bucket = MadeBucket({b"": b"content"})
+def test_one_object_is_put_like_one_file(repository: LocalRepository) -> None:
+    bucket = FakeBucket({b"": b"content"})
     with pytest.raises(UsageError, match="needs a name"):
         put(repository, bucket)
     with pytest.raises(UsageError, match="--delete"):
@@ -211,6 +211,6 @@ def test_one_object_is_put_like_one_file(repository: Repository) -> None:
     ]
 
 
-def test_the_mounts_own_folder_is_refused(repository: Repository) -> None:
+def test_the_mounts_own_folder_is_refused(repository: LocalRepository) -> None:
     with pytest.raises(UsageError):
-        put(repository, MadeBucket({}), b".diesel/x")
+        put(repository, FakeBucket({}), b".diesel/x")

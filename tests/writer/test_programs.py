@@ -13,23 +13,23 @@ import pytest
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.errors import DieselError, ObjectStoreError, UsageError
 from diesel_fs.recovery import verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.writer import PutOptions, PutReport, put_tree
 from dlcmd.packing import PROGRAM
 
 from ..trees import facts, odd_tree, write
-from .test_put import shown
+from .test_put import dataset_state
 
 
 @pytest.fixture(autouse=True)
 def forks_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is taken for a store of the other kind."""
-    monkeypatch.setattr(FolderStore, "forks", False)
+    monkeypatch.setattr(FolderStore, "fork_safe", False)
 
 
 def put(
-    repository: Repository, source: Path, program: Sequence[str] = PROGRAM, jobs: int = 2
+    repository: LocalRepository, source: Path, program: Sequence[str] = PROGRAM, jobs: int = 2
 ) -> PutReport:
     options = PutOptions(CHUNK_BYTES_MIN, jobs=jobs)
     return put_tree(repository, "ds", source, options=options, program=program)
@@ -42,22 +42,22 @@ def children() -> set[int]:
     return {pid for pid in found if b"packing" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
-def test_a_tree_of_all_oddities(repository: Repository, tmp_path: Path) -> None:
+def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "source")
     assert put(repository, source).failed == []
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
     assert verify(repository, "ds").sound
     assert not children()
 
 
-def test_without_a_program_it_says_so(repository: Repository, tmp_path: Path) -> None:
+def test_without_a_program_it_says_so(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with pytest.raises(UsageError, match="cannot pack"):
         put(repository, source, ())
 
 
 def test_a_program_that_cannot_open_the_store_says_why(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     repository.url = repository.url.__class__("file", path=tmp_path / "nowhere")
@@ -66,7 +66,7 @@ def test_a_program_that_cannot_open_the_store_says_why(
     assert not children()
 
 
-def test_a_program_that_is_none(repository: Repository, tmp_path: Path) -> None:
+def test_a_program_that_is_none(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with pytest.raises(DieselError, match="a packing process died"):
         put(repository, source, (sys.executable, "-c", "raise SystemExit"))
@@ -74,7 +74,7 @@ def test_a_program_that_is_none(repository: Repository, tmp_path: Path) -> None:
 
 
 def test_one_that_is_killed_ends_the_put_and_the_others(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
     killed: list[int] = []
@@ -106,4 +106,4 @@ def test_one_that_is_killed_ends_the_put_and_the_others(
     assert not children()
     repository.ids.next = real  # type: ignore[method-assign]  # a fault is put in
     assert put(repository, source).failed == []
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)

@@ -13,17 +13,17 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.commits import PUT_WINDOW_S, Admitted
+from diesel_fs.commits import PUT_WINDOW_S, ValidatedChunk
 from diesel_fs.entries import Kind
 from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
-from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.repository import LocalRepository, LocalWriteSession
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.storage.folder import FolderStore
 from diesel_fs.writer import PutOptions, put_tree
 from diesel_fs.writer.options import PutReport
-from diesel_fs.writer.put import _Put, _Worker
+from diesel_fs.writer.put import _FolderPut, _WorkerHandle
 from diesel_fs.writer.single import new_packer
 from diesel_fs.writer.source import open_folder
 
@@ -32,10 +32,10 @@ from ..trees import facts, odd_tree, write
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
 
 
-def shown(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
+def dataset_state(repository: LocalRepository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
     """The dataset as `trees.facts` shows a folder."""
     view = repository.view(name)
-    reader = ContentReader(view, repository.objects, 64 << 20)
+    reader = EntryReader(view, repository.objects, 64 << 20)
     found: dict[bytes, tuple[object, ...]] = {}
     for index in view.walk(0).tolist():
         status = view.stat(index)
@@ -51,7 +51,7 @@ def shown(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object,
     return found
 
 
-def put(repository: Repository, source: Path, **options: object) -> PutReport:
+def put(repository: LocalRepository, source: Path, **options: object) -> PutReport:
     return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]  # what came is passed on
 
 
@@ -59,16 +59,16 @@ def files(view: Snapshot) -> list[bytes]:
     return sorted(view.path(int(i)) for i in view.files())
 
 
-def test_a_tree_of_all_oddities(repository: Repository, tmp_path: Path) -> None:
+def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "source")
     report = put(repository, source)
     assert report.failed == []
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
     assert report.files == 12
     assert report.version == repository.view("ds").version
 
 
-def test_large_files_in_extents(repository: Repository, tmp_path: Path) -> None:
+def test_large_files_in_extents(repository: LocalRepository, tmp_path: Path) -> None:
     """I8: sizes around the chunk size, with others between them, compressible and not."""
     sizes = [n * CHUNK_BYTES_MIN + d for n in (1, 2, 5) for d in (-1, 0, 1)]
     source = write(
@@ -78,12 +78,12 @@ def test_large_files_in_extents(repository: Repository, tmp_path: Path) -> None:
     )
     report = put_tree(repository, "ds", source, options=SMALL)
     assert report.failed == []
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
     assert report.files == 2 * len(sizes)
 
 
 def test_put_again_reads_nothing(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = odd_tree(tmp_path / "source")
     first = put(repository, source)
@@ -98,7 +98,7 @@ def test_put_again_reads_nothing(
     assert again.unchanged == len(facts(source))
 
 
-def test_put_again_takes_what_changed(repository: Repository, tmp_path: Path) -> None:
+def test_put_again_takes_what_changed(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1", "b": b"2", "d/c": b"3"})
     put(repository, source)
     (source / "b").write_bytes(b"22")
@@ -106,10 +106,10 @@ def test_put_again_takes_what_changed(repository: Repository, tmp_path: Path) ->
     (source / "new").write_bytes(b"4")
     report = put(repository, source)
     assert report.files == 3
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
 
 
-def test_checksum_compares_contents(repository: Repository, tmp_path: Path) -> None:
+def test_checksum_compares_contents(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"old", "b": b"same"})
     put(repository, source)
     before = (source / "a").stat()
@@ -117,10 +117,12 @@ def test_checksum_compares_contents(repository: Repository, tmp_path: Path) -> N
     os.utime(source / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert put(repository, source).files == 0
     assert put(repository, source, checksum=True).files == 1
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
 
 
-def test_delete_removes_what_the_source_has_not(repository: Repository, tmp_path: Path) -> None:
+def test_delete_removes_what_the_source_has_not(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
     put(repository, source)
     for gone in ("a", "d/b", "d/e/c"):
@@ -129,10 +131,12 @@ def test_delete_removes_what_the_source_has_not(repository: Repository, tmp_path
     (source / "d").rmdir()
     report = put(repository, source, delete=True)
     assert report.deleted == 5
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
 
 
-def test_delete_spares_what_a_filter_leaves_out(repository: Repository, tmp_path: Path) -> None:
+def test_delete_spares_what_a_filter_leaves_out(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     source = write(tmp_path / "source", {"a.jpg": b"1", "b.txt": b"2"})
     put(repository, source)
     (source / "a.jpg").unlink()
@@ -144,7 +148,7 @@ def test_delete_spares_what_a_filter_leaves_out(repository: Repository, tmp_path
 
 @pytest.mark.parametrize("pattern", ["cache", "cache/", "/cache", "sub/cach?"])
 def test_delete_spares_all_below_a_folder_that_is_left_out(
-    repository: Repository, tmp_path: Path, pattern: str
+    repository: LocalRepository, tmp_path: Path, pattern: str
 ) -> None:
     top = "sub/cache" if "sub" in pattern else "cache"
     source = write(tmp_path / "source", {f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
@@ -158,7 +162,7 @@ def test_delete_spares_all_below_a_folder_that_is_left_out(
 
 
 def test_delete_spares_the_folder_of_what_is_left_out(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     """And no file takes its place: what is left out would be lost under it."""
     source = write(tmp_path / "source", {"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
@@ -180,7 +184,7 @@ def test_delete_spares_the_folder_of_what_is_left_out(
 
 
 def test_a_glob_with_a_slash_at_its_end_matches_folders(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(
         tmp_path / "source", {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
@@ -195,7 +199,7 @@ def test_a_glob_with_a_slash_at_its_end_matches_folders(
 
 
 def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was listed, and then NFS says ESTALE: what is in it is not gone."""
     source = write(tmp_path / "source", {"d/a": b"1", "d/b": b"2", "gone": b"3"})
@@ -215,71 +219,77 @@ def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
 
 
 def test_empty_folders_go_in_many_messages(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
     for number in range(600):
         (source / f"{number}").mkdir(parents=True)
     counts = []
-    real = _Worker.send
+    real = _WorkerHandle.send
 
-    def send(self: _Worker, *message: object) -> None:
+    def send(self: _WorkerHandle, *message: object) -> None:
         if message[0] == "pack":
             assert isinstance(message[2], list)
             counts.append(len(message[2]))
         real(self, *message)
 
-    monkeypatch.setattr(_Worker, "send", send)
+    monkeypatch.setattr(_WorkerHandle, "send", send)
     put(repository, source)
     assert sum(counts) == 601
     assert max(counts) <= 256
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks each commit had. After the first they wait for an hour."""
     sizes: list[int] = []
-    real = WriteSession.commit_all
+    real = LocalWriteSession.commit_all
 
-    def commit_all(self: WriteSession, chunks: Sequence[Admitted]) -> int:
+    def commit_all(self: LocalWriteSession, chunks: Sequence[ValidatedChunk]) -> int:
         sizes.append(len(chunks))
         return real(self, chunks)
 
-    monkeypatch.setattr(WriteSession, "commit_all", commit_all)
+    monkeypatch.setattr(LocalWriteSession, "commit_all", commit_all)
     monkeypatch.setattr("diesel_fs.writer.put._COMMIT_EVERY_S", 3600)
     return sizes
 
 
 def test_chunks_are_committed_together_and_counted_when_they_are(
-    repository: Repository, tmp_path: Path, groups: list[int]
+    repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
 ) -> None:
     """But the first at once: who stores one now and then never waits."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
     told: list[int] = []
 
     def progress(report: PutReport) -> None:
-        assert report.files <= repository.meta.marker("ds").files
+        assert report.files <= repository.meta.head("ds").files
         told.append(report.files)
 
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
     report = put_tree(repository, "ds", source, options=options, progress=progress)
-    assert groups == [1, report.chunks - 1]
+    assert commit_sizes == [1, report.chunks - 1]
     assert (told[-1], report.files) == (20, 20)
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
 
 
 def test_a_commit_has_no_more_entries_than_a_chunk_may_have(
-    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diesel_fs.writer.put.ENTRIES_MAX", 6)
     source = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
     report = put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
-    assert sum(groups) == report.chunks > 8
-    assert max(groups) <= 2
+    assert sum(commit_sizes) == report.chunks > 8
+    assert max(commit_sizes) <= 2
 
 
 def test_what_is_durable_is_committed_when_a_put_fails(
-    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
     real, left = FolderStore.put, [5]
@@ -293,32 +303,35 @@ def test_what_is_durable_is_committed_when_a_put_fails(
     monkeypatch.setattr(FolderStore, "put", put_some)
     with pytest.raises(DieselError, match="no more"):
         put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
-    assert groups == [1, 3]
-    stored = list(repository.chunk_names(repository.dataset("ds").identity))
-    assert len(stored) == repository.meta.marker("ds").chunks == 4
+    assert commit_sizes == [1, 3]
+    stored = list(repository.chunk_ids(repository.dataset("ds").identity))
+    assert len(stored) == repository.meta.head("ds").chunks == 4
 
 
 def test_what_is_durable_is_committed_after_a_ctrl_c(
-    repository: Repository, tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(4)})
 
-    real = _Put._answer
+    real = _FolderPut._answer
 
-    def answer(self: _Put, worker: _Worker) -> None:
+    def answer(self: _FolderPut, worker: _WorkerHandle) -> None:
         real(self, worker)
         if worker.finished:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Put, "_answer", answer)
+    monkeypatch.setattr(_FolderPut, "_answer", answer)
     with pytest.raises(KeyboardInterrupt):
         put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
-    assert sum(groups) > groups[0] == 1
-    assert repository.meta.marker("ds").chunks == sum(groups)
+    assert sum(commit_sizes) > commit_sizes[0] == 1
+    assert repository.meta.head("ds").chunks == sum(commit_sizes)
 
 
 def test_an_error_of_the_store_is_no_error_of_a_file(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One OSError behind the files that are being read would else be taken for one of theirs."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
@@ -336,7 +349,7 @@ def test_an_error_of_the_store_is_no_error_of_a_file(
 
 
 def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "source", {"a": os.urandom(60_000)})
     session = repository.begin("ds")
@@ -364,7 +377,7 @@ def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
         packer.close()
 
 
-def test_an_empty_source_never_deletes(repository: Repository, tmp_path: Path) -> None:
+def test_an_empty_source_never_deletes(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     put(repository, source)
     empty = tmp_path / "not mounted"
@@ -375,18 +388,18 @@ def test_an_empty_source_never_deletes(repository: Repository, tmp_path: Path) -
     assert files(repository.view("ds")) == []
 
 
-def test_dry_run_changes_nothing(repository: Repository, tmp_path: Path) -> None:
+def test_dry_run_changes_nothing(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     put(repository, source)
     version = repository.view("ds").version
     (source / "a").unlink()
     (source / "b").write_bytes(b"2")
     report = put(repository, source, dry_run=True, delete=True)
-    assert (report.seen, report.deleted) == (2, 1)  # the file, and the root's new time
+    assert (report.entries_found, report.deleted) == (2, 1)  # the file, and the root's new time
     assert repository.view("ds").version == version
 
 
-def test_filters(repository: Repository, tmp_path: Path) -> None:
+def test_filters(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(
         tmp_path / "source",
         {"a.jpg": b"", "a.txt": b"", "skip/a.jpg": b"", "d/b.jpg": b"", "d/no.jpg": b""},
@@ -395,20 +408,22 @@ def test_filters(repository: Repository, tmp_path: Path) -> None:
     assert files(repository.view("ds")) == [b"a.jpg", b"d/b.jpg"]
 
 
-def test_M10_a_glob_cannot_take_for_ever(repository: Repository, tmp_path: Path) -> None:
+def test_M10_a_glob_cannot_take_for_ever(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a" * 250: b""})
     put(repository, source, exclude=("*a" * 60 + "b", "(((((*)*)*"))
     assert len(repository.view("ds").files()) == 1
 
 
-def test_paths_below_the_source(repository: Repository, tmp_path: Path) -> None:
+def test_paths_below_the_source(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/c": b"3"})
     report = put_tree(repository, "ds", source, b"in/here", SMALL, paths=[b"a", b"d/c", b"gone"])
     assert files(repository.view("ds")) == [b"in/here/a", b"in/here/d/c"]
     assert [path for path, _ in report.failed] == [b"gone"]
 
 
-def test_I2_I4_what_is_no_file_is_named_and_skipped(repository: Repository, tmp_path: Path) -> None:
+def test_I2_I4_what_is_no_file_is_named_and_skipped(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     source = write(tmp_path / "source", {"good": b"1"})
     os.mkfifo(source / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -418,7 +433,7 @@ def test_I2_I4_what_is_no_file_is_named_and_skipped(repository: Repository, tmp_
     assert files(repository.view("ds")) == [b"good"]
 
 
-def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: Repository) -> None:
+def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: LocalRepository) -> None:
     report = put_tree(repository, "ds", Path("/proc/self"), options=SMALL, paths=[b"status"])
     assert report.failed == [(b"status", "it says that it is empty but has bytes")]
     assert len(repository.view("ds").files()) == 0
@@ -441,7 +456,7 @@ def touch_when_read(
 
 
 def test_I1_a_file_that_will_not_hold_still(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a small file nor one of several extents is ever packed mixed."""
     for size in (2000, 3 * CHUNK_BYTES_MIN):
@@ -454,14 +469,14 @@ def test_I1_a_file_that_will_not_hold_still(
 
 
 def test_I1_a_file_that_settles_is_read_again(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size, change in ((2000, None), (3 * CHUNK_BYTES_MIN, None), (5000, 6000), (6000, 5000)):
         source = write(tmp_path / f"source-{size}", {"restless": b"x" * size})
         touch_when_read(monkeypatch, 2, partial(rewrite, source / "restless", change))
         report = put_tree(repository, "ds", source, options=SMALL)
         assert report.failed == []
-        assert shown(repository)[b"restless"] == facts(source)[b"restless"]
+        assert dataset_state(repository)[b"restless"] == facts(source)[b"restless"]
 
 
 def rewrite(path: Path, size: int | None, _: int) -> None:
@@ -491,7 +506,7 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
         try:
             os.environ["XDG_CACHE_HOME"] = str(store / "cache")
             os.setuid(65534)
-            with Repository.open((store / "repository").as_uri(), create=True) as repository:
+            with LocalRepository.open((store / "repository").as_uri(), create=True) as repository:
                 report = put_tree(repository, "ds", source, options=SMALL)
                 named = sorted(path for path, _ in report.failed)
                 if named == [b"closed", b"secret"] and files(repository.view("ds")) == [b"good"]:
@@ -503,13 +518,13 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_path_is_a_file_or_a_folder(repository: Repository, tmp_path: Path) -> None:
+def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Path) -> None:
     """Neither takes the other's place, empty folders and links included, without `--delete`."""
     there = write(tmp_path / "one", {"a/x": b"1", "b": b"2", "deep/f": b"3"})
     (there / "empty").mkdir()
     (there / "link").symlink_to("b")
     put(repository, there)
-    before = shown(repository)
+    before = dataset_state(repository)
     other = write(
         tmp_path / "other",
         {"a": b"a folder", "b/y/z": b"", "deep/f/x": b"", "empty": b"", "link/x": b"", "new": b""},
@@ -524,16 +539,18 @@ def test_a_path_is_a_file_or_a_folder(repository: Repository, tmp_path: Path) ->
             b"empty": "refused: empty is a folder of the dataset; remove it first",
             b"link": "refused: link is a file of the dataset; remove it first",
         }
-    after = shown(repository)
+    after = dataset_state(repository)
     assert after.pop(b"new")[3] == b""
     assert after == before
     with pytest.raises(ConflictError):
         put_tree(repository, "ds", other, b"b/below", SMALL)
     assert put(repository, other, delete=True).failed == []
-    assert shown(repository) == facts(other)
+    assert dataset_state(repository) == facts(other)
 
 
-def test_a_listed_path_does_not_go_below_a_file(repository: Repository, tmp_path: Path) -> None:
+def test_a_listed_path_does_not_go_below_a_file(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     put(repository, write(tmp_path / "one", {"a": b"1"}))
     other = write(tmp_path / "other", {"a/b/x": b"2", "c/y": b"3"})
     report = put_tree(repository, "ds", other, options=SMALL, paths=[b"a/b/x", b"c/y"])
@@ -542,7 +559,7 @@ def test_a_listed_path_does_not_go_below_a_file(repository: Repository, tmp_path
 
 
 def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     put(repository, write(tmp_path / "one", {"a": b"1", "b.jpg": b"2"}))
     other = write(tmp_path / "other", {"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"})
@@ -551,7 +568,7 @@ def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
     assert files(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
 
 
-def test_reserved_name(repository: Repository, tmp_path: Path) -> None:
+def test_reserved_name(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"})
     report = put(repository, source)
     assert [path for path, _ in report.failed] == [b".diesel"]
@@ -560,7 +577,7 @@ def test_reserved_name(repository: Repository, tmp_path: Path) -> None:
         put_tree(repository, "ds", source, b".diesel", SMALL)
 
 
-def test_I12_source_in_the_store_or_around_it(repository: Repository, tmp_path: Path) -> None:
+def test_I12_source_in_the_store_or_around_it(repository: LocalRepository, tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "store", tmp_path / "store" / "datasets"):
         source.mkdir(exist_ok=True)
         with pytest.raises(UsageError, match="lie in each other"):
@@ -576,22 +593,22 @@ def test_I13_bad_numbers() -> None:
             PutOptions(jobs=jobs)
 
 
-def test_a_missing_source(repository: Repository, tmp_path: Path) -> None:
+def test_a_missing_source(repository: LocalRepository, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         put(repository, tmp_path / "nowhere")
     assert repository.datasets() == []
 
 
-def test_an_empty_dataset_and_one_empty_file(repository: Repository, tmp_path: Path) -> None:
+def test_an_empty_dataset_and_one_empty_file(repository: LocalRepository, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     put(repository, tmp_path / "empty")
     assert repository.view("ds").entry_count == 1
     source = write(tmp_path / "one", {"empty": b""})
     put(repository, source)
-    assert shown(repository) == facts(source)
+    assert dataset_state(repository) == facts(source)
 
 
-def test_links_are_never_followed(repository: Repository, tmp_path: Path) -> None:
+def test_links_are_never_followed(repository: LocalRepository, tmp_path: Path) -> None:
     """A folder that becomes a link between listing and opening leads nowhere."""
     secret = write(tmp_path / "secret", {"x": b"secret"})
     source = write(tmp_path / "source", {"d/x": b"mine"})
@@ -604,13 +621,15 @@ def test_links_are_never_followed(repository: Repository, tmp_path: Path) -> Non
 
 
 def test_a_chunk_that_came_too_late_is_made_again(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunk to be committed is older than the put window, as after a night's suspend."""
     source = odd_tree(tmp_path / "source")
-    real, late = Repository.admit, [True]
+    real, late = LocalRepository.validate_chunk, [True]
 
-    def admit(self: Repository, identity: UUID, preamble: bytes, header: bytes) -> Admitted:
+    def admit(
+        self: LocalRepository, identity: UUID, preamble: bytes, header: bytes
+    ) -> ValidatedChunk:
         if late.pop() if late else False:
             with monkeypatch.context() as clock:
                 now = time.time() + 2 * PUT_WINDOW_S
@@ -618,9 +637,9 @@ def test_a_chunk_that_came_too_late_is_made_again(
                 return real(self, identity, preamble, header)
         return real(self, identity, preamble, header)
 
-    monkeypatch.setattr(Repository, "admit", admit)
+    monkeypatch.setattr(LocalRepository, "validate_chunk", admit)
     report = put(repository, source)
     assert not late
     assert report.failed == []
-    assert shown(repository) == facts(source)
-    assert len(list(repository.chunk_names(repository.dataset("ds").identity))) == report.chunks
+    assert dataset_state(repository) == facts(source)
+    assert len(list(repository.chunk_ids(repository.dataset("ds").identity))) == report.chunks

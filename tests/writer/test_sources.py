@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.chunk import CHUNK_BYTES_MIN
 from diesel_fs.client import connect
 from diesel_fs.entries import Kind, Stat
 from diesel_fs.extract import get
 from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import Repository, WriteSession
+from diesel_fs.repository import LocalRepository, LocalWriteSession
 from diesel_fs.writer import PutOptions, put_file, put_tar, put_tree
 
 from ..bench.memory import peak_pss_bytes
 from ..trees import Facts, facts, odd_tree, write
-from .test_put import shown
+from .test_put import dataset_state
 from .test_tar import tar_of
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
@@ -33,10 +33,10 @@ READER_BYTES = 256 << 20  # what a verb keeps while it reads contents
 MEMORY_BYTES_MAX = 256 << 20  # of all processes: interpreters, numpy, a few chunks of 4 MiB
 
 
-def got(repository: Repository, dest: Path) -> Facts:
+def got(repository: LocalRepository, dest: Path) -> Facts:
     """The dataset, written to a folder."""
     view = repository.view("ds")
-    reader = ContentReader(view, repository.objects, 1 << 20)
+    reader = EntryReader(view, repository.objects, 1 << 20)
     try:
         assert get(view, reader, b"", dest).failed == []
     finally:
@@ -44,14 +44,14 @@ def got(repository: Repository, dest: Path) -> Facts:
     return facts(dest)
 
 
-def rebuilt(repository: Repository) -> Facts:
+def rebuilt(repository: LocalRepository) -> Facts:
     """The dataset, from its chunks alone."""
     recover(repository, "ds")
     assert verify(repository, "ds").problems == []
-    return shown(repository)
+    return dataset_state(repository)
 
 
-def stored_bytes(repository: Repository) -> int:
+def stored_bytes(repository: LocalRepository) -> int:
     """What a dataset's chunks take."""
     identity = repository.dataset("ds").identity
     prefix = f"datasets/{identity.hex}/chunks/"
@@ -62,18 +62,18 @@ def stored_bytes(repository: Repository) -> int:
 
 
 def tree_put(url: str, source: Path) -> int:
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         return put_tree(repository, "ds", source, options=SMALL).chunks
 
 
 def file_put(url: str, source: Path) -> int:
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         return put_file(repository, "ds", source / "large", b"large", SMALL).chunks
 
 
 def tar_put(url: str, source: Path) -> int:
     data = io.BytesIO(tar_of(("large", (source / "large").read_bytes())))
-    with Repository.open(url, create=True) as repository:
+    with LocalRepository.open(url, create=True) as repository:
         return put_tar(repository, "ds", data, options=SMALL).chunks
 
 
@@ -85,15 +85,15 @@ def api_put(url: str, source: Path) -> int:
 
 def end_by_kill(step: str) -> None:
     """This process dies when the put has been committed and nobody knows it yet."""
-    finish = WriteSession.finish
+    finish = LocalWriteSession.finish
 
-    def killed(session: WriteSession) -> int:
+    def killed(session: LocalWriteSession) -> int:
         if step == "after the snapshot":
             finish(session)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
-    setattr(WriteSession, "finish", killed)  # noqa: B010
+    setattr(LocalWriteSession, "finish", killed)  # noqa: B010
 
 
 @pytest.mark.parametrize("step", ["before the snapshot", "after the snapshot"])
@@ -113,18 +113,18 @@ def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
             os._exit(0)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert ended == -signal.SIGKILL, "A16: the kill came after the end: proves nothing"
-    with Repository.open(url) as repository:
-        before = shown(repository)
+    with LocalRepository.open(url) as repository:
+        before = dataset_state(repository)
         counted = repository.view("ds").file_count, repository.view("ds").byte_count
         assert before[b"large"] == facts(source)[b"large"] or put is tar_put
         assert before[b"large"][-1] == (source / "large").read_bytes()
     chunks = put(url, source)
     assert chunks == 0
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         view = repository.view("ds")
         assert (view.file_count, view.byte_count) == counted
         assert repository.snapshots.newest(view.identity) == view.version
-        assert shown(repository) == before == rebuilt(repository)
+        assert dataset_state(repository) == before == rebuilt(repository)
         if put is tree_put:
             assert before == facts(source)
 
@@ -132,7 +132,9 @@ def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
 # I6
 
 
-def test_I6_hard_links_are_stored_for_each_path(repository: Repository, tmp_path: Path) -> None:
+def test_I6_hard_links_are_stored_for_each_path(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     """Equal bytes under each name; what one name becomes later is nothing to the other."""
     source = write(tmp_path / "source", {"one": os.urandom(5000), "large": os.urandom(150_000)})
     (source / "d").mkdir()
@@ -140,12 +142,12 @@ def test_I6_hard_links_are_stored_for_each_path(repository: Repository, tmp_path
     os.link(source / "large", source / "d/large too")
     report = put_tree(repository, "ds", source, options=SMALL)
     assert (report.files, report.content_bytes) == (4, 2 * 155_000)
-    assert shown(repository) == facts(source) == got(repository, tmp_path / "out")
+    assert dataset_state(repository) == facts(source) == got(repository, tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_nlink == 1
     (source / "one").unlink()
     (source / "one").write_bytes(b"another")
     put_tree(repository, "ds", source, options=SMALL)
-    assert shown(repository)[b"d/two"][-1] == (source / "d/two").read_bytes() != b"another"
+    assert dataset_state(repository)[b"d/two"][-1] == (source / "d/two").read_bytes() != b"another"
     assert rebuilt(repository) == facts(source)
 
 
@@ -182,7 +184,7 @@ def test_I7_a_sparse_file_is_small_in_the_store_and_comes_back_equal(tmp_path: P
     assert (source / "sparse").stat().st_blocks * 512 < size // 10, "it is not sparse: no proof"
     url = f"--url={(tmp_path / 'store').as_uri()}"
     assert dlcmd_peak_bytes("put", url, "--jobs", "2", source, "ds") < MEMORY_BYTES_MAX
-    with Repository.open((tmp_path / "store").as_uri()) as repository:
+    with LocalRepository.open((tmp_path / "store").as_uri()) as repository:
         assert repository.view("ds").byte_count == size
         assert stored_bytes(repository) < size // 50
     back = dlcmd_peak_bytes("get", url, "ds/sparse", tmp_path / "back")
@@ -191,7 +193,7 @@ def test_I7_a_sparse_file_is_small_in_the_store_and_comes_back_equal(tmp_path: P
 
 
 def test_I7_without_compression_a_sparse_file_is_stored_dense(
-    repository: Repository, tmp_path: Path
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
     size = 4 << 20
     (tmp_path / "source").mkdir()
@@ -199,23 +201,23 @@ def test_I7_without_compression_a_sparse_file_is_stored_dense(
         file.truncate(size)
     put_tree(repository, "ds", tmp_path / "source", options=PutOptions(compress="none", jobs=1))
     assert stored_bytes(repository) > size
-    assert shown(repository) == facts(tmp_path / "source")
+    assert dataset_state(repository) == facts(tmp_path / "source")
 
 
 # I9
 
 
-def test_I9_no_files_at_all(repository: Repository, tmp_path: Path) -> None:
+def test_I9_no_files_at_all(repository: LocalRepository, tmp_path: Path) -> None:
     """A valid dataset, which is there after its metadata are lost, too."""
     (tmp_path / "empty").mkdir(mode=0o750)
     put_tree(repository, "ds", tmp_path / "empty", options=SMALL)
     view = repository.view("ds")
     assert (view.entry_count, view.file_count, view.byte_count) == (1, 0, 0)
-    assert shown(repository) == facts(tmp_path / "empty") == rebuilt(repository)
+    assert dataset_state(repository) == facts(tmp_path / "empty") == rebuilt(repository)
     assert got(repository, tmp_path / "out") == facts(tmp_path / "empty")
 
 
-def test_I9_nothing_but_folders(repository: Repository, tmp_path: Path) -> None:
+def test_I9_nothing_but_folders(repository: LocalRepository, tmp_path: Path) -> None:
     """Empty folders are kept, with mode and time."""
     source = tmp_path / "source"
     for number in range(600):
@@ -224,53 +226,53 @@ def test_I9_nothing_but_folders(repository: Repository, tmp_path: Path) -> None:
     os.utime(source / "7", ns=(0, 7))
     report = put_tree(repository, "ds", source, options=SMALL)
     assert (report.files, report.entries, report.failed) == (0, 1201, [])
-    assert shown(repository) == facts(source) == rebuilt(repository)
+    assert dataset_state(repository) == facts(source) == rebuilt(repository)
     assert got(repository, tmp_path / "out") == facts(source)
 
 
-def test_I9_many_tiny_files(repository: Repository, tmp_path: Path) -> None:
+def test_I9_many_tiny_files(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(
         tmp_path / "source", {f"d{i % 7}/{i}": i.to_bytes(4, "big")[i % 5 :] for i in range(5000)}
     )
     report = put_tree(repository, "ds", source, options=PutOptions(jobs=2))
     assert (report.files, report.failed) == (5000, [])
     assert report.chunks <= 4  # of 4 MiB, from two processes
-    assert shown(repository) == facts(source) == rebuilt(repository)
+    assert dataset_state(repository) == facts(source) == rebuilt(repository)
 
 
 # I11
 
 
-def test_I11_a_path_that_is_listed_twice(repository: Repository, tmp_path: Path) -> None:
+def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: Path) -> None:
     """It is there once; other words for it are refused, by name."""
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2"})
     paths = [b"a", b"d/b", b"a", b"d/b", b"d", b"./a", b"d/../a"]
     report = put_tree(repository, "ds", source, options=SMALL, paths=paths)
     assert sorted(path for path, _ in report.failed) == [b".", b"d/.."]
-    for state in (shown(repository), rebuilt(repository)):
+    for state in (dataset_state(repository), rebuilt(repository)):
         assert sorted(state) == [b".", b"a", b"d", b"d/b"]
     counts = repository.view("ds")
     assert (counts.file_count, counts.byte_count) == (2, 2)
 
 
-def test_I11_of_equal_names_in_a_tar_the_last_wins(repository: Repository) -> None:
+def test_I11_of_equal_names_in_a_tar_the_last_wins(repository: LocalRepository) -> None:
     """Live and rebuilt; names that differ only in case are two."""
     data = tar_of(("a", b"1"), ("A", b"upper"), ("./a", b"2"), ("b", b"3"), (".//b", b"odd"))
     report = put_tar(repository, "ds", io.BytesIO(data), options=SMALL)
     assert [path for path, _ in report.failed] == [b"/b"]
-    for state in (shown(repository), rebuilt(repository)):
+    for state in (dataset_state(repository), rebuilt(repository)):
         contents = {path: fact[-1] for path, fact in state.items() if fact[0] == "file"}
         assert contents == {b"a": b"2", b"A": b"upper", b"b": b"3"}
 
 
-def test_I11_two_sources_with_the_same_names(repository: Repository, tmp_path: Path) -> None:
+def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_path: Path) -> None:
     """The later put wins, whatever the times of the files say."""
     first = write(tmp_path / "first", {"same": b"new file", "one": b"1"})
     second = write(tmp_path / "second", {"same": b"old file", "two": b"2"})
     os.utime(second / "same", ns=(0, 5))
     for source in (first, second):
         put_tree(repository, "ds", source, b"in", SMALL)
-    for state in (shown(repository), rebuilt(repository)):
+    for state in (dataset_state(repository), rebuilt(repository)):
         assert {path for path, fact in state.items() if fact[0] == "file"} == {
             b"in/same",
             b"in/one",
@@ -284,7 +286,7 @@ def test_I11_two_sources_with_the_same_names(repository: Repository, tmp_path: P
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
 def test_I15_modes_are_permission_bits_whatever_the_umask(
-    repository: Repository, tmp_path: Path, umask: int
+    repository: LocalRepository, tmp_path: Path, umask: int
 ) -> None:
     source = write(tmp_path / "source", {f"{mode:04o}": b"x" for mode in range(0, 0o10000, 0o111)})
     for path in source.iterdir():
@@ -303,7 +305,7 @@ def test_I15_modes_are_permission_bits_whatever_the_umask(
     modes = {(tmp_path / "out" / os.fsdecode(path)).lstat().st_mode & 0o7777 for path in seen}
     assert not [mode for mode in modes if mode & 0o7000]
     identity = repository.dataset("ds").identity
-    for chunk in repository.chunk_names(identity):
+    for chunk in repository.chunk_ids(identity):
         header = repository.read_header(identity, chunk)
         assert int(header.records["mode"].max()) <= 0o777
 
@@ -328,14 +330,14 @@ def test_I15_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
     with connect("ds", url, create=True) as dataset:
         for name, mtime_ns in TIMES.items():
             dataset.put(b"x", name, mtime_ns=mtime_ns)
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         for _ in ("live", "rebuilt"):
             view = repository.view("ds")
             assert {name: view.stat(view.lookup(name.encode())).mtime_ns for name in TIMES} == TIMES
             rebuilt(repository)
 
 
-def test_I15_times_of_files_links_and_folders(repository: Repository, tmp_path: Path) -> None:
+def test_I15_times_of_files_links_and_folders(repository: LocalRepository, tmp_path: Path) -> None:
     source, kept = tmp_path / "source", 0
     source.mkdir()
     for number, mtime_ns in enumerate(TIMES.values()):
@@ -349,12 +351,12 @@ def test_I15_times_of_files_links_and_folders(repository: Repository, tmp_path: 
             kept += (source / name).lstat().st_mtime_ns == mtime_ns
     assert kept >= 12, "this file system keeps no such times: proves nothing"
     assert put_tree(repository, "ds", source, options=SMALL).failed == []
-    assert shown(repository) == facts(source) == rebuilt(repository)
+    assert dataset_state(repository) == facts(source) == rebuilt(repository)
     assert got(repository, tmp_path / "out") == facts(source)
     assert put_tree(repository, "ds", source, options=SMALL).unchanged == len(facts(source))
 
 
-def test_I15_an_implicit_folder(repository: Repository) -> None:
+def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
     """A tar need not name its folders: they show as README says, and go with their last entry."""
     data = tar_of(("d/e/x", b"1"))
     put_tar(repository, "ds", io.BytesIO(data), options=SMALL)
@@ -388,13 +390,13 @@ def test_N4_names_and_targets_that_are_no_text(tmp_path: Path) -> None:
         dataset.save_meta(tmp_path / "snapshot")
         assert dataset.load_meta(tmp_path / "snapshot")
         dataset.delete(texts[0])
-    with Repository.open(url) as repository:
-        state = shown(repository)
+    with LocalRepository.open(url) as repository:
+        state = dataset_state(repository)
         assert {path for path, fact in state.items() if fact[0] == "file"} == {*names[1:]}
         assert rebuilt(repository) == state
 
 
-def test_N4_a_tree_and_a_tar_of_such_names(repository: Repository, tmp_path: Path) -> None:
+def test_N4_a_tree_and_a_tar_of_such_names(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "source")
     raw = os.fsencode(source)
     os.mkdir(raw + b"/\xed\xa0\x80 folder")
@@ -406,10 +408,10 @@ def test_N4_a_tree_and_a_tar_of_such_names(repository: Repository, tmp_path: Pat
     tar = subprocess.run(
         ["tar", "--format=pax", "-cC", raw, "."], check=True, capture_output=True
     ).stdout
-    with Repository.open((tmp_path / "other").as_uri(), create=True) as other:
+    with LocalRepository.open((tmp_path / "other").as_uri(), create=True) as other:
         assert put_tar(other, "ds", io.BytesIO(tar), options=SMALL).failed == []
-        assert set(shown(other)) == set(facts(source))
-        assert rebuilt(other) == shown(other)
+        assert set(dataset_state(other)) == set(facts(source))
+        assert rebuilt(other) == dataset_state(other)
 
 
 def test_N4_text_that_is_no_bytes_is_a_usage_error(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.store import ContentReader
+from diesel_fs.cache.store import EntryReader
 from diesel_fs.entries import Kind
 from diesel_fs.errors import UsageError
 from diesel_fs.recovery import verify
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.snapshot import Snapshot
 from diesel_fs.writer import PutOptions, PutReport, put_tar, put_tree
 from diesel_fs.writer.tar import _ends
@@ -45,20 +45,22 @@ def of_type(kind: bytes, target: str = "", mode: int = 0o644) -> tarfile.TarInfo
     return info
 
 
-def put(repository: Repository, data: bytes, prefix: bytes = b"", **options: object) -> PutReport:
+def put(
+    repository: LocalRepository, data: bytes, prefix: bytes = b"", **options: object
+) -> PutReport:
     return put_tar(repository, "pets", io.BytesIO(data), prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
 
 
-def contents(repository: Repository) -> dict[bytes, bytes | str]:
+def contents(repository: LocalRepository) -> dict[bytes, bytes | str]:
     """What the dataset holds: of a file its bytes, of a link its target, of a folder its mode."""
     view = repository.view("pets")
-    reader = ContentReader(view, repository.objects, 1 << 20)
+    reader = EntryReader(view, repository.objects, 1 << 20)
     found = {view.path(i): _content(view, reader, i) for i in range(1, len(view))}
     reader.close()
     return found
 
 
-def _content(view: Snapshot, reader: ContentReader, index: int) -> bytes | str:
+def _content(view: Snapshot, reader: EntryReader, index: int) -> bytes | str:
     match view.stat(index).kind:
         case Kind.FILE:
             return bytes(reader.read(index))
@@ -71,7 +73,7 @@ def reasons(report: PutReport) -> dict[bytes, str]:
     return dict(report.failed)
 
 
-def test_what_gnu_tar_writes_is_what_was_there(repository: Repository, tmp_path: Path) -> None:
+def test_what_gnu_tar_writes_is_what_was_there(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "src")
     for form in ("gnu", "posix"):
         command = ["tar", "c", f"--format={form}", "-C", str(source), "."]
@@ -89,27 +91,27 @@ def test_what_gnu_tar_writes_is_what_was_there(repository: Repository, tmp_path:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_tars(repository: Repository, compress: type[bytes]) -> None:
+def test_compressed_tars(repository: LocalRepository, compress: type[bytes]) -> None:
     data = tar_of(("a", b"1" * 5000), ("b", b"2"))
     assert put(repository, compress(data)).files == 2
     assert contents(repository) == {b"a": b"1" * 5000, b"b": b"2"}
 
 
-def test_a_gzip_of_several_members_is_read_to_its_end(repository: Repository) -> None:
+def test_a_gzip_of_several_members_is_read_to_its_end(repository: LocalRepository) -> None:
     data = tar_of(("a", b"1" * 5000), ("b", b"2"))
     assert put(repository, gzip.compress(data[:3000]) + gzip.compress(data[3000:])).files == 2
 
 
-def test_again_nothing_is_put(repository: Repository) -> None:
+def test_again_nothing_is_put(repository: LocalRepository) -> None:
     folder = of_type(tarfile.DIRTYPE, mode=0o700)
     entries: Sequence[Entry] = [
         ("d", folder), ("d/a", b"1"), ("l", of_type(tarfile.SYMTYPE, "d/a")),
         ("h", of_type(tarfile.LNKTYPE, "d/a")), ("empty", b""),
     ]  # fmt: skip
     first = put(repository, tar_of(*entries), b"in")
-    assert (first.seen, first.entries, first.failed) == (5, 5, [])
+    assert (first.entries_found, first.entries, first.failed) == (5, 5, [])
     second = put(repository, tar_of(*entries), b"in")
-    assert (second.seen, second.entries, second.unchanged) == (0, 0, 5)
+    assert (second.entries_found, second.entries, second.unchanged) == (0, 0, 5)
     assert second.version == first.version
     changed = put(repository, tar_of(*entries[:1], ("d/a", b"2"), *entries[2:]), b"in")
     assert changed.unchanged == 5  # size and time are the same
@@ -118,13 +120,13 @@ def test_again_nothing_is_put(repository: Repository) -> None:
     assert contents(repository)[b"in/h"] == b"2"
 
 
-def test_the_last_of_one_name_wins(repository: Repository) -> None:
+def test_the_last_of_one_name_wins(repository: LocalRepository) -> None:
     put(repository, tar_of(("a", b"1"), ("b", b"old")))
     put(repository, tar_of(("a", b"22"), ("a", b"1"), ("b", b"x"), ("b", b"yy"), ("b", b"zzz")))
     assert contents(repository) == {b"a": b"1", b"b": b"zzz"}
 
 
-def test_hard_links_are_files_with_the_same_bytes(repository: Repository) -> None:
+def test_hard_links_are_files_with_the_same_bytes(repository: LocalRepository) -> None:
     report = put(
         repository,
         tar_of(
@@ -147,7 +149,7 @@ def test_hard_links_are_files_with_the_same_bytes(repository: Repository) -> Non
     assert verify(repository, "pets").sound
 
 
-def test_M1_names_that_lead_out_are_refused(repository: Repository) -> None:
+def test_M1_names_that_lead_out_are_refused(repository: LocalRepository) -> None:
     names = ["../x", "/etc/x", "a/../../x", "a/./b", "a//b", "..", ".diesel/x", "n" * 256]
     report = put(repository, tar_of(*((name, b"evil") for name in names), ("./ok/\\", b"1")))
     assert sorted(reasons(report)) == sorted(name.encode() for name in names)
@@ -155,7 +157,7 @@ def test_M1_names_that_lead_out_are_refused(repository: Repository) -> None:
     assert contents(repository) == {b"ok": "0o755", b"ok/\\": b"1"}
 
 
-def test_devices_and_unknown_kinds_are_named(repository: Repository) -> None:
+def test_devices_and_unknown_kinds_are_named(repository: LocalRepository) -> None:
     kinds = [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"Z"]
     entries = [(f"e{i}", of_type(kind)) for i, kind in enumerate(kinds)]
     report = put(repository, tar_of(*entries, ("ok", b"")))
@@ -165,14 +167,14 @@ def test_devices_and_unknown_kinds_are_named(repository: Repository) -> None:
     assert contents(repository) == {b"ok": b""}
 
 
-def test_a_link_needs_a_target(repository: Repository) -> None:
+def test_a_link_needs_a_target(repository: LocalRepository) -> None:
     bad = of_type(tarfile.SYMTYPE, "")
     worse = of_type(tarfile.SYMTYPE, "")
     worse.pax_headers = {"linkpath": "a\0b"}
     assert len(put(repository, tar_of(("a", bad), ("b", worse))).failed) == 2
 
 
-def test_sparse_files_are_put_dense(repository: Repository, tmp_path: Path) -> None:
+def test_sparse_files_are_put_dense(repository: LocalRepository, tmp_path: Path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.seek(1 << 20)
         file.write(b"end")
@@ -194,7 +196,7 @@ def test_sparse_files_are_put_dense(repository: Repository, tmp_path: Path) -> N
         ("-0.0000000019", -2),
     ],
 )
-def test_times_are_exact(repository: Repository, text: str, mtime_ns: int) -> None:
+def test_times_are_exact(repository: LocalRepository, text: str, mtime_ns: int) -> None:
     info = of_type(tarfile.DIRTYPE)
     info.pax_headers = {"mtime": text}
     put(repository, tar_of(("a", info)))
@@ -203,7 +205,7 @@ def test_times_are_exact(repository: Repository, text: str, mtime_ns: int) -> No
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "1e999999999", "9" * 30, "-1e400"])
-def test_times_that_are_none_are_refused(repository: Repository, text: str) -> None:
+def test_times_that_are_none_are_refused(repository: LocalRepository, text: str) -> None:
     info = of_type(tarfile.DIRTYPE)
     info.pax_headers = {"mtime": text}
     report = put(repository, tar_of(("a", info), ("b", b"1")))
@@ -211,7 +213,7 @@ def test_times_that_are_none_are_refused(repository: Repository, text: str) -> N
     assert contents(repository) == {b"b": b"1"}
 
 
-def test_files_and_folders_do_not_hide_each_other(repository: Repository) -> None:
+def test_files_and_folders_do_not_hide_each_other(repository: LocalRepository) -> None:
     put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3"), ("h", b"4")))
     folder = of_type(tarfile.DIRTYPE, mode=0o700)
     put(repository, tar_of(("e", folder)))
@@ -245,7 +247,7 @@ def test_files_and_folders_do_not_hide_each_other(repository: Repository) -> Non
     assert verify(repository, "pets").problems == []
 
 
-def test_with_delete_files_and_folders_take_each_others_place(repository: Repository) -> None:
+def test_with_delete_files_and_folders_take_each_others_place(repository: LocalRepository) -> None:
     put(repository, tar_of(("f", b"1"), ("d/in", b"2"), ("g", b"3"), ("gone", b"")))
     folder = of_type(tarfile.DIRTYPE, mode=0o700)
     news = tar_of(("f/in", b"a file was here"), ("d", b"a folder was here"), ("g", folder))
@@ -259,7 +261,7 @@ def test_with_delete_files_and_folders_take_each_others_place(repository: Reposi
     assert verify(repository, "pets").notes == []
 
 
-def test_delete_and_filters(repository: Repository) -> None:
+def test_delete_and_filters(repository: LocalRepository) -> None:
     put(repository, tar_of(("a.jpg", b"1"), ("b.jpg", b"2"), ("t.txt", b"3"), ("x/c.jpg", b"4")))
     report = put(
         repository, tar_of(("a.jpg", b"1")), delete=True, include=("*.jpg",), exclude=("x",)
@@ -279,7 +281,7 @@ WHOLE = tar_of(("a", b"1" * 600), ("b", b"2" * 600), ("c", b"3" * 600))
 
 @pytest.mark.parametrize("length", [513, 1024, 1536, 1537, 2048, 2560, 3000, 3072, 4608])
 def test_a_tar_that_breaks_off_gives_what_came_and_deletes_nothing(
-    repository: Repository, length: int
+    repository: LocalRepository, length: int
 ) -> None:
     """At any place: in a header, in a content, between entries, before the end mark."""
     put(repository, tar_of(("old", b"1")))
@@ -292,7 +294,7 @@ def test_a_tar_that_breaks_off_gives_what_came_and_deletes_nothing(
     assert verify(repository, "pets").sound
 
 
-def test_damage_inside_is_not_the_end(repository: Repository) -> None:
+def test_damage_inside_is_not_the_end(repository: LocalRepository) -> None:
     damaged = bytearray(WHOLE)
     damaged[1536 + 10] ^= 1  # in the second header's name
     report = put(repository, bytes(damaged))
@@ -307,19 +309,19 @@ def test_damage_inside_is_not_the_end(repository: Repository) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"x", b"no tar" * 1000, b"\x1f\x8b", gzip.compress(b"x" * 999, mtime=0)]
 )
-def test_what_is_no_tar_is_refused(repository: Repository, data: bytes) -> None:
+def test_what_is_no_tar_is_refused(repository: LocalRepository, data: bytes) -> None:
     with pytest.raises(UsageError, match="the input is no tar"):
         put(repository, data)
 
 
-def test_the_stream_stays_open_for_its_owner(repository: Repository) -> None:
+def test_the_stream_stays_open_for_its_owner(repository: LocalRepository) -> None:
     stream = io.BytesIO(WHOLE)
     put_tar(repository, "pets", stream)
     assert not stream.closed
     assert stream.read() == b""
 
 
-def test_an_empty_tar_makes_an_empty_dataset(repository: Repository) -> None:
+def test_an_empty_tar_makes_an_empty_dataset(repository: LocalRepository) -> None:
     assert put(repository, tar_of()).failed == []
     assert contents(repository) == {}
 
@@ -351,7 +353,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_M10_a_header_is_not_read_into_memory_whole(repository: Repository, name: str) -> None:
+def test_M10_a_header_is_not_read_into_memory_whole(repository: LocalRepository, name: str) -> None:
     kind, body, repeat = LONG[name]
     data = bomb(kind, body, repeat)
     tracemalloc.start()
@@ -364,7 +366,7 @@ def test_M10_a_header_is_not_read_into_memory_whole(repository: Repository, name
     assert peak < 16 << 20
 
 
-def test_M10_headers_in_a_row_are_counted(repository: Repository) -> None:
+def test_M10_headers_in_a_row_are_counted(repository: LocalRepository) -> None:
     one = tarfile.TarInfo("h")
     one.type, one.size = tarfile.XHDTYPE, 6
     header = one.tobuf(tarfile.USTAR_FORMAT) + b"6 k=1\n".ljust(512, b"\0")
@@ -376,7 +378,9 @@ def test_M10_headers_in_a_row_are_counted(repository: Repository) -> None:
     assert "headers in a row" in reasons(report)[b""]
 
 
-def test_M10_hard_links_in_a_row_take_no_square_of_their_number(repository: Repository) -> None:
+def test_M10_hard_links_in_a_row_take_no_square_of_their_number(
+    repository: LocalRepository,
+) -> None:
     count = 20_000
     links = {b"%d" % i: b"%d" % (i + 1) for i in range(count)}
     start_s = time.process_time()
@@ -389,7 +393,7 @@ def test_M10_hard_links_in_a_row_take_no_square_of_their_number(repository: Repo
     assert set(contents(repository).values()) == {b"all"}
 
 
-def test_delete_spares_a_folder_that_is_left_out(repository: Repository) -> None:
+def test_delete_spares_a_folder_that_is_left_out(repository: LocalRepository) -> None:
     put(repository, tar_of(("cache/x", b"1"), ("cache/in/y", b"1"), ("a", b"2")))
     put(repository, tar_of(("b", b"3")), delete=True, exclude=("cache/",))
     assert contents(repository).keys() >= {b"b", b"cache/x", b"cache/in/y"}
@@ -399,7 +403,7 @@ def test_delete_spares_a_folder_that_is_left_out(repository: Repository) -> None
 
 
 def test_files_larger_than_what_is_read_at_once_stand_between_small_ones(
-    repository: Repository,
+    repository: LocalRepository,
 ) -> None:
     sizes = [100, 5 << 20, 0, 1, 3 << 20, 512, 4 << 20, (4 << 20) - 512, 700_000, 9 << 20, 3]
     expected = {b"d/%d" % i: bytes([i + 1]) * size for i, size in enumerate(sizes)}
@@ -412,7 +416,7 @@ def test_files_larger_than_what_is_read_at_once_stand_between_small_ones(
         assert all(found[prefix + path] == content for path, content in expected.items())
 
 
-def test_names_in_any_order_and_again_in_another(repository: Repository) -> None:
+def test_names_in_any_order_and_again_in_another(repository: LocalRepository) -> None:
     """Metadata stores keep files of one folder together, by name: whatever comes between them."""
     names = [f"d{i % 3}/f{(i * 7919) % 1000:03}" for i in range(900)]
     links = {f"d{i}/f{k}5x": of_type(tarfile.SYMTYPE, "f") for i in range(3) for k in range(40, 60)}

@@ -49,7 +49,7 @@ def second_epoch(bench: Workbench) -> list[Row]:
 
         def ours(readers: int) -> dict[str, float]:
             first, second = orders(mountpoint)
-            bench.settle(dlcmd.store)
+            bench.warm_page_cache(dlcmd.store)
             with dlcmd.mounted(shape.name, mountpoint, *ONESHOT) as mount:
                 read_epoch(bench, first, walk=mountpoint)
                 before = mount.counts()
@@ -102,7 +102,7 @@ def _first_epoch_of(bench: Workbench, wanted: Shape) -> list[Row]:
             return squashfuse.pack(source, images / "image")
 
         def ours(policy: str) -> dict[str, float]:
-            bench.settle(dlcmd.store)
+            bench.warm_page_cache(dlcmd.store)
             with dlcmd.mounted(shape.name, mountpoint, *KERNEL, "--policy", policy) as mount:
                 report = read_epoch(bench, order, walk=mountpoint)
                 reads = mount.counts().reads
@@ -111,7 +111,7 @@ def _first_epoch_of(bench: Workbench, wanted: Shape) -> list[Row]:
 
         def theirs() -> dict[str, float]:
             packed = image()
-            bench.settle(images)
+            bench.warm_page_cache(images)
             with squashfuse.mounted(packed, mountpoint) as (mount_s, ready_s):
                 report = read_epoch(bench, order, walk=mountpoint)
             return {RATE: shape.files / (report.end_s - ready_s), MOUNTING: mount_s}
@@ -156,7 +156,7 @@ def one_read_a_file(bench: Workbench) -> list[Row]:
 
         def run(options: tuple[str, ...], readers: int, *, pushes: bool) -> Side:
             def side() -> dict[str, float]:
-                bench.settle(dlcmd.store)
+                bench.warm_page_cache(dlcmd.store)
                 with dlcmd.mounted(shape.name, mountpoint, *options) as mount:
                     if pushes:
                         mount.stop_pushing()

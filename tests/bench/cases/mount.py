@@ -56,12 +56,12 @@ def read(bench: Workbench) -> list[Row]:
         tar.pack_seconds(source, archive)
 
         def ours() -> dict[str, float]:
-            bench.settle(dlcmd.store)
+            bench.warm_page_cache(dlcmd.store)
             with dlcmd.mounted(D4.name, mountpoint, *PYFUSE3) as mount:
                 return _epochs(bench, mount.path)
 
         def peer() -> dict[str, float]:
-            bench.settle(folder)
+            bench.warm_page_cache(folder)
             with ratarmount.mounted(archive, mountpoint) as mount:
                 return _epochs(bench, mount)
 

@@ -50,9 +50,11 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
                 tar.NAME: side(prepare, lambda folder: tar.pack_seconds(source, folder / "o.tar")),
             }
 
-        packed_by_mds = side(bench.settle, lambda folder: mds.pack_seconds(source, folder / "out"))
-        warm = alternate(bench.rounds, {**sides(bench.settle), mds.NAME: packed_by_mds})
-        cold = alternate(bench.rounds, sides(bench.chill))
+        packed_by_mds = side(
+            bench.warm_page_cache, lambda folder: mds.pack_seconds(source, folder / "out")
+        )
+        warm = alternate(bench.rounds, {**sides(bench.warm_page_cache), mds.NAME: packed_by_mds})
+        cold = alternate(bench.rounds, sides(bench.drop_page_cache))
         return [
             _row(f"put {shape.name}", warm, tar.NAME, at_least(tar_ratio), WARM),
             _row(f"put {shape.name}", warm, mds.NAME, at_least(MDS_RATIO), MDS),
@@ -85,7 +87,7 @@ def from_tar(bench: Workbench) -> list[Row]:
         tar.pack_seconds(source, archive)
 
         def settle() -> None:
-            bench.settle(source, made)
+            bench.warm_page_cache(source, made)
 
         def put_tar(folder: Path) -> float:
             settle()

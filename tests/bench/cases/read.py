@@ -36,7 +36,7 @@ def _passes(bench: Workbench, dlcmd: Dlcmd, by: str) -> dict[str, Measured]:
     seeds = iter(range(bench.rounds))
 
     def read() -> dict[str, float]:
-        bench.settle(dlcmd.store)
+        bench.warm_page_cache(dlcmd.store)
         report = probes.run("read", dlcmd, D4.name, str(next(seeds)), by)
         got = report["files"], report["sum"], report["bytes"]
         assert got == (D4.files, expected, D4.bytes), f"wrong contents were read: {got}"

@@ -45,7 +45,7 @@ def measure(bench: Workbench) -> list[Row]:
 
         def ours(options: tuple[str, ...]) -> dict[str, float]:
             orders(mountpoint)
-            bench.settle(dlcmd.store)
+            bench.warm_page_cache(dlcmd.store)
             with dlcmd.mounted(shape.name, mountpoint, *options):
                 return rates(mountpoint)
 
@@ -66,13 +66,13 @@ def measure(bench: Workbench) -> list[Row]:
 
         def over_squashfuse() -> dict[str, float]:
             packed = image()
-            bench.settle(images)
+            bench.warm_page_cache(images)
             with squashfuse.mounted(packed, mountpoint):
                 return rates(mountpoint)
 
         def over_ratarmount() -> dict[str, float]:
             packed = archive()
-            bench.settle(archives)
+            bench.warm_page_cache(archives)
             with ratarmount.mounted(packed, mountpoint):
                 return rates(mountpoint)
 

@@ -105,7 +105,7 @@ def put(bench: Workbench) -> list[Row]:
         with _serving(bench, s3=False) as serving:
             if through:
                 serving.start()
-            bench.settle(source)
+            bench.warm_page_cache(source)
             return {"files/s": shape.files / serving.dlcmd.seconds("put", str(source), shape.name)}
 
     rounds = alternate(bench.rounds, {OURS: lambda: run(True), DIRECT: lambda: run(False)})

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diesel_fs.commits import batch_of
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 from diesel_fs.storage.redis_metadata import RedisMetadata
 from tests.storage.redis_servers import RedisServer
 
@@ -35,7 +35,7 @@ def put(bench: Workbench) -> list[Row]:
     shape, source = prepared(bench, D4L)
 
     def run(folder: Path, meta: str) -> dict[str, float]:
-        bench.settle(source)
+        bench.warm_page_cache(source)
         dlcmd = Dlcmd(folder)
         dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}{meta}"
         return {"files/s": shape.files / dlcmd.seconds("put", str(source), shape.name)}
@@ -71,9 +71,9 @@ def recover(bench: Workbench) -> list[Row]:
             return {"entries/s": entries / seconds, "B/entry": used / entries}
 
     def committed() -> dict[str, float]:
-        with _redis(bench) as server, Repository.open(dlcmd.url) as repository:
+        with _redis(bench) as server, LocalRepository.open(dlcmd.url) as repository:
             info = repository.dataset(name)
-            chunks = repository.chunk_names(info.identity)
+            chunks = repository.chunk_ids(info.identity)
             headers = [repository.read_header(info.identity, chunk) for chunk in chunks]
             batches = [batch_of(header, stored=True) for header in headers]
             meta = RedisMetadata.open(server.url)

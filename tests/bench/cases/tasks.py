@@ -18,7 +18,7 @@ import numpy as np
 
 from diesel_fs import control
 from diesel_fs.snapshot import Snapshot
-from tests.task.nodes import Nodes, Place, end
+from tests.task.nodes import NodeHost, Nodes, end
 from tests.task.running import DATASET, RunningTask
 
 from ..epochs import files_per_s, prepared, random_order, read_epoch
@@ -57,15 +57,15 @@ RATE = "files/s"
 class Client:
     """A process that reads in a node (`probes/task.py`)."""
 
-    def __init__(self, place: Place, words: Mapping[str, object]) -> None:
+    def __init__(self, place: NodeHost, client_options: Mapping[str, object]) -> None:
         self._log = (place.folder / f"client-{id(self)}.log").open("w+b")
         self._process = place.start(
             *(sys.executable, "-m", "tests.bench.probes.task"),
             log=self._log, stdin=subprocess.PIPE,
         )  # fmt: skip
-        self.tell(words)
+        self.send_order(client_options)
 
-    def tell(self, order: Mapping[str, object]) -> None:
+    def send_order(self, order: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -80,7 +80,7 @@ class Client:
         return said
 
     def run(self, **order: object) -> dict[str, float]:
-        self.tell(order)
+        self.send_order(order)
         return self.answer()
 
     def close(self) -> None:
@@ -152,14 +152,14 @@ class Running:
     def all(self, **order: object) -> list[dict[str, float]]:
         """All clients at once."""
         for client in self.clients:
-            client.tell(order)
+            client.send_order(order)
         return [client.answer() for client in self.clients]
 
     def warm_s(self) -> float:
         """How long it takes, from nothing, until every chunk is with its owner."""
         start_s = time.perf_counter()
         for part, client in enumerate(self.clients):
-            client.tell({"do": "touch", "part": part, "of": len(self.clients)})
+            client.send_order({"do": "touch", "part": part, "of": len(self.clients)})
         self.wait_whole(range(len(self.nodes)))
         seconds = time.perf_counter() - start_s
         for client in self.clients:
@@ -238,7 +238,7 @@ def reads(bench: Workbench) -> list[Row]:
 
         def ours(clients: int, **order: object) -> dict[str, float]:
             for rank, client in enumerate(running.clients[:clients]):
-                client.tell({**order, "seed": rank})
+                client.send_order({**order, "seed": rank})
             return {RATE: sum(each.answer()[RATE] for each in running.clients[:clients])}
 
         rows = []
@@ -340,7 +340,7 @@ def egress(bench: Workbench) -> list[Row]:
                 running.task.forget()
                 running.start()
                 for rank, client in enumerate(running.clients):
-                    client.tell({"do": "epoch", "seed": rank, "size": BATCH})
+                    client.send_order({"do": "epoch", "seed": rank, "size": BATCH})
                 for client in running.clients:
                     client.answer()
                 return {"x": running.task.egress_bytes() / running.task.stored_bytes}
@@ -404,7 +404,7 @@ def _objects(running: Running, paths: list[str]) -> None:
 
 
 def _refill(
-    cluster: memcached.Cluster, running: Running, node: Place, paths: list[str], name: str
+    cluster: memcached.Cluster, running: Running, node: NodeHost, paths: list[str], name: str
 ) -> "subprocess.Popen[bytes]":
     listed = write_list(paths, running.nodes.folder / f"refill-{name}")
     place = running.task.s3.endpoint.removeprefix("http://")
@@ -430,7 +430,7 @@ def recovery(bench: Workbench) -> list[Row]:
             while time.perf_counter() - start_s < WARM_S:
                 for rank in others:
                     order = {"do": "batches", "seed": int(time.monotonic_ns() % 1000)}
-                    running.clients[rank].tell({**order, "count": 20, "size": BATCH})
+                    running.clients[rank].send_order({**order, "count": 20, "size": BATCH})
                 said = [running.clients[rank].answer() for rank in others]
                 worst_s = max(worst_s, *(each["worst_s"] for each in said))
                 if running._is_whole(others):
@@ -526,7 +526,7 @@ def too_large(bench: Workbench) -> list[Row]:
             for client in clients:
                 client.answer()
             for client in clients:
-                client.tell({"do": "batches", "seed": 2, "count": count, "size": BATCH})
+                client.send_order({"do": "batches", "seed": 2, "count": count, "size": BATCH})
             said = [client.answer() for client in clients]
             for client in clients:
                 client.close()

@@ -89,7 +89,7 @@ def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -
     bench, shape, dlcmd = setting.bench, setting.shape, setting.dlcmd
 
     def window() -> dict[str, float]:
-        bench.settle(dlcmd.store)
+        bench.warm_page_cache(dlcmd.store)
         with (
             control_group() as group,
             dlcmd.mounted(shape.name, setting.mountpoint, *setting.options, group=group) as mount,
@@ -112,7 +112,7 @@ def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -
         }
 
     def resident() -> dict[str, float]:
-        bench.settle(dlcmd.store)
+        bench.warm_page_cache(dlcmd.store)
         with dlcmd.mounted(shape.name, setting.mountpoint, *ONESHOT):
             read_epoch(bench, epochs[0].order, walk=setting.mountpoint)
             return {RATE: files_per_s(read_epoch(bench, epochs[0].order, readers=readers))}
@@ -149,7 +149,7 @@ def unplanned(bench: Workbench) -> list[Row]:
         order = random_order(shape, setting.mountpoint, 0, setting.folder, files=files)
 
         def run(*, pushing: bool) -> dict[str, float]:
-            bench.settle(setting.dlcmd.store)
+            bench.warm_page_cache(setting.dlcmd.store)
             with setting.dlcmd.mounted(shape.name, setting.mountpoint, *setting.options) as mount:
                 if not pushing:
                     mount.stop_pushing()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.server.program import until
-from tests.task.nodes import Nodes, Place, end
+from tests.task.nodes import NodeHost, Nodes, end
 
 from ..samples import PeerMissing
 from . import DEADLINE_S, installed
@@ -64,7 +64,7 @@ class Cluster:
     def kill(self, rank: int) -> None:
         end(self._servers[rank])
 
-    def run(self, place: Place, order: Mapping[str, object]) -> dict[str, float]:
+    def run(self, place: NodeHost, order: Mapping[str, object]) -> dict[str, float]:
         """What a client in a node says of an order (`memcached_program.py`)."""
         done = place.run(
             *(installed("python"), "-P", _PROGRAM, self.servers),
@@ -75,7 +75,9 @@ class Cluster:
         report: dict[str, float] = json.loads(done.stdout)
         return report
 
-    def start_client(self, place: Place, order: Mapping[str, object]) -> "subprocess.Popen[bytes]":
+    def start_client(
+        self, place: NodeHost, order: Mapping[str, object]
+    ) -> "subprocess.Popen[bytes]":
         """The same, for several at once; `answer` waits for its end."""
         process = place.start(
             *(installed("python"), "-P", _PROGRAM, self.servers), stdin=subprocess.PIPE

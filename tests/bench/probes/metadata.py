@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from diesel_fs import Dataset, Kind, connect
-from diesel_fs.repository import Repository
+from diesel_fs.repository import LocalRepository
 
 from ..memory import rollup_bytes
 
@@ -18,7 +18,7 @@ SEED = 1
 
 def export(url: str, name: str) -> dict[str, float]:
     """The whole snapshot from the metadata store alone, durable beside the chunks."""
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         start_s = time.perf_counter()
         repository.publish(name, full=True)
         return {"seconds": time.perf_counter() - start_s}
@@ -26,7 +26,7 @@ def export(url: str, name: str) -> dict[str, float]:
 
 def open_snapshot(url: str, name: str) -> dict[str, float]:
     """From an open repository to the first path looked up; and how large the snapshot is."""
-    with Repository.open(url) as repository:
+    with LocalRepository.open(url) as repository:
         start_s = time.perf_counter()
         view = repository.view(name)
         view.stat(view.lookup(b"class0000"))
