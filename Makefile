@@ -49,8 +49,8 @@ test: $(MADE)/tools $(MADE)/demo | system-test
 	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-s3: $(MADE)/tools | system-s3
-	@$(VENV)/bin/python -m tests.storage.swift_server $(VENV)/bin/python -m pytest -k cloud \
-		tests/storage/test_objects_contract.py $(ARGS)
+	@$(VENV)/bin/python -m tests.storage.objects.swift_server $(VENV)/bin/python -m pytest -k cloud \
+		tests/storage/objects/test_objects_contract.py $(ARGS)
 
 lint: $(MADE)/tools
 	@failed=0

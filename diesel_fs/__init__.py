@@ -8,10 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .client import Dataset as Dataset
-    from .client import connect as connect
-    from .entries import Kind as Kind
-    from .entries import Stat as Stat
+    from .client.dataset import Dataset as Dataset
+    from .client.dataset import connect as connect
     from .errors import BusyError as BusyError
     from .errors import ConfigError as ConfigError
     from .errors import ConflictError as ConflictError
@@ -35,15 +33,17 @@ if TYPE_CHECKING:
     from .errors import PermissionDenied as PermissionDenied
     from .errors import TruncatedError as TruncatedError
     from .errors import UsageError as UsageError
-    from .fuse import filelist as filelist
-    from .fuse import umount as umount
-    from .fuse.mounted import mount as mount
+    from .format.entries import Kind as Kind
+    from .format.entries import Stat as Stat
+    from .mounts import filelist as filelist
+    from .mounts import umount as umount
+    from .mounts.mounted import mount as mount
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "client": ("Dataset", "connect"),
-    "entries": ("Kind", "Stat"),
+    "client.dataset": ("Dataset", "connect"),
+    "format.entries": ("Kind", "Stat"),
     "errors": (
         "BusyError",
         "ConfigError",
@@ -69,8 +69,8 @@ _HOMES = {
         "TruncatedError",
         "UsageError",
     ),
-    "fuse": ("filelist", "umount"),
-    "fuse.mounted": ("mount",),
+    "mounts": ("filelist", "umount"),
+    "mounts.mounted": ("mount",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,7 +1,7 @@
 """Who a client says it is: a user's name and the key that proves it.
 
 Owned here: how a key is written, and that nothing shows one: `repr` and `str` leave it out. Not
-owned: signing (`rpc.py`), which keys a server knows (`accounts.py`). Pure.
+owned: signing (`net/client.py`), which keys a server knows (`accounts.py`). Pure.
 
 A key is the seed of an Ed25519 key (RFC 8032): 32 bytes, written as `diesel-key-1:` and base64.
 """

@@ -17,7 +17,7 @@ import pytest
 
 import diesel_fs
 from diesel_fs import errors
-from diesel_fs.task.request import TaskKwargs
+from diesel_fs.peers.options import TaskKwargs
 from diesel_server import main as server
 from diesel_server import options as server_options
 from dlcmd import main
@@ -25,7 +25,7 @@ from tests.cli.test_program import commands
 
 from .test_errors import all_kinds
 from .test_house import FILES, SOURCES
-from .test_layers import UNITS, modules
+from .test_layers import LAYERS
 
 TREE = Path(__file__).resolve().parents[1]
 PAGES = [path for path in FILES if path.suffix == ".md"]
@@ -172,25 +172,11 @@ def test_every_exit_code_is_documented() -> None:
     assert [int(code) for code, _ in rows(REFERENCE, "Exit codes")] == sorted(ends)
 
 
-def test_the_map_names_every_module() -> None:
-    """And none that is not there, each in its layer; a package stands for its modules."""
-    table = README.partition("| layer |")[2].partition("\n\n")[0]
-    places = {
-        name: int(line[2])
-        for line in table.splitlines()
-        if re.match(r"\| \d( \||, )", line)
-        for name in CODE.findall(line)
-    }
-    assert len(places) > 30
-    for name, layer in places.items():
-        unit = UNITS.get(name) or UNITS.get(f"{name.rstrip('/')}/")
-        assert name == "cache/" or (unit and unit.layer == layer), (name, layer)
-    named = {name.rstrip("/") for name in CODE.findall(table) if "." not in name} - {"diesel_fs"}
-    there = {name.split(".")[1] if "." in name else name for name in modules()} - {"diesel_fs"}
-    programs = {"dlcmd", "diesel_server"}
-    ours = {name.split(".")[1] for name in modules() if name.startswith("diesel_fs.")}
-    assert programs <= there
-    assert named == ours | programs
+def test_the_map_names_every_package() -> None:
+    """From the bottom up, and none that is not there."""
+    table = README.partition("| package |")[2].partition("\n\n")[0]
+    named = [CODE.findall(line)[0].rstrip("/") for line in table.splitlines()[2:]]
+    assert named == list(LAYERS)
 
 
 def prose(text: str) -> str:
@@ -276,12 +262,16 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
     ]
     for name, parts in (
-        ("diesel_fs/task/registration.py", {"parse_join", "_member"}),
-        ("diesel_fs/housekeeping.py", {"PurgeOptions"}),
+        ("diesel_fs/peers/registration.py", {"parse_join", "_member"}),
+        ("diesel_fs/repository/purge.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body
         readers += [each for each in body if getattr(each, "name", "") in parts]
     found = {name for reader in readers for name in left_out(reader)}
-    said = page("diesel_fs/WIRE.md").partition("A field that is left out")[2].partition("*info*")[0]
+    said = (
+        page("diesel_fs/net/WIRE.md")
+        .partition("A field that is left out")[2]
+        .partition("*info*")[0]
+    )
     assert len(found) > 8
     assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # which are looked for by name

@@ -12,8 +12,8 @@ import pytest
 
 from diesel_fs import errors
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import error_message
-from diesel_fs.storage.cloud_requests import ExpiredCredentials, PermanentStoreError
+from diesel_fs.net.messages import error_message
+from diesel_fs.storage.objects.cloud.requests import ExpiredCredentials, PermanentStoreError
 
 from .test_layers import modules
 

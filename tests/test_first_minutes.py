@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mountinfo import mounts
+from diesel_fs.system.mountinfo import mounts
 
-from .ordinary_user import USER, as_user, module_path, needs_root, user_python
 from .test_house import FILES, TREE
 from .trees import facts
+from .unprivileged_user import USER, as_user, module_path, needs_root, user_python
 
 pytestmark = pytest.mark.fuse
 

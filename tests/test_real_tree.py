@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.store import EntryReader
-from diesel_fs.extract import get
-from diesel_fs.fuse import MountRequest, mount, umount
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.writer import put_tree
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.client.extract import get
+from diesel_fs.ingest import put_tree
+from diesel_fs.mounts import MountRequest, mount, umount
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
 
 from .trees import Facts, facts, odd_tree, write
 

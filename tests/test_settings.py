@@ -9,14 +9,14 @@ import pytest
 
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, PermissionDenied
+from diesel_fs.peers.options import read_key_file
 from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
-from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.task.request import read_key_file
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
-from .ordinary_user import needs_root
 from .small_disks import remount, small_disk
+from .unprivileged_user import needs_root
 
 
 @pytest.fixture

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import click
 
-from diesel_fs import clouds, keys
-from diesel_fs.accounts import (
+from diesel_fs.credentials import key_text
+from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.net import keys
+from diesel_fs.repository.admin import Administration, open_administration
+from diesel_fs.storage.accounts.account import (
     TEXT_BYTES_MAX,
     Account,
     Role,
@@ -20,11 +23,9 @@ from diesel_fs.accounts import (
     parse_role,
     public_key_text,
 )
-from diesel_fs.administration import Administration, open_administration
-from diesel_fs.credentials import key_text
-from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.system.atomic_file import atomic_file, is_stdout, write_error
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
-from diesel_fs.whole_files import atomic_file, is_stdout, write_error
 
 from .options import HELP_NAMES, dataset, global_flags, global_options, verb
 from .output import count_text, emit, remark, say, say_json

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import click
 
-from diesel_fs import clouds
-from diesel_fs.cache.store import EntryReader
-from diesel_fs.entries import check_path
+from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ObjectMissing
+from diesel_fs.format.entries import check_path
+from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.names import parse_versioned_name, shown
-from diesel_fs.repositories import open_configured
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
+from diesel_fs.remote.open import open_configured
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.cloud import direct as clouds
 from diesel_fs.urls import parse_url
 
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags

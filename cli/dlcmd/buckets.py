@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectMissing, ObjectStoreError
-from diesel_fs.storage.cloud_place import parse_bucket_url
-from diesel_fs.storage.cloud_requests import (
+from diesel_fs.ingest import BucketObject
+from diesel_fs.storage.objects.cloud.location import parse_bucket_url
+from diesel_fs.storage.objects.cloud.requests import (
     ChangedObject,
     CloudObject,
     CloudRequests,
     RangeNotSatisfiable,
     UnlistableKey,
 )
-from diesel_fs.storage.retries import RetryClock, RetryLoop, RetryPolicy
+from diesel_fs.storage.objects.retry import RetryClock, RetryLoop, RetryPolicy
 from diesel_fs.urls import RepositoryUrl
-from diesel_fs.writer import BucketObject
 
 _POLICY = RetryPolicy()
 

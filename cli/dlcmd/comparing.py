@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from diesel_fs.differences import Differences, compare_folder, compare_versions
+from diesel_fs.client.differences import Differences, compare_folder, compare_versions
 from diesel_fs.errors import NoSuchDataset, UsageError
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.local import LocalRepository
 
 from .addresses import Address, open_repository_from_flags, versioned_address
 from .options import global_flags, verb

@@ -9,7 +9,6 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from .output import bytes_text
-from .progress import Progress
 
 
 class Bar:
@@ -30,16 +29,14 @@ class Bar:
         self._task = self._rich.add_task(title, total=None, rate="")
         self._rich.start()
 
-    def draw(self, progress: Progress) -> None:
-        """Show how far it has come."""
+    def draw(self, done: int, total: int, content_bytes: int | None) -> None:
+        """Show how much of how much is done; a `total` of 0 is not known yet."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
-        rate = f"{progress.done:,} {self._unit}, {progress.done / passed_s:,.0f}/s"
-        if progress.content_bytes is not None:
-            rate += f", {bytes_text(progress.content_bytes / passed_s)}/s"
-        self._rich.update(
-            self._task, completed=progress.done, total=progress.total or None, rate=rate
-        )
+        rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"
+        if content_bytes is not None:
+            rate += f", {bytes_text(content_bytes / passed_s)}/s"
+        self._rich.update(self._task, completed=done, total=total or None, rate=rate)
         self._rich.refresh()
 
     def close(self) -> None:

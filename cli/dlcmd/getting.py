@@ -9,12 +9,12 @@ from typing import BinaryIO
 
 import click
 
-from diesel_fs import extract
-from diesel_fs.entries import Kind
+from diesel_fs.client import extract
+from diesel_fs.client.extract import GetReport
 from diesel_fs.errors import ConflictError, UsageError
-from diesel_fs.extract import GetReport
-from diesel_fs.repository import LocalRepository, index_of_path
-from diesel_fs.whole_files import atomic_file, is_stdout, named_file, write_error
+from diesel_fs.format.entries import Kind
+from diesel_fs.repository.local import LocalRepository, index_of_path
+from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
 
 from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
 from .options import global_flags, verb

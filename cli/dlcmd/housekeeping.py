@@ -6,10 +6,10 @@ from typing import ParamSpec
 
 import click
 
-from diesel_fs import housekeeping
 from diesel_fs.errors import UsageError
-from diesel_fs.housekeeping import PurgeOptions, PurgeReport
-from diesel_fs.snapshots import GRACE_S
+from diesel_fs.repository import purge as housekeeping
+from diesel_fs.repository.purge import PurgeOptions, PurgeReport
+from diesel_fs.repository.versions import GRACE_S
 
 from .addresses import open_repository_from_flags
 from .options import dataset, duration, global_flags, verb

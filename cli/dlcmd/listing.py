@@ -9,16 +9,16 @@ from contextlib import suppress
 import click
 import numpy as np
 
-from diesel_fs import housekeeping
-from diesel_fs import snapshot_layout as layout
-from diesel_fs.catalogue import DatasetInfo
-from diesel_fs.chunk_id import chunk_id_text, id_seconds
-from diesel_fs.entries import Codec, Kind, Stat
 from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.format.chunk_id import chunk_id_text, id_seconds
+from diesel_fs.format.entries import Codec, Kind, Stat
+from diesel_fs.format.snapshot import layout as layout
+from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.names import shown
-from diesel_fs.repository import LocalRepository, index_of_path
-from diesel_fs.snapshot import Indices, Snapshot
-from diesel_fs.snapshots import KeptVersion
+from diesel_fs.repository import purge as housekeeping
+from diesel_fs.repository.catalog import DatasetInfo
+from diesel_fs.repository.local import LocalRepository, index_of_path
+from diesel_fs.repository.versions import KeptVersion
 
 from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
 from .options import ALL_VERSIONS, global_flags, verb

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-from diesel_fs import recovery
 from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset, ObjectStoreError
-from diesel_fs.folding import Findings
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshots import open_snapshot_file
-from diesel_fs.whole_files import is_stdout
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository import recover as recovery
+from diesel_fs.repository.expected_chunks import Findings
+from diesel_fs.repository.versions import open_snapshot_file
+from diesel_fs.system.atomic_file import is_stdout
 
 from .addresses import Address, open_repository_from_flags
 from .options import dataset, global_flags, moment_text, time, verb, versioned_dataset

@@ -9,11 +9,11 @@ from typing import Literal
 import click
 
 from diesel_fs.errors import UsageError
-from diesel_fs.fuse import MountRequest, mount_in_foreground
-from diesel_fs.fuse import mount as mount_in_background
-from diesel_fs.fuse import stats as stats_of
-from diesel_fs.fuse import umount as unmount
-from diesel_fs.task.request import TaskOptions, read_key_file
+from diesel_fs.mounts import MountRequest, mount_in_foreground
+from diesel_fs.mounts import mount as mount_in_background
+from diesel_fs.mounts import stats as stats_of
+from diesel_fs.mounts import umount as unmount
+from diesel_fs.peers.options import TaskOptions, read_key_file
 
 from .mount_stats import stats_lines
 from .options import global_flags, size, verb, versioned_dataset

@@ -5,11 +5,11 @@
 
 import sys
 
-from diesel_fs import clouds
-from diesel_fs.storage.objects import ObjectStore
-from diesel_fs.stores import open_objects
+from diesel_fs.ingest.worker import run_worker_program
+from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.store import ObjectStore
+from diesel_fs.storage.open_stores import open_objects
 from diesel_fs.urls import parse_url
-from diesel_fs.writer.process import run_worker_program
 
 PROGRAM = (sys.executable, "-P", "-m", "dlcmd.packing")
 

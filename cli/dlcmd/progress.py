@@ -28,7 +28,7 @@ ShowProgress = Callable[[Progress], None]
 
 
 class _Bar(Protocol):
-    def draw(self, progress: Progress) -> None: ...
+    def draw(self, done: int, total: int, content_bytes: int | None) -> None: ...
     def close(self) -> None: ...
 
 
@@ -72,7 +72,7 @@ class _Seldom:
         if now_s >= self._next_s:
             self._next_s = now_s + DRAW_S
             with suppress(OSError):
-                self._bar.draw(progress)
+                self._bar.draw(progress.done, progress.total, progress.content_bytes)
 
 
 class _Lines:

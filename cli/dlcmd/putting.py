@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 import click
 
-from diesel_fs.chunk import CHUNK_BYTES_DEFAULT
-from diesel_fs.entries import Kind, check_path, join
 from diesel_fs.errors import (
     NoSuchDataset,
     NotFoundError,
@@ -21,11 +19,13 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.repository import LocalRepository
+from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
+from diesel_fs.format.entries import Kind, check_path, join
+from diesel_fs.ingest import Bucket, PutOptions, PutReport, put_bucket, put_file, put_tar, put_tree
+from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX
+from diesel_fs.ingest.options import PutProgress as Report
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import CLOUD_SCHEMES, parse_url
-from diesel_fs.writer import Bucket, PutOptions, PutReport, put_bucket, put_file, put_tar, put_tree
-from diesel_fs.writer.options import COMPRESSIONS, JOBS_MAX
-from diesel_fs.writer.options import PutProgress as Report
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, size, verb

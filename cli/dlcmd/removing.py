@@ -2,10 +2,10 @@
 
 import click
 
-from diesel_fs.entries import Kind
 from diesel_fs.errors import UsageError
-from diesel_fs.repository import LocalRepository, index_of_path
-from diesel_fs.snapshot import Snapshot
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.local import LocalRepository, index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import dataset, global_flags, verb

@@ -7,18 +7,18 @@ from dataclasses import asdict
 
 import click
 
-from diesel_fs.entries import Kind
 from diesel_fs.errors import UsageError
-from diesel_fs.repository import index_of_path
-from diesel_fs.shuffle import (
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.snapshot.reader import Indices, Snapshot
+from diesel_fs.orders.shuffle import (
     BATCH_FILES,
     GROUP_SIZE_DEFAULT,
     OrderQuality,
     chunk_shuffle,
     full_shuffle,
 )
-from diesel_fs.shuffle import measure_quality as quality_of
-from diesel_fs.snapshot import Indices, Snapshot
+from diesel_fs.orders.shuffle import measure_quality as quality_of
+from diesel_fs.repository.local import index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb

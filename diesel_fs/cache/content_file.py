@@ -3,7 +3,7 @@
 import io
 from typing import TYPE_CHECKING
 
-from .store import EntryReader
+from .reader import EntryReader
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

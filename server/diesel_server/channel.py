@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import trio
 
-from diesel_fs.entries import Bytes
+from diesel_fs.format.entries import Bytes
 
 _BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
 _PIECE_BYTES = 256 << 10

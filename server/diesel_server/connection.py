@@ -22,8 +22,6 @@ from uuid import UUID
 import numpy as np
 import trio
 
-from diesel_fs import wire
-from diesel_fs.accounts import Account
 from diesel_fs.errors import (
     BusyError,
     CorruptError,
@@ -32,15 +30,17 @@ from diesel_fs.errors import (
     MetadataError,
     PermissionDenied,
 )
-from diesel_fs.messages import INTEGER_MAX, Fields, Message, error_message
 from diesel_fs.metrics import MetricCells
+from diesel_fs.net import frames as wire
+from diesel_fs.net.messages import INTEGER_MAX, Fields, Message, error_message
+from diesel_fs.storage.accounts.account import Account
 
 from . import limits
 from .channel import Channel, ConnectionClosed
+from .dispatch import Dispatcher, ThreadsBusy
 from .limits import ConnectionLimits, FairByteBudget, LimitReached
-from .refusals import RefusalLog, dataset_in
+from .refusal_log import RefusalLog, dataset_in
 from .requests import Reply, Request
-from .running import Dispatcher, ThreadsBusy
 
 log = logging.getLogger("diesel.server")
 
@@ -54,7 +54,7 @@ _LOGINS = 16
 
 
 class Authenticator(Protocol):
-    """Who users are (`login.py`). Both may block, for a stated time."""
+    """Who users are (`authentication.py`). Both may block, for a stated time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""

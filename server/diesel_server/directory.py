@@ -2,7 +2,8 @@
 
 Owned here: roles, in this one place and before anything else of a request is looked at; names and
 identities of datasets, remembered. To who may not read a dataset there is none: the same error in
-the same words as where there is none. Not owned: accounts (`login.py`), what datasets hold.
+the same words as where there is none. Not owned: accounts (`authentication.py`), what datasets
+hold.
 
 What is remembered of an identity is looked at again after some seconds: it may have been deleted.
 Then it is dying as long as objects of it are left: there for who was reading it, and not by name.
@@ -16,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import UUID
 
-from diesel_fs.accounts import Account, Role
-from diesel_fs.catalogue import DatasetInfo
 from diesel_fs.errors import (
     CorruptError,
     NoSuchDataset,
     ObjectStoreError,
 )
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.catalog import DatasetInfo
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.accounts.account import Account, Role
 
 log = logging.getLogger("diesel.server")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import trio
 
 from diesel_fs.errors import BusyError, DieselError
-from diesel_fs.messages import Message
-from diesel_fs.repository import ReportProgress
+from diesel_fs.net.messages import Message
+from diesel_fs.repository.local import ReportProgress
 
 from .requests import Reply
 

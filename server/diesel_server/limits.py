@@ -16,9 +16,9 @@ from ipaddress import IPv6Address, ip_address
 import numpy as np
 import trio
 
-from diesel_fs.entries import CHUNK_RANGE
-from diesel_fs.messages import Message
-from diesel_fs.wire import REQUEST_LIMITS
+from diesel_fs.format.entries import CHUNK_RANGE
+from diesel_fs.net.frames import REQUEST_LIMITS
+from diesel_fs.net.messages import Message
 
 GREETING_S = 5.0
 LOGIN_S = 5.0

@@ -17,10 +17,10 @@ import click
 
 from diesel_fs.errors import ConfigError, DieselError
 from diesel_fs.settings import parse_size
-from diesel_fs.storage.redis_address import parse_redis_url
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import SERVER_SCHEMES, RepositoryUrl, parse_url
 
-from .places import Endpoint, is_local, parse_endpoint
+from .endpoints import Endpoint, is_local, parse_endpoint
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from diesel_fs.accounts import Account
-from diesel_fs.entries import Bytes
-from diesel_fs.messages import Message
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net.messages import Message
+from diesel_fs.storage.accounts.account import Account
 
 
 @dataclass(frozen=True, slots=True)

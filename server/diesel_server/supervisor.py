@@ -1,7 +1,7 @@
 """The server's parent: it listens, starts workers, replaces those that die, and ends them.
 
 Owned here: the sockets, the workers' lives, signals. Not owned: what is served (`worker.py`), the
-text of metrics (`metrics.py`), the port that shows it (`scrape.py`).
+text of metrics (`metrics.py`), the port that shows it (`metrics_endpoint.py`).
 
 SIGTERM and SIGINT end it when what is under way is done; a second one at once. SIGHUP is passed on
 to the workers, who read the certificate again.
@@ -24,11 +24,12 @@ import trio
 from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
 from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, private_cells
 
-from . import limits, scrape
+from . import limits
+from . import metrics_endpoint as scrape
 from .certificate import load_certificate
+from .endpoints import Endpoint, listen
 from .options import Options
-from .places import Endpoint, listen
-from .task import WorkerConfig, config_line, split_environment
+from .worker_config import WorkerConfig, config_line, split_environment
 
 log = logging.getLogger("diesel.server")
 

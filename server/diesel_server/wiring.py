@@ -12,32 +12,32 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
-from diesel_fs import clouds
-from diesel_fs.accounts import Account
-from diesel_fs.cache.disk_shelf import DiskTier, prepare_cache_folder
-from diesel_fs.cache.merged_reads import RangeReader
-from diesel_fs.cache.shelves import CacheTier, MemoryTier
-from diesel_fs.cache.tier import ReadThroughCache
-from diesel_fs.commits import ValidatedChunk
+from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.range_reader import RangeReader
+from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.tiers import CacheTier, MemoryTier
 from diesel_fs.errors import DieselError, ObjectMissing
 from diesel_fs.metrics import MetricCells
-from diesel_fs.repository import LocalRepository
+from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.validation import ValidatedChunk
 from diesel_fs.settings import cache_folder
-from diesel_fs.snapshot_pieces import CompressedSnapshots
-from diesel_fs.storage.objects import ObjectStore
-from diesel_fs.storage.redis_address import parse_redis_url
-from diesel_fs.stores import open_accounts, open_objects
+from diesel_fs.storage.accounts.account import Account
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.store import ObjectStore
+from diesel_fs.storage.open_stores import open_accounts, open_objects
 from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
 
-from .account_requests import account_handlers
+from .account_handlers import account_handlers
+from .authentication import TableAuthenticator
 from .connection import Authenticator as Logins
-from .login import TableAuthenticator
-from .markers import HeadCache
-from .redis_glances import pipelined_heads
+from .head_cache import HeadCache
+from .metadata_watch import RedisRuns, watch_metadata
+from .pipelined_heads import pipelined_heads
+from .request_table import handlers, takes_payload
 from .requests import Handler, Reply, Request
-from .service import handlers, takes_payload
-from .task import WorkerConfig
-from .watching import RedisRuns, watch_metadata
+from .worker_config import WorkerConfig
 
 log = logging.getLogger("diesel.server")
 

@@ -23,18 +23,18 @@ from typing import NoReturn
 import trio
 
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import error_message
 from diesel_fs.metrics import MetricCells, cells_bytes
+from diesel_fs.net.messages import error_message
 
 from . import limits
 from .certificate import ServerCertificate, load_certificate
 from .connection import ConnectionContext
+from .dispatch import Dispatcher
 from .limits import ConnectionLimits
 from .listener import Listener, most_connections
-from .refusals import RefusalLog
-from .running import Dispatcher
-from .task import WorkerConfig, read_config
+from .refusal_log import RefusalLog
 from .wiring import WireUp, Wiring, wire_up
+from .worker_config import WorkerConfig, read_config
 
 log = logging.getLogger("diesel.server")
 

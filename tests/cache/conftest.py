@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.disk_shelf import prepare_cache_folder
-from diesel_fs.cache.shelves import ChunkKey
-from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.layout import chunk_object
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.storage.objects import StoreWrapper
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.store import StoreWrapper
 
 from ..trees import write
-from .shelved import Chunks
+from .disk_tier import Chunks
 
 FILES = {
     "empty": b"",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache import disk_shelf
-from diesel_fs.cache.disk_shelf import prepare_cache_folder
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache.disk import prepare_cache_folder
 from diesel_fs.errors import ConflictError, NoSpaceError
 
 from ..small_disks import remount
-from .shelved import Chunks, content_of, counted, file_of, put, tier_at
-from .test_disk_shelf import small as small
+from .disk_tier import Chunks, content_of, counted, file_of, put, tier_at
+from .test_disk import small as small
 
 
 def plant(what: str, path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs import keys
-from diesel_fs.accounts import parse_accounts, parse_public_key, public_key_text
 from diesel_fs.credentials import KEY_PREFIX, parse_key
-from diesel_fs.storage.folder import FolderStore
-from tests.storage.redis_servers import RedisServer, emptied_server
+from diesel_fs.net import keys
+from diesel_fs.storage.accounts.account import parse_accounts, parse_public_key, public_key_text
+from diesel_fs.storage.objects.folder import FolderStore
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server
 from tests.trees import write
 
 from .conftest import Dlcmd
@@ -235,7 +235,7 @@ def test_C1_a_redis_that_is_down_is_14(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 def test_start_up_does_not_pay_for_keys() -> None:
     """Only who makes, signs or checks something needs the library."""
-    code = "import sys, diesel_fs.repositories; sys.exit('cryptography' in sys.modules)"
+    code = "import sys, diesel_fs.remote.open; sys.exit('cryptography' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

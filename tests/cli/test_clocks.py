@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.chunk_id import IdFields, id_seconds
-from diesel_fs.layout import chunk_object
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.redis_metadata import RedisMetadata
-from diesel_fs.storage.sqlite import SqliteMetadata
+from diesel_fs.format.chunk_id import IdFields, id_seconds
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.repository.test_interleavings import Writer
 from tests.server.program import Server, new_repository
-from tests.storage.redis_servers import RedisServer
+from tests.storage.metadata.redis_servers import RedisServer
 from tests.trees import Facts, facts, write
 
 from .conftest import Dlcmd

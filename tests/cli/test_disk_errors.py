@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.whole_files import remove_leftovers, temporary_name
+from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
 from tests.trees import Facts, facts, write
 
 from .conftest import Dlcmd, children, lives

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import NotFoundError, UsageError
-from diesel_fs.fuse.request import MountRequest
-from diesel_fs.fuse.source import MountSource
+from diesel_fs.mounts.options import MountRequest
+from diesel_fs.mounts.source import MountSource
 
 from ..trees import facts, write
 from .conftest import Dlcmd

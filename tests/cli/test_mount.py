@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DieselError
-from diesel_fs.fuse import umount
-from diesel_fs.fuse.mountpoint import mounted_at
+from diesel_fs.mounts import umount
+from diesel_fs.mounts.mountpoint import mounted_at
 from dlcmd.mount_stats import stats_lines
-from tests.ordinary_user import needs_root
 from tests.trees import facts, write
+from tests.unprivileged_user import needs_root
 
 from .conftest import Dlcmd
 
@@ -261,7 +261,7 @@ def _processes_of(folder: Path) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(folder) in words and b"diesel_fs.fuse.daemon" in words:
+            if os.fsencode(folder) in words and b"diesel_fs.mounts.supervisor" in words:
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
                 found += [int(process.name)] * (state != "Z")
     return found

@@ -11,9 +11,9 @@ import boto3
 import pytest
 
 from tests.storage.conftest import s3 as s3
-from tests.storage.redis_servers import RedisServer
-from tests.storage.s3_server import Server, credentials
-from tests.storage.scripted_s3 import Rule, ScriptedS3
+from tests.storage.metadata.redis_servers import RedisServer
+from tests.storage.objects.s3_server import Server, credentials
+from tests.storage.objects.scripted_s3 import Rule, ScriptedS3
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd

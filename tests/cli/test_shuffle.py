@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.repository import LocalRepository
-from diesel_fs.shuffle import chunk_shuffle, full_shuffle, measure_quality
-from diesel_fs.snapshot import Snapshot
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle, measure_quality
+from diesel_fs.repository.local import LocalRepository
 from tests.trees import write
 
 from .conftest import Dlcmd

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.recovery import recover
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover
+from tests.ingest.test_put import dataset_state
 from tests.trees import Facts, facts, write
-from tests.writer.test_put import dataset_state
 
 from .conftest import Dlcmd, children, lives
 

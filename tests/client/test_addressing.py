@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import diesel_fs
-from diesel_fs.addressing import EntryKey, EntryKeys
-from diesel_fs.client import Dataset, connect
-from diesel_fs.entries import Kind
+from diesel_fs.client.addressing import EntryKey, EntryKeys
+from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError, UsageError
+from diesel_fs.format.entries import Kind
 from diesel_fs.urls import parse_url
 
 CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs import stores
-from diesel_fs.client import Dataset, connect
+from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
-from diesel_fs.storage.cloud_proxy import CloudProxy
+from diesel_fs.storage import open_stores as stores
+from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from diesel_fs.urls import CLOUD_SCHEMES
 from tests.client.test_client import in_child
 from tests.storage.conftest import s3 as s3
-from tests.storage.redis_servers import RedisServer, until
-from tests.storage.s3_server import Server
+from tests.storage.metadata.redis_servers import RedisServer, until
+from tests.storage.objects.s3_server import Server
 
 CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(40)}
 TRAIN = Path(__file__).with_name("train.py")
@@ -62,7 +62,10 @@ def helpers(url: str) -> list[int]:
             words = each.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"diesel_fs.storage.cloud_helper" in words and url.split("?")[0].encode() in words:
+        if (
+            b"diesel_fs.storage.objects.cloud.proxy_process" in words
+            and url.split("?")[0].encode() in words
+        ):
             found.append(int(each.parent.name))
     return found
 

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import diesel_fs
-from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.client import Dataset, connect
-from diesel_fs.entries import Kind
+from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import (
     ConflictError,
     CorruptError,
@@ -24,10 +22,12 @@ from diesel_fs.errors import (
     ObjectStoreError,
     UsageError,
 )
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.folder import FolderStore
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.entries import Kind
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.urls import parse_url
-from diesel_fs.writer import PutOptions, put_tree
 
 from ..trees import write
 
@@ -343,7 +343,7 @@ def test_memory_that_was_given_is_a_limit(large: str, monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match="smaller group_size, or open"):
             dataset.shuffle(seed=1, epoch=2, group_size=20)
         dataset.shuffle(seed=1, epoch=2, group_size=2)
-    monkeypatch.setattr("diesel_fs.client.MEMORY_BYTES_DEFAULT", 3 * CHUNK_BYTES_MIN)
+    monkeypatch.setattr("diesel_fs.client.dataset.MEMORY_BYTES_DEFAULT", 3 * CHUNK_BYTES_MIN)
     with connect("large", large) as dataset:
         order = dataset.shuffle(seed=1, epoch=2, group_size=20)
         assert sum(len(view) for view in dataset.read_many(order)) == 1020 * 4000

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.client import Dataset, connect
+from diesel_fs.client.dataset import Dataset, connect
+from diesel_fs.client.reopening import DatasetReference
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, ConflictError, NoSuchPath, NotFoundError, UsageError
-from diesel_fs.remote import RemoteRepository
-from diesel_fs.reopening import DatasetReference
-from diesel_fs.repositories import open_repository, same_view
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.task.request import NO_TASK, TaskOptions
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.peers.options import NO_TASK, TaskOptions
+from diesel_fs.remote.open import open_repository, same_view
+from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.urls import parse_url
 
 FILES = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
@@ -181,7 +181,7 @@ def test_the_same_version_is_found_or_none(
         writer.put(b"new", "new")
     with open_repository(url) as repository:
         assert same_view(repository, "ds", identity, version).version == version
-        monkeypatch.setattr("diesel_fs.repositories.open_private_copy", lambda *_: None)
+        monkeypatch.setattr("diesel_fs.remote.open.open_private_copy", lambda *_: None)
         assert same_view(repository, "ds", identity, version).version == version
         with pytest.raises(NotFoundError):
             same_view(repository, "ds", identity, 5)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mountinfo import mounts
-from tests.ordinary_user import needs_root
+from diesel_fs.system.mountinfo import mounts
+from tests.unprivileged_user import needs_root
 
 from .test_deploy import DEPLOY
 

@@ -12,22 +12,28 @@ from uuid import UUID
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs import wire
-from diesel_fs.accounts import Account, Role, accounts_text, check_public_key, parse_accounts
-from diesel_fs.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
-from diesel_fs.chunk_builder import ChunkBuilder
-from diesel_fs.control_wire import frame
-from diesel_fs.entries import ChunkId
 from diesel_fs.errors import CorruptError, ForeignError, FormatError, UsageError
-from diesel_fs.fuse import protocol
-from diesel_fs.fuse.helper import planner_for
-from diesel_fs.fuse.plan_messages import PlanCommands
-from diesel_fs.fuse.protocol import Malformed, Op
-from diesel_fs.messages import parse_error, unpack
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.task import hello
-from diesel_fs.task import wire as task_wire
-from tests.fuse.test_plan_messages import SNAPSHOT, announce
+from diesel_fs.format.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.plans.commands import PlanCommands
+from diesel_fs.mounts.plans.control_wire import frame
+from diesel_fs.mounts.prefetch.worker import planner_for
+from diesel_fs.mounts.sessions import protocol
+from diesel_fs.mounts.sessions.protocol import Malformed, Op
+from diesel_fs.net import frames as wire
+from diesel_fs.net.messages import parse_error, unpack
+from diesel_fs.peers import hello
+from diesel_fs.peers import wire as task_wire
+from diesel_fs.storage.accounts.account import (
+    Account,
+    Role,
+    accounts_text,
+    check_public_key,
+    parse_accounts,
+)
+from tests.mounts.plans.test_commands import SNAPSHOT, announce
 
 SNAPSHOT_HEADER_BYTES = 640
 SIZES = np.array([1000, 1 << 31, 0], np.uint64)

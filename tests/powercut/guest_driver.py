@@ -9,11 +9,11 @@ import sys
 import uuid
 from pathlib import Path
 
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.folder import FolderStore
-from diesel_fs.storage.sqlite import SqliteMetadata
-from diesel_fs.storage.sqlite_file import LEASE_NAME
-from tests.storage.batches import Chunk, Entry
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.storage.objects.folder import FolderStore
+from tests.storage.metadata.batches import Chunk, Entry
 
 DATASET = "datasets/" + "ab" * 16
 LEASE = f"{DATASET}/leases/me"

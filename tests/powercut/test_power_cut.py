@@ -18,19 +18,19 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DieselError, FormatError
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.storage.folder import FolderStore
-from diesel_fs.storage.sqlite import SqliteMetadata
-from diesel_fs.storage.sqlite_file import LEASE_NAME
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.storage.objects.folder import FolderStore
 
 from ..bench.dlcmd import compile_program
+from ..ingest.test_put import dataset_state
 from ..repository.test_crash import source_tree
-from ..storage.batches import check as check_metadata
+from ..storage.metadata.batches import check as check_metadata
 from ..trees import Facts, facts, write
-from ..writer.test_put import dataset_state
 from . import guest_driver
 from .machine import Machine, Tools, Unsuitable, after_reboot
 

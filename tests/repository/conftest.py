@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.local import LocalRepository
 
 
 @pytest.fixture

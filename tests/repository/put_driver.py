@@ -6,9 +6,9 @@ Prints "acknowledged" only when `put_tree` has returned.
 import sys
 from pathlib import Path
 
-from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.repository import LocalRepository
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
 
 if __name__ == "__main__":
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2, delete="delete" in sys.argv)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.chunk_id import IdFields, id_seconds
-from diesel_fs.commits import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
 from diesel_fs.errors import CorruptError, ObjectStoreRefused
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.sqlite import SqliteMetadata
+from diesel_fs.format.chunk_id import IdFields, id_seconds
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 
 from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
 
+from ..ingest.test_put import dataset_state
 from ..trees import Facts, facts, write
-from ..writer.test_put import dataset_state
 
 STRACE = shutil.which("strace")
 DRIVER = [sys.executable, "-m", "tests.repository.put_driver"]

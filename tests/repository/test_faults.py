@@ -10,19 +10,19 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.chunk_id import IdFields, id_fields, stamp
-from diesel_fs.entries import ChunkId
 from diesel_fs.errors import CorruptError, MetadataError, NoSuchDataset, ObjectStoreError
-from diesel_fs.layout import chunk_object, dataset_object, snapshot_object
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshots import _boot
-from diesel_fs.storage.metadata import Batch, ReadCommitted
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object, dataset_object, snapshot_object
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.versions import _boot
+from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
-from ..storage.faulty_store import Fault, FaultyStore
+from ..ingest.test_put import dataset_state
+from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
-from ..writer.test_put import dataset_state
 from .test_interleavings import Writer, content, fold_in
 
 ONE = PutOptions(jobs=1)
@@ -338,7 +338,7 @@ def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
     for file in private.glob(f"{identity.hex}-*"):
         file.write_bytes(file.read_bytes()[:640].ljust(file.stat().st_size, b"\0"))
     (tmp_path / "boot").write_text("another")
-    monkeypatch.setattr("diesel_fs.snapshots._BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr("diesel_fs.repository.versions._BOOT_ID", tmp_path / "boot")
     _boot.cache_clear()
     try:
         assert dataset_state(filled) == facts(source)

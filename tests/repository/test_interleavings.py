@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from diesel_fs.cache.store import EntryReader
-from diesel_fs.chunk import ExtentInfo, Header
-from diesel_fs.chunk_builder import ChunkBuilder
-from diesel_fs.chunk_id import IdFields, id_fields, stamp
-from diesel_fs.commits import StaleChunk, batch_of
-from diesel_fs.entries import ChunkId, Kind
+from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import CorruptError
-from diesel_fs.layout import chunk_object
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository, LocalWriteSession
-from diesel_fs.writer.clashes import finish_put
-from diesel_fs.writer.options import PutReport
+from diesel_fs.format.chunk import ExtentInfo, Header
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.format.entries import ChunkId, Kind
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.ingest.concurrent_writers import finish_put
+from diesel_fs.ingest.options import PutReport
+from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.validation import StaleChunk, batch_of
 
 UNIT = 65536
 

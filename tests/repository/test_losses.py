@@ -19,12 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diesel_fs import folding
-from diesel_fs import snapshot_layout as layout
-from diesel_fs.cache.store import EntryReader
-from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.chunk_id import chunk_id_text
-from diesel_fs.entries import ChunkId
+from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import (
     BusyError,
     CorruptError,
@@ -34,19 +29,24 @@ from diesel_fs.errors import (
     ObjectStoreError,
     ObjectStoreRefused,
 )
-from diesel_fs.folding import LostChunks
-from diesel_fs.housekeeping import PurgeOptions, purge
-from diesel_fs.layout import chunk_object, snapshot_object
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.chunk_id import chunk_id_text
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object, snapshot_object
+from diesel_fs.format.snapshot import layout as layout
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository import expected_chunks as folding
+from diesel_fs.repository.expected_chunks import LostChunks
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions, purge
+from diesel_fs.repository.recover import recover, verify
 
-from ..housekeeping.purged import ShortListing
-from ..storage.faulty_store import Fault, FaultyStore
-from ..storage.redis_servers import emptied_server
+from ..ingest.test_put import dataset_state
+from ..storage.metadata.redis_servers import emptied_server
+from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
-from ..writer.test_put import dataset_state
+from .purge.purged import ShortListing
 
 ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
 NOW = PurgeOptions(grace_s=0)

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from diesel_fs.client import Dataset, connect
+from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "f\n/\udcff", "large"])
 CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) * (n << 16))
@@ -29,7 +29,7 @@ class DatasetModel(RuleBasedStateMachine):
     def open(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="diesel-model-"))
         self.url = (self.folder / "store").as_uri()
-        self.small = mock.patch("diesel_fs.client.CHUNK_BYTES_DEFAULT", 65536)
+        self.small = mock.patch("diesel_fs.client.dataset.CHUNK_BYTES_DEFAULT", 65536)
         self.small.start()
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: dict[str, bytes] = {}

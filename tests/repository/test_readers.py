@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.commits import batch_of
 from diesel_fs.errors import (
     ConfigError,
     ConflictError,
@@ -23,17 +22,18 @@ from diesel_fs.errors import (
     ObjectStoreError,
     UsageError,
 )
-from diesel_fs.layout import chunk_object
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository, LocalWriteSession
-from diesel_fs.storage.metadata import MetadataStore
-from diesel_fs.storage.sqlite import SqliteMetadata
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.validation import batch_of
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.storage.metadata.store import MetadataStore
 
 from ..client.test_client import in_child
+from ..ingest.test_put import dataset_state
 from ..small_disks import small_disk
 from ..trees import facts, write
-from ..writer.test_put import dataset_state
 
 FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
 
@@ -233,7 +233,7 @@ def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
             during.append(blind.meta_problem)
             return opened
 
-        monkeypatch.setattr("diesel_fs.repository.open_metadata", opens)
+        monkeypatch.setattr("diesel_fs.repository.local.open_metadata", opens)
         blind.open_metadata(create=False)
         assert during == [problem]
         assert blind.meta_problem is None

@@ -6,15 +6,15 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.chunk_builder import ChunkBuilder
-from diesel_fs.commits import batch_of
-from diesel_fs.entries import Bytes, Kind
 from diesel_fs.errors import ConflictError, MetadataBehind, NoSuchDataset
-from diesel_fs.housekeeping import purge
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository, LocalWriteSession
-from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.redis_servers import RedisServer, free_port
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.entries import Bytes, Kind
+from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.purge import purge
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.validation import batch_of
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.storage.metadata.redis_servers import RedisServer, free_port
 
 NAME = "pets"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import NoSpaceError
-from diesel_fs.repository import LocalRepository
-from diesel_fs.snapshot import Snapshot
-from diesel_fs.snapshots import open_snapshot_file
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.versions import open_snapshot_file
 
 from ..small_disks import small_disk
 from ..trees import write

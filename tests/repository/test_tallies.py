@@ -8,14 +8,14 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from diesel_fs import snapshot_merge
-from diesel_fs.entries import EXTENT, Kind, Rows
 from diesel_fs.errors import CorruptError
-from diesel_fs.recovery import verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.metadata import MetadataChanges
-from diesel_fs.storage.sqlite import SqliteMetadata
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.entries import EXTENT, Kind, Rows
+from diesel_fs.format.snapshot import build as snapshot_merge
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import verify
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.storage.metadata.store import MetadataChanges
 from tests.trees import write
 
 SMALL = PutOptions(jobs=1, chunk_bytes=1 << 16, compress="none")
@@ -116,7 +116,7 @@ def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
             rows = plain("mtime_ns")(rows)
         return merge(previous, rows, *rest, **more)  # type: ignore[arg-type]  # handed on
 
-    monkeypatch.setattr("diesel_fs.snapshots.build_snapshot", damaged)
+    monkeypatch.setattr("diesel_fs.repository.versions.build_snapshot", damaged)
     put_tree(repository, "ds", source, options=SMALL)
     assert hits
     monkeypatch.undo()

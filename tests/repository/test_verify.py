@@ -12,20 +12,20 @@ from uuid import UUID
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs import folding
-from diesel_fs.chunk import CHUNK_BYTES_MIN, Header
-from diesel_fs.chunk_id import IdFields, chunk_id_text
-from diesel_fs.entries import ChunkId
-from diesel_fs.folding import HEADERS_AHEAD, Findings
-from diesel_fs.layout import chunk_object
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.metadata import Batch, ReadCommitted
-from diesel_fs.storage.sqlite_runs import split_runs
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN, Header
+from diesel_fs.format.chunk_id import IdFields, chunk_id_text
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository import expected_chunks as folding
+from diesel_fs.repository.expected_chunks import HEADERS_AHEAD, Findings
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.metadata.sqlite.runs import split_runs
+from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
+from ..ingest.test_put import dataset_state
 from ..trees import facts, write
-from ..writer.test_put import dataset_state
 from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}

@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Callable
 
-from diesel_fs import keys
-from diesel_fs.accounts import Account, Accounts, Role
-from diesel_fs.storage.accounts import NO_TOKEN, AccountState, AccountTable
+from diesel_fs.net import keys
+from diesel_fs.storage.accounts.account import Account, Accounts, Role
+from diesel_fs.storage.accounts.store import NO_TOKEN, AccountState, AccountTable
 
 
 class MemoryTable(AccountTable):

@@ -12,11 +12,11 @@ from uuid import UUID
 import msgpack
 import trio
 
-from diesel_fs.accounts import Account
-from diesel_fs.entries import Bytes
 from diesel_fs.errors import DieselError
-from diesel_fs.messages import Message, error_message, parse_error, unpack
-from diesel_fs.rpc import Answer, RpcClient
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net.client import Answer, RpcClient
+from diesel_fs.net.messages import Message, error_message, parse_error, unpack
+from diesel_fs.storage.accounts.account import Account
 from diesel_server.requests import Handler, Reply, Request
 
 T = TypeVar("T")

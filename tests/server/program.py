@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from diesel_fs import keys
-from diesel_fs.accounts import Account
 from diesel_fs.credentials import Credentials
-from diesel_fs.repository import LocalRepository
-from diesel_fs.stores import open_accounts
+from diesel_fs.net import keys
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.accounts.account import Account
+from diesel_fs.storage.open_stores import open_accounts
 
 START_S = 60.0
 READY = re.compile(r"accepts connections at (\S+)")

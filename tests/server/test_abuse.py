@@ -13,28 +13,31 @@ import pytest
 import trio
 import trio.testing
 
-from diesel_fs import wire
-from diesel_fs.accounts import Account, Role
-from diesel_fs.chunk import Header, damaged_places
-from diesel_fs.chunk_builder import ChunkBuilder
 from diesel_fs.errors import BusyError, CorruptError, DieselError, UsageError
-from diesel_fs.layout import lease_prefix
-from diesel_fs.messages import Message, parse_error
+from diesel_fs.format.chunk import Header, damaged_places
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.object_names import lease_prefix
 from diesel_fs.metrics import private_cells
-from diesel_fs.recovery import recover, verify
-from diesel_fs.rpc_connection import PAYLOAD_BYTES_MAX
-from diesel_fs.wire_values import columns_message, parts_message
-from diesel_server import asking, limits, scrape, supervisor, writing
+from diesel_fs.net import frames as wire
+from diesel_fs.net.client_connection import PAYLOAD_BYTES_MAX
+from diesel_fs.net.messages import Message, parse_error
+from diesel_fs.remote.values import columns_message, parts_message
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.accounts.account import Account, Role
+from diesel_server import limits, supervisor
+from diesel_server import metrics_endpoint as scrape
+from diesel_server import queries as asking
+from diesel_server import updates as writing
 from diesel_server.options import checked
-from diesel_server.service import takes_payload
+from diesel_server.request_table import takes_payload
 
-from .served import KEY, ChunkMaker, InProcessServer, link_of
-from .served import filled as filled
-from .served import server as server
-from .stand_in import ThreadedServer
-from .test_asking import _map, _service
+from ..net.test_client import Scripted
+from .fake_server import ThreadedServer
+from .in_process_server import KEY, ChunkMaker, InProcessServer, link_of
+from .in_process_server import filled as filled
+from .in_process_server import server as server
 from .test_hostile import answer, logged_in
-from .test_link import Scripted
+from .test_queries import _map, _service
 
 
 def user(role: Role | None = None, *, admin: bool = False) -> Account:
@@ -255,7 +258,7 @@ def test_S12_readers_leave_room_for_administrators_jobs(
         assert go.wait(5)
         return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr("diesel_server.service.recovery.verify", slow)
+    monkeypatch.setattr("diesel_server.request_table.recovery.verify", slow)
     with ThreadPoolExecutor(2) as threads:
         under_way = [threads.submit(verify, filled.admin, f"ds{i}") for i in range(2)]
         time.sleep(0.3)
@@ -357,7 +360,7 @@ def test_F7_one_ipv6_network_writes_no_more_lines_than_an_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from diesel_fs import metrics  # noqa: PLC0415
-    from diesel_server.refusals import RefusalLog  # noqa: PLC0415
+    from diesel_server.refusal_log import RefusalLog  # noqa: PLC0415
 
     async def main() -> None:
         refusals = RefusalLog(metrics.private_cells())

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs import keys, wire
-from diesel_fs.accounts import Account, Role, public_key_text
-from diesel_fs.messages import Message
+from diesel_fs.net import frames as wire
+from diesel_fs.net import keys
+from diesel_fs.net.messages import Message
+from diesel_fs.storage.accounts.account import Account, Role, public_key_text
 from dlcmd.main import run
-from tests.storage.redis_servers import RedisServer, free_port
+from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.trees import facts, odd_tree, write
 
 from .program import Server, new_repository, until
@@ -180,7 +181,7 @@ def test_a_user_that_is_removed_is_cut_off(site: Site) -> None:
     script = (
         "import sys, time, diesel_fs\n"
         "from pathlib import Path\n"
-        "from diesel_fs.repositories import open_repository\n"
+        "from diesel_fs.remote.open import open_repository\n"
         "from diesel_fs.credentials import Credentials, parse_key\n"
         "from diesel_fs.errors import DieselError\n"
         "who = Credentials('ann', parse_key(Path(sys.argv[2]).read_text()))\n"

@@ -9,16 +9,17 @@ import pytest
 import trio
 import trio.testing
 
-from diesel_fs import metrics, wire
-from diesel_fs.messages import Message
+from diesel_fs import metrics
+from diesel_fs.net import frames as wire
+from diesel_fs.net.messages import Message
 from diesel_server import limits
 from diesel_server.channel import Channel, ConnectionClosed, SocketChannel
 from diesel_server.connection import Connection, ConnectionContext
-from diesel_server.refusals import RefusalLog
+from diesel_server.dispatch import Dispatcher
+from diesel_server.refusal_log import RefusalLog
 from diesel_server.requests import Reply, Request
-from diesel_server.running import Dispatcher
 
-from .stand_in import STORE
+from .fake_server import STORE
 from .test_connection import Client, Signed, request
 
 MANY = 150

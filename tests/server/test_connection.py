@@ -17,19 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, memory_stream_pair
 
-from diesel_fs import metrics, wire
-from diesel_fs.accounts import Account
+from diesel_fs import metrics
 from diesel_fs.errors import CorruptError
-from diesel_fs.messages import Message
+from diesel_fs.net import frames as wire
+from diesel_fs.net.messages import Message
+from diesel_fs.storage.accounts.account import Account
 from diesel_server import limits
 from diesel_server.channel import Channel, StreamChannel
 from diesel_server.connection import Connection, ConnectionContext
+from diesel_server.dispatch import Dispatcher
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.refusals import RefusalLog
+from diesel_server.refusal_log import RefusalLog
 from diesel_server.requests import Reply, Request
-from diesel_server.running import Dispatcher
 
-from .stand_in import HANDLERS, STORE
+from .fake_server import HANDLERS, STORE
 
 Stream = trio.StapledStream[trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]
 

@@ -16,17 +16,17 @@ import pytest
 import trio
 import trio.testing
 
-from diesel_fs import wire
 from diesel_fs.errors import DieselError, MetadataError, PermissionDenied
-from diesel_fs.keys import sign
-from diesel_fs.rpc import ServerLink
+from diesel_fs.net import frames as wire
+from diesel_fs.net.client import ServerLink
+from diesel_fs.net.keys import sign
 from diesel_fs.urls import parse_url
 from diesel_server import limits
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Reply, Request
 
+from .fake_server import HANDLERS, ME, SEED, ThreadedServer
 from .program import resident_bytes, until
-from .stand_in import HANDLERS, ME, SEED, ThreadedServer
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_server.running.THREAD_WAIT_S", 0.2)
+    monkeypatch.setattr("diesel_server.dispatch.THREAD_WAIT_S", 0.2)
     one = {"jobs": 1, "reads": 1, "others": 1}
     with ThreadedServer(threads=one) as server, logged_in(server) as client:
         slow = {"id": 1, "do": "blocking_sleep", "seconds": 1.5}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs import clouds
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
+from diesel_fs.storage.objects.cloud import direct as clouds
 from diesel_fs.urls import parse_url
 from diesel_server.options import checked
 from diesel_server.wiring import _objects
-from tests.storage.s3_server import credentials
+from tests.storage.objects.s3_server import credentials
 
 from .certificates import Authority
 

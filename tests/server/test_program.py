@@ -20,18 +20,19 @@ import pytest
 
 from diesel_fs import metrics
 from diesel_fs.errors import DieselError, MetadataError
-from diesel_fs.repositories import open_repository
-from diesel_fs.repository import LocalRepository
-from diesel_fs.rpc import ServerLink
+from diesel_fs.ingest.put import put_tree
+from diesel_fs.net.client import ServerLink
+from diesel_fs.remote.open import open_repository
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import parse_url
-from diesel_fs.writer.put import put_tree
-from diesel_server import main, options, watching
+from diesel_server import main, options
+from diesel_server import metadata_watch as watching
 from diesel_server.options import Options, checked
-from tests.storage.redis_servers import RedisServer
+from tests.storage.metadata.redis_servers import RedisServer
 
 from .certificates import Authority
+from .fake_server import ME, PROGRAM
 from .program import Server, is_running, new_repository, resident_bytes, until
-from .stand_in import ME, PROGRAM
 
 TREE = Path(__file__).resolve().parents[2]
 README = (TREE / "server/diesel_server/README.md").read_text(encoding="utf-8")
@@ -41,7 +42,7 @@ STAND_IN = {"PYTHONPATH": os.pathsep.join(map(str, (TREE, TREE / "server")))}
 def stand_in(
     folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
 ) -> Server:
-    """A server whose requests are those of `stand_in.py`."""
+    """A server whose requests are those of `fake_server.py`."""
     store = "file:///nowhere"
     return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
@@ -196,7 +197,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
 
 
 def test_every_request_has_a_metric_of_its_own() -> None:
-    wire = (TREE / "diesel_fs/WIRE.md").read_text(encoding="utf-8")
+    wire = (TREE / "diesel_fs/net/WIRE.md").read_text(encoding="utf-8")
     section = wire.partition("## 5.")[2]
     rows = re.findall(r"^\| (`[^|]*`) \| ", section, re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"do"}
@@ -578,7 +579,7 @@ def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
 
 
 def test_json_of_a_task_has_what_a_worker_needs() -> None:
-    from diesel_server.task import WorkerConfig, config_line  # noqa: PLC0415
+    from diesel_server.worker_config import WorkerConfig, config_line  # noqa: PLC0415
 
     task = WorkerConfig(
         "file:///x?meta=redis://:hush@h", 0, True, [3], 4, 1, 5, "", "", "", 0, {"A": "é"}

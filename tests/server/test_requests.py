@@ -11,10 +11,6 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from diesel_fs.accounts import Account, Role
-from diesel_fs.chunk_id import IdFields, id_fields, stamp
-from diesel_fs.commits import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
-from diesel_fs.entries import ChunkId
 from diesel_fs.errors import (
     ConflictError,
     CorruptError,
@@ -29,19 +25,23 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.layout import chunk_object, dataset_object, lease_object
-from diesel_fs.leases import ReadLease, leased_versions
-from diesel_fs.messages import Message
-from diesel_fs.recovery import recover, verify
-from diesel_fs.repository import LocalRepository
-from diesel_fs.writer import put_file
+from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object, dataset_object, lease_object
+from diesel_fs.ingest import put_file
+from diesel_fs.net.messages import Message
+from diesel_fs.repository.leases import ReadLease, leased_versions
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
+from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server.directory import Directory
-from diesel_server.markers import HeadCache
+from diesel_server.head_cache import HeadCache
 
-from ..housekeeping.purged import read_all
-from .served import KEY, ChunkMaker, InProcessServer, link_of, read
-from .served import filled as filled
-from .served import server as server
+from ..repository.purge.purged import read_all
+from .in_process_server import KEY, ChunkMaker, InProcessServer, link_of, read
+from .in_process_server import filled as filled
+from .in_process_server import server as server
 
 # Roles
 

@@ -23,8 +23,8 @@ from redis import Redis
 from diesel_fs.credentials import KEY_PREFIX, parse_key
 from tests.cli.conftest import CommandResult
 from tests.storage.conftest import s3 as s3
-from tests.storage.redis_servers import RedisServer, execute, free_port
-from tests.storage.s3_server import Server as S3
+from tests.storage.metadata.redis_servers import RedisServer, execute, free_port
+from tests.storage.objects.s3_server import Server as S3
 from tests.trees import facts, write
 
 from .program import Server

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.chunk import CHUNK_BYTES_MIN
-from diesel_fs.repository import LocalRepository
-from diesel_fs.writer import PutOptions, put_tree
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
 from tests.cli.conftest import Dlcmd
 from tests.cli.test_datasets import (  # noqa: F401
     test_delete_dataset_wants_to_be_sure,
@@ -58,14 +58,7 @@ from tests.client.test_client import (  # noqa: F401
     test_Z9_a_forked_child_follows_the_order_too,
     test_Z9_parent_and_child_both_read,
 )
-from tests.repository.test_interleavings import (  # noqa: F401
-    test_Z4_file_in_two_writers_and_a_folder_of_its_name,
-    test_Z5_an_open_chunk_and_anothers_acknowledged_put,
-)
-from tests.repository.test_readers import (  # noqa: F401
-    test_M9_dataset_names,
-)
-from tests.writer.test_put import (  # noqa: F401
+from tests.ingest.test_put import (  # noqa: F401
     test_a_path_is_a_file_or_a_folder,
     test_a_tree_of_all_oddities,
     test_an_empty_dataset_and_one_empty_file,
@@ -81,14 +74,21 @@ from tests.writer.test_put import (  # noqa: F401
     test_paths_below_the_source,
     test_put_again_takes_what_changed,
 )
-from tests.writer.test_tar import (  # noqa: F401
+from tests.ingest.test_tar import (  # noqa: F401
     test_again_nothing_is_put,
     test_hard_links_are_files_with_the_same_bytes,
     test_what_gnu_tar_writes_is_what_was_there,
 )
+from tests.repository.test_interleavings import (  # noqa: F401
+    test_Z4_file_in_two_writers_and_a_folder_of_its_name,
+    test_Z5_an_open_chunk_and_anothers_acknowledged_put,
+)
+from tests.repository.test_readers import (  # noqa: F401
+    test_M9_dataset_names,
+)
 
 from ..trees import write
-from .behind import ServerWithRedis, as_user, server_with_redis
+from .server_with_redis import ServerWithRedis, as_user, server_with_redis
 
 
 @pytest.fixture(scope="module")

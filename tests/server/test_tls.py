@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import ConfigError, MetadataError, PermissionDenied
-from diesel_fs.rpc import ServerLink
+from diesel_fs.net.client import ServerLink
 from diesel_fs.urls import parse_url
 from diesel_server.certificate import load_certificate
 
 from .certificates import DAY, Authority, Pair
-from .stand_in import ME, ThreadedServer
+from .fake_server import ME, ThreadedServer
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.storage.metadata import MetadataStore
-from tests.storage.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener
-from tests.storage.s3_server import Server, s3_server
+from diesel_fs.storage.metadata.store import MetadataStore
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener
+from tests.storage.objects.s3_server import Server, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def open_meta(
     kind: str = request.param
     # The embedded store's two ways to keep entries, each for all that it can hold
     entries_min = 10**9 if kind == "sqlite-rows" else 1
-    monkeypatch.setattr("diesel_fs.storage.sqlite_runs.ENTRIES_MIN", entries_min)
+    monkeypatch.setattr("diesel_fs.storage.metadata.sqlite.runs.ENTRIES_MIN", entries_min)
     return STORES[kind.removesuffix("-rows")](tmp_path, clock)
 
 

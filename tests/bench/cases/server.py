@@ -14,13 +14,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from diesel_fs.layout import chunk_object
-from diesel_fs.repositories import open_configured
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.remote.open import open_configured
 from diesel_fs.settings import load_settings
 from tests.server.program import Server
-from tests.storage.redis_servers import RedisServer, program
-from tests.storage.s3_server import Server as S3Server
-from tests.storage.s3_server import s3_server
+from tests.storage.metadata.redis_servers import RedisServer, program
+from tests.storage.objects.s3_server import Server as S3Server
+from tests.storage.objects.s3_server import s3_server
 
 from .. import probes
 from ..dlcmd import Dlcmd

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diesel_fs.commits import batch_of
-from diesel_fs.repository import LocalRepository
-from diesel_fs.storage.redis_metadata import RedisMetadata
-from tests.storage.redis_servers import RedisServer
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.validation import batch_of
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.storage.metadata.redis_servers import RedisServer
 
 from ..dlcmd import Dlcmd
 from ..epochs import prepared

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diesel_fs import control
-from diesel_fs.snapshot import Snapshot
-from tests.task.nodes import NodeHost, Nodes, end
-from tests.task.running import DATASET, RunningTask
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.plans import control
+from tests.peers.nodes import NodeHost, Nodes, end
+from tests.peers.running import DATASET, RunningTask
 
 from ..epochs import files_per_s, prepared, random_order, read_epoch
 from ..inputs import D4L, Shape

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.peers.nodes import NodeHost, Nodes, end
 from tests.server.program import until
-from tests.task.nodes import NodeHost, Nodes, end
 
 from ..samples import PeerMissing
 from . import DEADLINE_S, installed

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from diesel_fs import Dataset, connect
-from diesel_fs.layout import chunk_object
-from diesel_fs.remote import RemoteRepository
-from diesel_fs.repositories import open_configured
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.remote.open import open_configured
+from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.settings import load_settings
 
 SAMPLE_STEP = 10

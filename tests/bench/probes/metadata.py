@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from diesel_fs import Dataset, Kind, connect
-from diesel_fs.repository import LocalRepository
+from diesel_fs.repository.local import LocalRepository
 
 from ..memory import rollup_bytes
 

@@ -17,10 +17,11 @@ import time
 
 import numpy as np
 
-from diesel_fs import Dataset, clouds, connect
-from diesel_fs.layout import chunk_object
-from diesel_fs.repositories import open_configured
+from diesel_fs import Dataset, connect
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.remote.open import open_configured
 from diesel_fs.settings import load_settings
+from diesel_fs.storage.objects.cloud import direct as clouds
 
 
 def touch(dataset: Dataset, part: int, of: int) -> dict[str, float]:

@@ -1,0 +1,644 @@
+"""The chunk format (FORMAT.md, section 4): laying out a chunk, and reading it back.
+
+Owned here: every byte of a chunk. Not owned: gathering entries into one (`chunk_builder.py`),
+what entries mean together (the fold is the metadata store's), where chunks lie (`storage/`), when
+IDs are made (`chunk_id.py`). Pure: bytes in, values out; safe from any thread.
+
+No reader of hostile bytes takes more memory than the format allows for what it was given: lengths
+and counts are checked against each other before anything is made of them.
+"""
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, NoReturn
+from uuid import UUID
+
+import lz4.block
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from ..errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
+from ..names import shown
+from .chunk_id import chunk_id_text, same_writer, stamp, stamp_fields
+from .entries import (
+    EXTENT,
+    MODE_MASK,
+    RECORD,
+    ROOT,
+    ChunkId,
+    Codec,
+    Kind,
+    Names,
+    Rows,
+    Stamp,
+    join,
+    name_fault,
+    path_fault,
+)
+
+FORMAT_VERSION = 1
+EXTENT_ALIGNMENT = 65536
+"""Extents start at multiples of this in their file: a boundary inside a page is never resident."""
+
+CHUNK_BYTES_DEFAULT = 4 << 20
+CHUNK_BYTES_MIN = 64 << 10
+CHUNK_BYTES_MAX = 1 << 30
+OBJECT_BYTES_MAX = 1 << 32
+"""Of a whole chunk object: offsets have 32 bits, and no reader takes more memory for one."""
+
+ENTRIES_MAX = 65_536
+"""Entries per chunk: bounds the time and memory to decode a header, and a commit's transaction."""
+
+_MAGIC = b"\x93DIESEL\n"
+_PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+_KNOWN_FLAGS = 0
+_HEADER_RATIO_MAX = 32
+_HEADER_SLACK_BYTES = 4096
+_BODY_RATIO_MAX = 16
+_BODY_SLACK_BYTES = 4 << 20
+_LZ4_PAYS = 8  # lz4 is kept where it saves one part in this many
+
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("kind", "u1"),
+    ("mode", "<u2"),
+    ("size", "<u8"),
+    ("mtime_ns", "<i8"),
+    ("offset", "<u4"),
+    ("stored", "<u4"),
+    ("codec", "u1"),
+    ("checksum", "<u8"),
+)
+_KEYS = frozenset(
+    ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
+)
+_ENTRY_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1  # in a decoded header
+_EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
+
+
+_Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
+
+
+class ExtentInfo(NamedTuple):
+    """That an entry is one of several extents of its file."""
+
+    number: int
+    total: int
+    start: int  # in the file, bytes
+    size: int  # of this extent's content, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first 96 bytes of a chunk, checked."""
+
+    identity: UUID
+    id: ChunkId
+    object_bytes: int
+    body_bytes: int
+    header_codec: int
+    header_stored: int
+    header_raw: int
+    entries: int
+    header_checksum: int
+
+    @property
+    def body_start(self) -> int:
+        """Where the body begins in the object."""
+        return PREAMBLE_BYTES + self.header_stored
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A chunk's preamble and the columns of its entries, checked, as numpy arrays of length n.
+
+    `records` has offsets from the start of the object; `stamps` holds only those that are not the
+    entry's own place; `faults` names the entries whose path is not allowed: they are skipped.
+    """
+
+    preamble: Preamble
+    folders: tuple[bytes, ...]
+    folder: npt.NDArray[np.uint32]
+    names: Names
+    records: npt.NDArray[np.void]
+    links: Mapping[int, bytes]
+    extents: Mapping[int, ExtentInfo]
+    stamps: Mapping[int, Stamp]
+    faults: Mapping[int, str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, place: int) -> bytes:
+        """The path of the entry at `place`."""
+        return join(self.folders[self.folder[place]], self.names[place])
+
+    def stamp(self, place: int) -> Stamp:
+        """The stamp of the entry at `place`."""
+        return self.stamps.get(place) or stamp(self.preamble.id, place)
+
+    def content_bytes(self, place: int) -> int:
+        """The decoded length of the body of the entry at `place`."""
+        part = self.extents.get(place)
+        if part is not None:
+            return part.size
+        record = self.records[place]
+        return int(record["size"]) if record["kind"] == Kind.FILE else 0
+
+    def rows(self) -> tuple[Rows, dict[int, Stamp]]:
+        """What a metadata store commits: the last entry of each allowed path, and by row the
+        stamps that are not the entry's own place."""
+        if not self.faults and not self._has_repeats():  # nearly always: all as they stand
+            return self._rows_of(range(len(self)), self.folder, self.names, self.records)
+        last = {
+            (folder, name, self.extents.get(place)): place
+            for place, (folder, name) in enumerate(
+                zip(self.folder.tolist(), self.names, strict=True)
+            )
+            if place not in self.faults
+        }
+        places = sorted(last.values())
+        names = [self.names[place] for place in places]
+        return self._rows_of(places, self.folder[places], names, self.records[places])
+
+    def _rows_of(
+        self,
+        places: Sequence[int],
+        folder: npt.NDArray[np.uint32],
+        names: Sequence[bytes],
+        records: npt.NDArray[np.void],
+    ) -> tuple[Rows, dict[int, Stamp]]:
+        tails: dict[int, bytes] = {}
+        if self.links or self.extents:
+            tails = {i: tail for i, place in enumerate(places) if (tail := self.tail(place))}
+        stamps: dict[int, Stamp] = {}
+        if self.stamps:
+            known = self.stamps
+            stamps = {i: known[place] for i, place in enumerate(places) if place in known}
+        chunk = np.zeros(len(places), np.uint32)
+        rows = Rows(self.folders, folder, names, records, chunk, [self.preamble.id], tails)
+        return rows, stamps
+
+    def tail(self, place: int) -> bytes:
+        """What a row of the entry at `place` has beside its record: a link's target, an extent."""
+        part = self.extents.get(place)
+        return self.links.get(place, b"") if part is None else self._extent(place, part)
+
+    def _has_repeats(self) -> bool:
+        """Whether a path may stand here more than once."""
+        pairs = zip(self.folder.tolist(), self.names, strict=True)
+        return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
+
+    def _extent(self, place: int, part: ExtentInfo) -> bytes:
+        record = self.records[place]
+        extent = np.zeros(1, EXTENT)
+        extent["chunk"] = np.void(self.preamble.id)
+        extent["start"], extent["size"], extent["number"] = part.start, part.size, part.number
+        extent["place"] = place
+        for name in ("checksum", "offset", "stored", "codec"):
+            extent[name] = record[name]
+        return extent.tobytes()
+
+    def check_stamps(self, put_window_s: int) -> None:
+        """Refuse stamps that a client may not choose (FORMAT.md, section 5). Raises
+        CorruptError."""
+        own = self.preamble.id
+        for place, value in self.stamps.items():
+            first, _ = stamp_fields(value)
+            part = self.extents.get(place)
+            later_extent = part is not None and part.number > 0
+            age_s = int.from_bytes(own[:4], "big") - int.from_bytes(first[:4], "big")
+            if not (later_extent and first < own and same_writer(first, own)):
+                raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
+            if age_s > put_window_s:
+                raise CorruptError(
+                    f"{shown(self.path(place))} has been on its way for {age_s} s: all of a file "
+                    f"must arrive within {put_window_s} s",
+                    advice="use a faster link to the store, or split the file",
+                )
+
+
+@dataclass(slots=True)
+class Entries:
+    """The entries of a chunk that is being built, in order: what `write_front` lays out.
+
+    Columns of numbers, so that many entries are added at once; where a body stands follows from
+    the lengths of those before it.
+    """
+
+    kind: bytearray = field(default_factory=bytearray)
+    mode: "array[int]" = field(default_factory=partial(array, "H"))
+    size: "array[int]" = field(default_factory=partial(array, "Q"))
+    mtime_ns: "array[int]" = field(default_factory=partial(array, "q"))
+    stored: "array[int]" = field(default_factory=partial(array, "I"))
+    codec: bytearray = field(default_factory=bytearray)
+    checksum: "array[int]" = field(default_factory=partial(array, "Q"))
+    names: list[bytes] = field(default_factory=list)
+    folder: "array[int]" = field(default_factory=partial(array, "I"))
+    folders: dict[bytes, int] = field(default_factory=dict)
+    links: list[bytes] = field(default_factory=list)
+    extents: dict[int, ExtentInfo] = field(default_factory=dict)
+    stamps: dict[int, Stamp] = field(default_factory=dict)
+
+
+def write_front(
+    identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
+) -> tuple[bytes, bytes]:
+    """The preamble and the stored header of a chunk, as `parse_*` read them."""
+    raw = _pack_header(entries)
+    stored = lz4.block.compress(raw, store_size=False)
+    codec = Codec.LZ4
+    if len(stored) >= len(raw) or len(raw) > _header_raw_max(len(stored)):
+        stored, codec = raw, Codec.RAW
+    front = _PREAMBLE.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        codec,
+        0,
+        identity.bytes,
+        chunk,
+        PREAMBLE_BYTES + len(stored) + body_bytes,
+        body_bytes,
+        len(stored),
+        len(raw),
+        len(entries.names),
+        0,
+        xxh3_64_intdigest(stored),
+        0,
+    )[:-8]
+    return front + struct.pack("<Q", xxh3_64_intdigest(front)), stored
+
+
+def pack_body(content: memoryview) -> bytes | None:
+    """The lz4 form of a content where it pays and the format allows it; else None."""
+    packed: bytes = lz4.block.compress(content, store_size=False)
+    size = len(content)
+    if len(packed) > size - max(size // _LZ4_PAYS, 1) or size > _body_raw_max(len(packed)):
+        return None
+    return packed
+
+
+def parse_preamble(
+    data: bytes | memoryview,
+    *,
+    identity: UUID | None = None,
+    id: ChunkId | None = None,  # noqa: A002 (the field's own name)
+    object_bytes: int | None = None,
+) -> Preamble:
+    """The preamble at the start of `data`, checked against what the caller knows of the chunk.
+
+    Raises TruncatedError, ForeignError, CorruptError or NewerVersionError.
+    """
+    if len(data) < PREAMBLE_BYTES:
+        raise TruncatedError(f"truncated chunk: {len(data)} bytes are less than a preamble")
+    front = bytes(data[:PREAMBLE_BYTES])
+    (
+        magic, version, codec, flags, raw_identity, raw_id, total, body_bytes,
+        stored, raw, entries, zero, header_checksum, checksum,
+    ) = _PREAMBLE.unpack(front)  # fmt: skip
+    if magic != _MAGIC:
+        raise ForeignError("not a chunk (another magic number)", offset=0)
+    if checksum != xxh3_64_intdigest(front[:-8]):
+        raise CorruptError("corrupt chunk: the preamble's checksum does not match", offset=88)
+    if version != FORMAT_VERSION:
+        raise NewerVersionError(f"the chunk needs format version {version} (known: 1)", offset=8)
+    if flags & ~_KNOWN_FLAGS:
+        raise NewerVersionError(f"the chunk needs features {flags:#x} (none is known)", offset=12)
+    preamble = Preamble(
+        UUID(bytes=raw_identity), ChunkId(raw_id), total, body_bytes, codec, stored, raw, entries,
+        header_checksum,
+    )  # fmt: skip
+    if identity is not None and preamble.identity != identity:
+        raise ForeignError(f"foreign chunk: it belongs to dataset {preamble.identity}", offset=16)
+    if id is not None and preamble.id != id:
+        raise ForeignError(f"foreign chunk: it is {chunk_id_text(preamble.id)}", offset=32)
+    if (
+        zero
+        or codec not in (Codec.RAW, Codec.LZ4)
+        or total != PREAMBLE_BYTES + stored + body_bytes
+        or total > OBJECT_BYTES_MAX
+        or (codec == Codec.RAW and raw != stored)
+        or raw > _header_raw_max(stored)
+        or entries > ENTRIES_MAX
+        or entries * _ENTRY_BYTES > raw
+    ):
+        raise CorruptError("corrupt chunk: the preamble contradicts itself", offset=48)
+    if object_bytes is not None and object_bytes < total:
+        raise TruncatedError(f"truncated chunk: {object_bytes} of {total} bytes")
+    if object_bytes is not None and object_bytes > total:
+        raise CorruptError(f"corrupt chunk: {object_bytes - total} bytes behind its end")
+    return preamble
+
+
+def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
+    """The header behind the preamble, from its stored bytes. Raises Truncated- or CorruptError."""
+    if len(data) < preamble.header_stored:
+        raise TruncatedError(
+            f"truncated chunk: {len(data)} of {preamble.header_stored} header bytes"
+        )
+    stored = data[: preamble.header_stored]
+    if xxh3_64_intdigest(stored) != preamble.header_checksum:
+        _corrupt("the header's checksum does not match")
+    columns = _unpack(preamble, stored)
+    count = preamble.entries
+    fixed = {name: _column(columns, name, kind, count) for name, kind in _COLUMNS}
+    folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
+    _check_count(columns["names"], count, "names")
+    names = Names(columns["names"], count)
+    if (folder_count := int(folder.max(initial=0)) + 1) > max(count, 1):
+        _corrupt("it has more folders than entries")
+    folders = _split(columns["folders"], folder_count, "folders")
+    records = np.zeros(count, RECORD)
+    for name, column in fixed.items():
+        records[name] = column
+    records["offset"] += np.uint32(preamble.body_start)
+    records["place"] = np.arange(count, dtype=np.uint32)
+    links = _links(columns["links"], records)
+    parts = _parts(columns["extents"], records)
+    _check_bodies(preamble, records, parts)
+    return Header(
+        preamble=preamble,
+        folders=folders,
+        folder=folder,
+        names=names,
+        records=records,
+        links=links,
+        extents=parts,
+        stamps=_stamps(columns["stamps"], count),
+        faults=_path_faults(folders, folder, names, records),
+    )
+
+
+def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryview:
+    """The content of a body: checked against its checksum; `stored` itself where it is raw.
+
+    Raises CorruptError. Never makes more than `size` bytes, nor more than the format allows.
+    """
+    content = stored
+    if codec == Codec.LZ4:
+        if size > _body_raw_max(len(stored)):
+            _corrupt("a body decodes to more than is allowed")
+        try:
+            content = memoryview(lz4.block.decompress(stored, uncompressed_size=size))
+        except (lz4.block.LZ4BlockError, ValueError, MemoryError):
+            _corrupt("a body is no lz4 block")
+    if len(content) != size:
+        _corrupt(f"a body has {len(content)} bytes, not {size}")
+    if xxh3_64_intdigest(content) != checksum:
+        _corrupt("a body's checksum does not match")
+    return content
+
+
+def damaged_places(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
+    """The places of the entries whose bytes in `body` are not what the header says."""
+    start = header.preamble.body_start if body_start is None else body_start
+    places = np.flatnonzero(header.records["stored"])
+    held = header.records[places]
+    sizes = held["size"].astype(np.int64)
+    for i, place in enumerate(places.tolist() if header.extents else ()):
+        if place in header.extents:
+            sizes[i] = header.extents[place].size
+    starts = held["offset"].astype(np.int64) - start
+    ends = starts + held["stored"]
+    # Nearly all are raw, and looked at without a line of Python for each
+    contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
+    sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
+    good = (held["codec"] == Codec.RAW) & (held["stored"] == sizes) & (sums == held["checksum"])
+    bad: list[int] = []
+    columns = (places, starts, ends, held["codec"], sizes, held["checksum"])
+    for place, at, end, *claims in zip(*(each[~good].tolist() for each in columns), strict=True):
+        try:
+            decode(body[at:end], *claims)
+        except FormatError:
+            bad.append(place)
+    return bad
+
+
+def _pack_header(entries: Entries) -> bytes:
+    stored = np.array(entries.stored, np.int64)
+    fixed = {
+        "kind": entries.kind,
+        "mode": entries.mode,
+        "size": entries.size,
+        "mtime_ns": entries.mtime_ns,
+        "offset": np.where(stored > 0, np.cumsum(stored) - stored, 0),
+        "stored": stored,
+        "codec": entries.codec,
+        "checksum": entries.checksum,
+    }
+    extents = np.array(
+        [(place, *part) for place, part in entries.extents.items()],
+        dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],
+    )
+    stamps = [(place, *stamp_fields(value)) for place, value in entries.stamps.items()]
+    columns: dict[str, bytes] = {
+        "folders": b"\0".join(entries.folders),
+        "folder": np.array(entries.folder, "<u4").tobytes(),
+        "names": b"\0".join(entries.names),
+        "links": b"\0".join(entries.links),
+        "extents": b"".join(extents[name].tobytes() for name in ("p", "n", "c", "a", "s")),
+        "stamps": np.array([place for place, _, _ in stamps], "<u4").tobytes()
+        + np.array([place for _, _, place in stamps], "<u4").tobytes()
+        + b"".join(chunk for _, chunk, _ in stamps),
+    }
+    columns |= {name: np.asarray(fixed[name]).astype(kind).tobytes() for name, kind in _COLUMNS}
+    packed: bytes = msgpack.packb(columns, use_bin_type=True)
+    return packed
+
+
+def _header_raw_max(stored: int) -> int:
+    return _HEADER_RATIO_MAX * stored + _HEADER_SLACK_BYTES
+
+
+def _body_raw_max(stored: int) -> int:
+    return _BODY_RATIO_MAX * stored + _BODY_SLACK_BYTES
+
+
+def _corrupt(what: str) -> NoReturn:
+    raise CorruptError(f"corrupt chunk: {what}")
+
+
+def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
+    """The header's map: exactly the known keys, each once, each a bin."""
+
+    def once(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            _corrupt("the header repeats a key")
+        return dict(pairs)
+
+    try:
+        raw = bytes(stored)
+        if preamble.header_codec == Codec.LZ4:
+            raw = lz4.block.decompress(raw, uncompressed_size=preamble.header_raw)
+        if len(raw) != preamble.header_raw:
+            _corrupt("the header decodes to another length")
+        columns = msgpack.unpackb(
+            raw,
+            max_bin_len=len(raw),
+            max_str_len=16,
+            max_map_len=len(_KEYS),
+            max_array_len=0,
+            max_ext_len=0,
+            object_pairs_hook=once,
+        )
+    except FormatError:
+        raise
+    except Exception as error:  # the decoders raise many kinds; each means the same here
+        raise CorruptError("corrupt chunk: the header does not decode") from error
+    if not isinstance(columns, dict) or set(columns) != _KEYS:
+        _corrupt("the header's keys are not those of version 1")
+    if not all(isinstance(value, bytes) for value in columns.values()):
+        _corrupt("a column of the header is not a bin")
+    return columns
+
+
+def _column(
+    columns: Mapping[str, bytes], name: str, kind: str, count: int
+) -> npt.NDArray[np.uint64]:
+    dtype: np.dtype[np.uint64] = np.dtype(kind)
+    if len(columns[name]) != count * dtype.itemsize:
+        _corrupt(f"the column {name!r} has another length")
+    return np.frombuffer(columns[name], dtype)
+
+
+def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
+    """The `count` strings that NULs join: counted before any is made."""
+    _check_count(joined, count, what)
+    return tuple(joined.split(b"\0")) if count else ()
+
+
+def _check_count(joined: bytes, count: int, what: str) -> None:
+    if joined.count(b"\0") != max(count - 1, 0) or (joined and not count):
+        _corrupt(f"the {what} do not match its entries")
+
+
+def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
+    places = np.flatnonzero(records["kind"] == Kind.LINK).tolist()
+    targets = _split(joined, len(places), "targets of links")
+    for place, target in zip(places, targets, strict=True):
+        if not target or len(target) != records["size"][place]:
+            _corrupt("a link's target has another length")
+    return dict(zip(places, targets, strict=True))
+
+
+def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
+    count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
+    if rest or count > len(records):
+        _corrupt("the column 'extents' has another length")
+    narrow = np.frombuffer(packed, "<u4", 3 * count).reshape(3, count)
+    wide = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count)
+    places, numbers, counts = narrow.tolist()
+    starts, sizes = wide.tolist()
+    parts: dict[int, ExtentInfo] = {}
+    for place, *fields in zip(places, numbers, counts, starts, sizes, strict=True):
+        part = ExtentInfo(*fields)
+        if place in parts or place >= len(records) or records["kind"][place] != Kind.FILE:
+            _corrupt("an extent names an entry that cannot have one")
+        if (
+            part.total < 2
+            or part.number >= part.total
+            or part.start % EXTENT_ALIGNMENT
+            or not part.size
+            or part.start + part.size > int(records["size"][place])
+        ):
+            _corrupt("an extent does not fit its file")
+        parts[place] = part
+        records["extents"][place] = part.total
+    whole = np.ones(len(records), bool)
+    whole[list(parts)] = False
+    records["extents"][whole] = 1
+    return parts
+
+
+def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
+    rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
+    if rest or rows > count:
+        _corrupt("the column 'stamps' has another length")
+    places, stamped = np.frombuffer(packed, "<u4", 2 * rows).reshape(2, rows).tolist()
+    ids = packed[8 * rows :]
+    stamps = {
+        place: stamp(ChunkId(ids[16 * i : 16 * i + 16]), stamped[i])
+        for i, place in enumerate(places)
+    }
+    if len(stamps) != rows or max(places, default=-1) >= count:
+        _corrupt("a stamp names no entry")
+    return stamps
+
+
+def _check_bodies(
+    preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, ExtentInfo]
+) -> None:
+    """Bodies tile the chunk's body in order, and each could decode to the length it claims."""
+    if not len(records):
+        if preamble.body_bytes:
+            _corrupt("it has a body but no entries")
+        return
+    kind, codec, stored = records["kind"], records["codec"], records["stored"].astype(np.int64)
+    if int(kind.max()) > Kind.TOMBSTONE or int(codec.max()) > Codec.LZ4:
+        _corrupt("an entry's kind or codec is unknown")
+    if int(records["mode"].max()) & ~MODE_MASK:
+        _corrupt("an entry's mode holds more than permission bits")
+    size = np.where(kind == Kind.FILE, records["size"], 0)
+    for place, part in parts.items():
+        size[place] = part.size
+    if _contradict(codec, records["stored"], size).any():
+        _corrupt("an entry's stored length contradicts its size")
+    held = np.flatnonzero(stored)
+    ends = preamble.body_start + np.cumsum(stored[held])
+    if (records["offset"][held] != ends - stored[held]).any() or (
+        int(ends[-1]) if len(held) else preamble.body_start
+    ) != preamble.object_bytes:
+        _corrupt("the bodies overlap, leave gaps or end elsewhere")
+
+
+def _contradict(
+    codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Which stored lengths are not those of a body that decodes to `size` bytes."""
+    raw, held = codec == Codec.RAW, stored.astype(np.uint64)
+    too_much = size > np.uint64(_BODY_RATIO_MAX) * held + np.uint64(_BODY_SLACK_BYTES)
+    wrong: npt.NDArray[np.bool_] = ((size == 0) != (held == 0)) | np.where(
+        raw, size != held, too_much
+    )
+    return wrong
+
+
+def impossible_bodies(
+    codec: _Codecs,
+    stored: npt.NDArray[np.uint32],
+    size: npt.NDArray[np.uint64],
+    offset: npt.NDArray[np.uint32],
+    object_bytes: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """Which of these bodies (what they decode to: `size`) no chunk of `object_bytes` can hold."""
+    start, held = offset.astype(np.uint64), stored.astype(np.uint64)
+    outside = ((start < PREAMBLE_BYTES) & (held > 0)) | (start + held > object_bytes)
+    return _contradict(codec, stored, size) | outside
+
+
+def _path_faults(
+    folders: Sequence[bytes],
+    folder: npt.NDArray[np.uint32],
+    names: Names,
+    records: npt.NDArray[np.void],
+) -> dict[int, str]:
+    bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
+    bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
+    faults = {place: bad_folders[int(folder[place])] for place in bad}
+    if names.are_allowed():
+        return faults  # nearly always: no name needs a look of its own
+    for place, name in enumerate(names):
+        fault = name_fault(name)
+        if not fault:
+            continue
+        is_root = (
+            not name and folders[folder[place]] == ROOT and records["kind"][place] == Kind.FOLDER
+        )
+        if not is_root and place not in faults:
+            faults[place] = fault
+    return faults

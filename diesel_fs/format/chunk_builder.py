@@ -1,0 +1,260 @@
+"""Gathering entries into one chunk, in memory that is used again for the next.
+
+Owned here: when a chunk is full and which contents are tried with lz4. Not owned: the layout
+(`chunk.py`). Pure; a `ChunkBuilder` belongs to one thread.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from uuid import UUID
+
+from xxhash import xxh3_64_intdigest
+
+from ..errors import CorruptError
+from .chunk import (
+    ENTRIES_MAX,
+    EXTENT_ALIGNMENT,
+    Entries,
+    ExtentInfo,
+    Header,
+    damaged_places,
+    pack_body,
+    parse_header,
+    parse_preamble,
+    write_front,
+)
+from .chunk_id import chunk_id_text, stamp_fields
+from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
+
+_SAMPLE_BYTES = 64 << 10  # of a larger content, "auto" tries so much of its middle
+_GIVE_UP = 8  # after so many files in a row that did not pay ...
+_RETRY = 16  # ... "auto" tries one in this many: JPEGs come by the thousand
+_FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
+
+
+class ChunkBuilder:
+    """Packs entries into one chunk. Contents are read or copied into `room()`, then added.
+
+    `body_bytes_max` is when `full`; a single larger entry still fits, if added first. `compress` is
+    "auto" (lz4 where a sample pays), "lz4" (try each), or "none". Reusable after `clear()`.
+    """
+
+    def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
+        self.identity = identity
+        self.body_bytes_max = body_bytes_max
+        self._tries_all = compress == "lz4"
+        self._tries_some = compress == "auto"
+        self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
+        self._view = memoryview(self._body)
+        self._futile = 0  # kept by clear(): the next chunk's files are mostly like this one's
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all entries, keep the memory."""
+        self.body_bytes = 0
+        self.left_bytes = self.body_bytes_max  # of contents and paths, until it is full
+        self.full = False  # whether the chunk should be sealed now
+        self._path_bytes = 0
+        self._here: bytes | None = None  # the last entry's folder ...
+        self._number = 0  # ... and its number
+        self._entries = Entries()
+
+    def __len__(self) -> int:
+        return len(self._entries.names)
+
+    @property
+    def first_chunk_id(self) -> ChunkId | None:
+        """The first chunk of the file of which this one holds a later extent."""
+        return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
+
+    @property
+    def room_bytes(self) -> int:
+        """How much `room` gives without that memory has to be moved."""
+        return len(self._body) - self.body_bytes
+
+    def room(self, size: int) -> memoryview:
+        """`size` writable bytes at the end of the body, to read a content into."""
+        end = self.body_bytes + size
+        if end > len(self._body):
+            grown = bytearray(end + EXTENT_ALIGNMENT)
+            grown[: self.body_bytes] = self._view[: self.body_bytes]
+            self._body, self._view = grown, memoryview(grown)
+        return self._view[self.body_bytes : end]
+
+    def add_file(
+        self,
+        path: tuple[bytes, bytes],
+        mode: int,
+        mtime_ns: int,
+        size: int,
+        part: ExtentInfo | None = None,
+    ) -> None:
+        """Add the file (folder, name) whose `size` bytes (or whose part's) stand in `room()`."""
+        length = size if part is None else part.size
+        start = self.body_bytes
+        content = self._view[start : start + length]
+        checksum = xxh3_64_intdigest(content)
+        stored, codec = length, _RAW
+        for packed in self._packed([content]).values():
+            stored, codec = len(packed), _LZ4
+            self._view[start : start + stored] = packed
+        if part is not None:
+            self._entries.extents[len(self)] = part
+        self._add(path, _FILE, mode & MODE_MASK, size, mtime_ns, stored, codec, checksum)
+
+    def add_files(
+        self,
+        folder: bytes,
+        names: Sequence[bytes],
+        modes: Sequence[int],
+        mtimes_ns: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        """Add files of one folder, whose contents stand one behind the other in `room()`.
+
+        Nearly every file of a put comes through here: columns, and no line of Python for each.
+        """
+        entries, count = self._entries, len(names)
+        ends = [*accumulate(sizes, initial=self.body_bytes)]
+        contents = [*map(self._view.__getitem__, map(slice, ends, ends[1:]))]
+        entries.checksum.extend(map(xxh3_64_intdigest, contents))
+        stored, codecs, end = [*sizes], bytes(count), ends[-1]
+        if packed := self._packed(contents):
+            codecs = bytes(_LZ4 if i in packed else _RAW for i in range(count))
+            end = self.body_bytes
+            for i, content in enumerate(contents):
+                body = packed.get(i, content)
+                stored[i] = len(body)
+                self._view[end : end + len(body)] = body
+                end += len(body)
+        entries.kind += bytes(count)  # each a file
+        entries.mode.extend([mode & MODE_MASK for mode in modes])
+        entries.size.extend(sizes)
+        entries.mtime_ns.extend(mtimes_ns)
+        entries.stored.extend(stored)
+        entries.codec += codecs
+        entries.names += names
+        number = self._number_of(folder)
+        entries.folder.extend([number] * count)
+        self._path_bytes += sum(map(len, names)) + count
+        self._grow(end)
+
+    def add_link(self, path: tuple[bytes, bytes], mtime_ns: int, target: bytes) -> None:
+        """Add a symbolic link; `target` is kept verbatim."""
+        self._entries.links.append(target)
+        self._path_bytes += len(target)
+        checksum = xxh3_64_intdigest(target)
+        self._add(path, Kind.LINK, 0o777, len(target), mtime_ns, 0, _RAW, checksum)
+
+    def add_folder(self, path: tuple[bytes, bytes], mode: int, mtime_ns: int) -> None:
+        """Add a folder; the dataset's root is (b"", b"")."""
+        self._add(path, Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, _RAW, 0)
+
+    def add_tombstone(self, path: tuple[bytes, bytes]) -> None:
+        """Add "this path is deleted"."""
+        self._add(path, Kind.TOMBSTONE, 0, 0, 0, 0, _RAW, 0)
+
+    def add_copy(self, source: Header, place: int, stored: memoryview) -> None:
+        """Add an entry of another chunk as it stands there, stamp included; `stored` is its body.
+
+        Nothing is decoded: what it decodes to, and its checksum, are checked by `seal`.
+        """
+        entries, record = self._entries, source.records[place]
+        self.room(len(stored))[:] = stored
+        if place in source.extents:
+            entries.extents[len(self)] = source.extents[place]
+        if place in source.links:
+            entries.links.append(source.links[place])
+            self._path_bytes += len(source.links[place])
+        folder = source.folders[source.folder[place]]
+        kind, mode, size, mtime_ns, codec, checksum = (
+            int(record[name]) for name in ("kind", "mode", "size", "mtime_ns", "codec", "checksum")
+        )
+        path = (folder, source.names[place])
+        self._add(path, kind, mode, size, mtime_ns, len(stored), codec, checksum)
+        self.set_stamp(source.stamp(place))
+
+    def set_stamp(self, value: Stamp) -> None:
+        """Give the entry that was added last another stamp than its own place."""
+        self._entries.stamps[len(self) - 1] = value
+
+    def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], Header]:
+        """The buffers of the finished chunk, in order, and its header, parsed back from them.
+
+        The body's buffer is the builder's own: use it before `clear()`. Raises CorruptError where
+        the bytes are no longer what was added (damaged memory).
+        """
+        front, stored = write_front(self.identity, chunk, self._entries, self.body_bytes)
+        body = self._view[: self.body_bytes]
+        preamble = parse_preamble(front, identity=self.identity, id=chunk)
+        header = parse_header(preamble, stored)
+        if len(header) != len(self) or header.faults:
+            raise CorruptError(f"chunk {chunk_id_text(chunk)} was built from bad entries")
+        if bad := damaged_places(header, body, preamble.body_start):
+            raise CorruptError(f"chunk {chunk_id_text(chunk)}: damaged in memory, entry {bad[0]}")
+        return [front, stored, body], header
+
+    def _add(
+        self,
+        path: tuple[bytes, bytes],
+        kind: int,
+        mode: int,
+        size: int,
+        mtime_ns: int,
+        stored: int,
+        codec: int,
+        checksum: int,
+    ) -> None:
+        entries = self._entries
+        folder, name = path
+        entries.folder.append(self._number_of(folder))
+        entries.names.append(name)
+        entries.kind.append(kind)
+        entries.mode.append(mode)
+        entries.size.append(size)
+        entries.mtime_ns.append(mtime_ns)
+        entries.stored.append(stored)
+        entries.codec.append(codec)
+        entries.checksum.append(checksum)
+        self._path_bytes += len(name) + 1
+        self._grow(self.body_bytes + stored)
+
+    def _number_of(self, folder: bytes) -> int:
+        if folder is not self._here:
+            folders = self._entries.folders
+            self._number = folders.setdefault(folder, len(folders))
+            self._here = folder
+            self._path_bytes += len(folder) + 1
+        return self._number
+
+    def _grow(self, end: int) -> None:
+        """The body now ends at `end`."""
+        self.body_bytes = end
+        self.left_bytes = self.body_bytes_max - end - self._path_bytes
+        self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
+
+    def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
+        """The lz4 forms of the next contents, by position, where they are tried and pay."""
+        packed: dict[int, bytes] = {}
+        if not (self._tries_all or self._tries_some):
+            return packed
+        i, first = 0, len(self)
+        while True:
+            if self._tries_some and self._futile >= _GIVE_UP:
+                i += -(first + i) % _RETRY
+            if i >= len(contents):
+                return packed
+            if len(contents[i]):
+                body = self._packed_one(contents[i])
+                self._futile = 0 if body is not None else self._futile + 1
+                if body is not None:
+                    packed[i] = body
+            i += 1
+
+    def _packed_one(self, content: memoryview) -> bytes | None:
+        """The lz4 form where it pays; "auto" looks at the middle of a larger content first."""
+        middle = (len(content) - _SAMPLE_BYTES) // 2
+        sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
+        if self._tries_some and middle > 0 and pack_body(sample) is None:
+            return None
+        return pack_body(content)

@@ -1,0 +1,290 @@
+"""What an entry is: its kinds, its path rules, and the columns in which many of them travel.
+
+Owned here: the rules for paths and names, `RECORD` (the fixed part of an entry as metadata stores
+keep it) and `EXTENT` (one part of a file larger than a chunk). Not owned: how a chunk or a snapshot
+lays them out (`chunk.py`, `snapshot.py`). Pure values; safe from any thread.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, NewType, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..names import shown
+
+Bytes = bytes | bytearray | memoryview
+"""What holds bytes that are written or sent."""
+
+ChunkId = NewType("ChunkId", bytes)
+"""16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
+
+Stamp = NewType("Stamp", bytes)
+"""20 bytes, ordered as bytes: the ID of the version's first chunk (16), the place in it (4)."""
+
+NAME_BYTES_MAX = 255
+"""NAME_MAX of Linux: a longer component could be stored but never opened."""
+
+PATH_BYTES_MAX = 262_144
+"""1,000 folders of 250-byte names; longer ones are reachable on no system we know."""
+
+_BLOCK_BYTES = 1 << 22  # of names that are looked at together
+
+MODE_MASK = 0o777
+"""Set-user-ID, set-group-ID and sticky bits never travel."""
+
+ROOT = b""
+"""The path of a dataset's own root folder."""
+
+
+class Kind(IntEnum):
+    """What an entry is. The numbers are part of the formats."""
+
+    FILE = 0
+    LINK = 1
+    FOLDER = 2
+    TOMBSTONE = 3
+
+
+class Codec(IntEnum):
+    """How the bytes of an entry are stored. The numbers are part of the formats."""
+
+    RAW = 0
+    LZ4 = 1
+
+
+CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
+"""A range of a chunk object: `size` bytes from `start` on."""
+
+ChunkRanges = npt.NDArray[np.void]
+"""An array of `CHUNK_RANGE`."""
+
+RECORD = np.dtype(
+    [
+        ("size", "<u8"),  # of the whole file, in bytes; of a link, its target's length
+        ("mtime_ns", "<i8"),  # since 1970, signed: files are older than that and younger than 2106
+        ("checksum", "<u8"),  # xxh3-64 of the content; of a file of several extents, 0
+        ("offset", "<u4"),  # from the start of the chunk object
+        ("stored", "<u4"),  # bytes in the chunk
+        ("mode", "<u2"),  # permission bits
+        ("kind", "u1"),
+        ("codec", "u1"),
+        ("place", "<u4"),  # its number among its chunk's entries
+        ("extents", "<u4"),  # 1; or how many extents the file has, then they stand in its tail
+        ("spare", "<u4"),
+    ]
+)
+"""The fixed part of an entry, 48 bytes. Opaque to a metadata store, except `kind` and `extents`."""
+
+EXTENT = np.dtype(
+    [
+        ("chunk", "V16"),  # the chunk that holds it
+        ("start", "<u8"),  # in the file; a multiple of 64 KiB
+        ("size", "<u8"),  # of the content, in bytes
+        ("checksum", "<u8"),
+        ("offset", "<u4"),  # from the start of the chunk object
+        ("stored", "<u4"),
+        ("number", "<u4"),  # i of n, from 0
+        ("place", "<u4"),
+        ("codec", "u1"),
+        ("spare", "V7"),
+    ]
+)
+"""One extent of a file that has several, 64 bytes; a file's tail is these in order of `number`."""
+
+
+class Stat(NamedTuple):
+    """What `stat` tells of an entry: mode holds permission bits only; sizes in bytes."""
+
+    kind: Kind
+    mode: int
+    size: int
+    mtime_ns: int
+
+
+class ChunkInfo(NamedTuple):
+    """A chunk of a dataset: its ID and the length of its object in bytes."""
+
+    id: ChunkId
+    object_bytes: int
+
+
+AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
+
+
+class Names(Sequence[bytes]):
+    """Names as one block of bytes, a NUL between each and the next, as chunks and runs hold them.
+
+    Made into objects only as far as somebody asks for them: four million names would take 250 MB.
+    Iterating is as fast as it is over a list; an index costs more.
+    """
+
+    __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
+
+    def __init__(self, joined: bytes, count: int) -> None:
+        """`joined` has one NUL less than names, and none in a name. The count tells no name from
+        one that is empty."""
+        self.joined = joined
+        self._count = count
+        self._is_split_by_nuls = True
+        self._starts: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, names: Iterable[bytes]) -> "Names":
+        """These names, whatever is in them."""
+        if isinstance(names, Names):
+            return names
+        listed = [*names]
+        found = cls(b"\0".join(listed), len(listed))
+        if found.joined.count(b"\0") != max(len(listed) - 1, 0):
+            found._is_split_by_nuls = False  # those who check names have to see it
+            found._starts = np.zeros(len(listed) + 1, np.int64)
+            np.cumsum([len(name) + 1 for name in listed], out=found._starts[1:])
+        return found
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each name starts in `joined`, and last where one behind them would."""
+        if self._starts is None:
+            self._starts = self._find_starts()
+        return self._starts
+
+    def _find_starts(self) -> npt.NDArray[np.int64]:
+        starts = np.zeros(self._count + 1, np.int64)
+        if self._count:
+            data, at = np.frombuffer(self.joined, np.uint8), 1
+            for first in range(0, len(data), _BLOCK_BYTES):
+                nuls = np.flatnonzero(data[first : first + _BLOCK_BYTES] == 0)
+                starts[at : at + len(nuls)] = nuls + (first + 1)
+                at += len(nuls)
+            starts[-1] = len(self.joined) + 1
+        return starts
+
+    def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
+        """The names without anything between them: where each starts, and last their end."""
+        starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
+        starts -= np.arange(self._count + 1)
+        if self._is_split_by_nuls:
+            return starts, self.joined.replace(b"\0", b"")
+        return starts, b"".join(self)
+
+    def empty_ones(self) -> npt.NDArray[np.int64]:
+        """The indices of names that are empty."""
+        first, last = self.joined[:1], self.joined[-1:]
+        if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.diff(self.starts) == 1)
+
+    def are_allowed(self) -> bool:
+        """Whether each is a name by the rules for paths (`name_fault`)."""
+        apart = b"\0%b\0" % self.joined
+        return (
+            b"/" not in apart
+            and apart.count(b"\0") == self._count + 1
+            and not any(bad in apart for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
+            and int(np.diff(self.starts).max(initial=0)) <= NAME_BYTES_MAX + 1
+        )
+
+    def take(self, indices: npt.NDArray[np.int64]) -> list[bytes]:
+        """The names at these indices."""
+        bounds = zip(self.starts[indices].tolist(), self.starts[indices + 1].tolist(), strict=True)
+        return [self.joined[start : end - 1] for start, end in bounds]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        if not self._is_split_by_nuls:
+            return iter(self.take(np.arange(self._count)))
+        return iter(self.joined.split(b"\0") if self._count else ())
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: AnySlice) -> "Names": ...
+    def __getitem__(self, at: "int | AnySlice") -> "bytes | Names":
+        if isinstance(at, slice):
+            first, end, step = at.indices(self._count)
+            if step != 1 or not self._is_split_by_nuls:
+                return Names.of([*self][at])
+            if first >= end:
+                return Names(b"", 0)
+            start, behind = int(self.starts[first]), int(self.starts[end])
+            return Names(self.joined[start : behind - 1], end - first)
+        place = range(self._count)[at]
+        return self.joined[int(self.starts[place]) : int(self.starts[place + 1]) - 1]
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == ([*other] if isinstance(other, Names) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return f"Names.of({[*self]!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Entries as columns, n of them, in any order, each path once.
+
+    `folder[i]` is a position in `folders` (paths, each once), `chunk[i]` one in `chunks`; `tails`
+    maps i to a link's target or to a file's `EXTENT`s and lacks all others.
+    """
+
+    folders: Sequence[bytes]
+    folder: npt.NDArray[np.uint32]
+    names: Sequence[bytes]
+    records: npt.NDArray[np.void]  # of dtype RECORD
+    chunk: npt.NDArray[np.uint32]
+    chunks: Sequence[ChunkId]
+    tails: Mapping[int, bytes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, i: int) -> bytes:
+        """The path of entry i."""
+        return join(self.folders[self.folder[i]], self.names[i])
+
+
+def join(folder: bytes, name: bytes) -> bytes:
+    """The path of `name` in `folder`."""
+    return folder + b"/" + name if folder else name
+
+
+def split(path: bytes) -> tuple[bytes, bytes]:
+    """The folder of a path, and its name in it; the root is `(b"", b"")`."""
+    folder, _, name = path.rpartition(b"/")
+    return folder, name
+
+
+def name_fault(name: bytes) -> str:
+    """Why `name` cannot be a component of a path, or the empty string."""
+    if not name:
+        return "an empty component"
+    if name in (b".", b".."):
+        return f"the component {name.decode()!r}"
+    if len(name) > NAME_BYTES_MAX:
+        return f"a component of {len(name)} bytes (at most {NAME_BYTES_MAX})"
+    if b"/" in name or b"\0" in name:
+        return "a slash or NUL inside a component"
+    return ""
+
+
+def path_fault(path: bytes) -> str:
+    """Why `path` is no path of a dataset, or the empty string. The root is one."""
+    if path == ROOT:
+        return ""
+    if len(path) > PATH_BYTES_MAX:
+        return f"{len(path)} bytes (at most {PATH_BYTES_MAX})"
+    return next(filter(None, map(name_fault, path.split(b"/"))), "")
+
+
+def check_path(path: bytes) -> bytes:
+    """`path` itself. Raises UsageError where it is no path of a dataset."""
+    if fault := path_fault(path):
+        raise UsageError(f"bad path {shown(path)}: it has {fault}")
+    return path

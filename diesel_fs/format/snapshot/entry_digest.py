@@ -1,0 +1,143 @@
+"""Whether a snapshot says of a chunk's files what the chunk's own header said.
+
+A writer takes a tally of each chunk when it commits it, from the parsed header, and compares it
+with the columns of the snapshot that it is about to publish. In between lie the metadata store, the
+merge and the memory of this process, none of which has checksums for single entries.
+
+A tally is the number of places (contents of files) in a chunk, and the sum of a hash of what is
+said of each. So it does not depend on order. Paths are not in it. A chunk of which a snapshot has
+fewer places is not compared: its files have been replaced since. Pure; safe from any thread.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CorruptError
+from ..chunk_id import chunk_id_text
+from ..entries import EXTENT, MODE_MASK, ChunkId, Kind, Rows
+from .layout import CODEC_SHIFT, MANY, Columns, kinds
+
+_Hashes = npt.NDArray[np.uint64]
+_Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+
+# Odd numbers with many bits set, from xxHash and its kin
+_FACTORS = (
+    *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
+)
+_LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
+_BLOCK_ENTRIES = 1 << 20  # of a snapshot, at once
+
+
+class EntryDigest(NamedTuple):
+    """How many places a chunk has, and the sum (mod 2^64) of their hashes."""
+
+    entry_count: int
+    digest: int
+
+
+def entry_digest(rows: Rows) -> EntryDigest:
+    """The tally of what one chunk brings (`Header.rows`)."""
+    records = rows.records
+    files = records["kind"] == Kind.FILE
+    whole = records[files & (records["extents"] == 1)]
+    codec = whole["codec"].astype(np.uint32) << np.uint32(CODEC_SHIFT)
+    hashes = _hashed(
+        *(whole["size"], whole["mtime_ns"], whole["checksum"], whole["offset"], whole["stored"]),
+        (whole["mode"] & MODE_MASK) | codec,
+    )
+    parts = np.flatnonzero(files & (records["extents"] > 1)).tolist()
+    extents = np.frombuffer(b"".join(rows.tails[i] for i in parts), EXTENT)
+    total = int(hashes.sum()) + int(_hashed_extents(extents).sum())
+    return EntryDigest(len(whole) + len(parts), total % (1 << 64))
+
+
+def check_entry_digests(columns: Columns, tallies: Mapping[ChunkId, EntryDigest]) -> None:
+    """Raise CorruptError where the places of a chunk in a snapshot are not those of its tally."""
+    ids = columns.chunk_id.tobytes() if tallies else b""
+    table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
+    group = np.full(len(table), -1, np.int64)  # by number of a chunk
+    wanted: list[tuple[ChunkId, EntryDigest]] = []
+    for chunk, expected in tallies.items():
+        number = bisect_left(table, chunk)
+        if number < len(table) and table[number] == chunk:
+            group[number] = len(wanted)
+            wanted.append((chunk, expected))
+    if not wanted:
+        return
+    sums = _Sums(group, len(wanted))
+    for start in range(0, len(columns.flags), _BLOCK_ENTRIES):
+        some = slice(start, start + _BLOCK_ENTRIES)
+        sums.add_files(
+            *(columns.flags[some], columns.chunk[some], columns.size[some]),
+            *(columns.mtime_ns[some], columns.checksum[some], columns.offset[some]),
+            columns.stored[some],
+        )
+    hidden = ("flags", "chunk", "size", "mtime_ns", "checksum", "offset", "stored")
+    sums.add_files(*(columns.shadowed[name] for name in hidden))
+    of_wanted = columns.extents[group[columns.extents["chunk"]] >= 0]
+    sums.add(of_wanted["chunk"], _hashed_extents(of_wanted))
+    for at, (chunk, expected) in enumerate(wanted):
+        found = EntryDigest(int(sums.places[at]), int(sums.digests[at]))
+        if found.entry_count > expected.entry_count or (
+            found.entry_count == expected.entry_count and found.digest != expected.digest
+        ):
+            raise CorruptError(
+                f"the metadata of chunk {chunk_id_text(chunk)} are not what its header says",
+                advice="nothing has been published; run `dlcmd recover`",
+            )
+
+
+class _Sums:
+    """Tallies in the making, by group of the chunks that are asked for."""
+
+    def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
+        self._group = group
+        self._count = count
+        self.places = np.zeros(count, np.int64)
+        self.digests: _Hashes = np.zeros(count, np.uint64)
+
+    def add_files(
+        self,
+        flags: npt.NDArray[np.uint32],
+        chunk: npt.NDArray[np.uint32],
+        size: _Hashes,
+        mtime_ns: npt.NDArray[np.int64],
+        checksum: _Hashes,
+        offset: npt.NDArray[np.uint32],
+        stored: npt.NDArray[np.uint32],
+    ) -> None:
+        """The files of one extent among these entries."""
+        some = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY) == 0))
+        some = some[self._group[chunk[some]] >= 0]
+        columns = (size, mtime_ns, checksum, offset, stored, flags)
+        self.add(chunk[some], _hashed(*(column[some] for column in columns)))
+
+    def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
+        """Places in these chunks, all of which are asked for."""
+        group = self._group[chunk]
+        self.places += np.bincount(group, minlength=self._count)
+        for shift in (0, 32):  # a float64 counts exactly to 2^53: 32 bits of 2 million places
+            half = (hashes >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)
+            sums = np.bincount(group, half, self._count).astype(np.uint64)
+            self.digests += sums << np.uint64(shift)
+
+
+def _hashed_extents(extents: npt.NDArray[np.void]) -> _Hashes:
+    names = ("size", "start", "checksum", "offset", "stored", "codec")
+    return _hashed(*(extents[name] for name in names))
+
+
+def _hashed(*columns: _Column) -> _Hashes:
+    """A hash of each row of these columns."""
+    found: _Hashes = np.zeros(len(columns[0]), np.uint64)
+    for factor, column in zip(_FACTORS, columns, strict=True):
+        found += column.astype(np.uint64) * np.uint64(factor)
+    found ^= found >> np.uint64(29)
+    found *= _LAST_FACTOR
+    found ^= found >> np.uint64(32)
+    return found

@@ -1,0 +1,562 @@
+"""The bytes of a snapshot (FORMAT.md, "Snapshot"): header, sections, and the rules between them.
+
+Owned here: where each column lies, what is checked before anything is believed. Not owned: looking
+things up (`snapshot.py`), making a new one (`build.py`). Pure functions of buffers; the
+arrays are views of the buffer that was given, and are safe from any thread.
+"""
+
+import struct
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from ...errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
+from ...names import DATASET_NAME
+from ..chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, impossible_bodies
+from ..entries import MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Kind
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+U4 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint64]
+I8 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Records = npt.NDArray[np.void]
+Mask = npt.NDArray[np.bool_]
+
+MAGIC = b"\x93DIESNP\n"
+MAGIC_BYTES = len(MAGIC)
+FORMAT_VERSION = 1
+KNOWN_FLAGS = 0
+HEADER_BYTES = 640
+ALIGNMENT = 64
+NAME_PADDING = bytes(8)
+"""Zeros behind the last name, so that every name can be read as whole 64-bit words."""
+
+KIND_SHIFT, CODEC_SHIFT = 12, 16
+IMPLICIT = 1 << 24
+"""A folder without an entry of its own: it exists because something is in it."""
+MANY = 1 << 25
+"""A file of several extents: `chunk` is the first of them in `extents`, `offset` their number."""
+
+_KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY
+IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT
+_SIZE_LIMIT = 1 << 63  # off_t is signed
+_DEPTH_MAX = PATH_BYTES_MAX // 2 + 1
+_BATCH = 65_536  # entries checked at once where that takes several words for each
+
+STORED_EXTENT = np.dtype(
+    [
+        ("start", "<u8"),
+        ("size", "<u8"),
+        ("checksum", "<u8"),
+        ("chunk", "<u4"),
+        ("offset", "<u4"),
+        ("stored", "<u4"),
+        ("codec", "<u4"),
+    ]
+)
+SHADOWED = np.dtype(
+    [
+        ("entry", "<u4"),  # the folder that shows at its path
+        ("flags", "<u4"),  # and the others: as in the columns of the same names
+        ("size", "<u8"),
+        ("mtime_ns", "<i8"),
+        ("checksum", "<u8"),
+        ("chunk", "<u4"),
+        ("offset", "<u4"),
+        ("stored", "<u4"),
+        ("spare", "<u4"),
+    ]
+)
+_BLOCK = 1 << 18  # values that are looked at together
+
+
+class Columns(NamedTuple):
+    """All sections of a snapshot, in the order of the file; n entries, c chunks."""
+
+    parent: U4
+    """n; the root's is 0."""
+    name_start: U8
+    """n + 1; into `names`."""
+    flags: U4
+    """n; mode, kind, codec, IMPLICIT, MANY."""
+    size: U8
+    """n; of a link its target's length, of a folder 0."""
+    mtime_ns: I8
+    """n."""
+    chunk: U4
+    """n; of a folder its first child, of a link the number of its target."""
+    offset: U4
+    """n; of a folder the number of its children, of a link 0."""
+    stored: U4
+    """n."""
+    checksum: U8
+    """n."""
+    fingerprint: U4
+    """n - 1, ascending; the upper half of each entry's hash, without the root."""
+    slot: U4
+    """n - 1; the entry of each fingerprint, ascending where fingerprints are equal."""
+    names: Bytes
+    """All names in order of entries, then NAME_PADDING."""
+    target_start: U8
+    """Number of targets + 1; into `targets`."""
+    targets: Bytes
+    """Of links in order of entries, then of shadowed links."""
+    extents: Records
+    """STORED_EXTENT, of files in order of entries, then of shadowed files."""
+    chunk_id: Bytes
+    """16 c; ascending."""
+    chunk_bytes: U8
+    """c; length of each chunk object."""
+    shadowed: Records
+    """SHADOWED, in order of `entry`."""
+
+
+_DTYPES = tuple(
+    np.dtype(spec)
+    for spec in (
+        *("<u4", "<u8", "<u4", "<u8", "<i8", "<u4", "<u4", "<u4", "<u8", "<u4", "<u4"),
+        *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
+    )
+)
+_FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
+_SECTION = struct.Struct("<QQQ")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a snapshot is of. `entries` counts the root and implicit folders too."""
+
+    identity: UUID
+    dataset: str
+    version: int
+    entries: int
+    files: int
+    folders: int
+    file_bytes: int
+    chunks: int
+    digest: int
+
+
+def header_of(columns: Columns, identity: UUID, dataset: str, version: int, digest: int) -> Header:
+    """The header that belongs to these columns: the counts are counted here."""
+    kind = kinds(columns.flags)
+    sizes = columns.size[kind == Kind.FILE]
+    return Header(
+        identity=identity,
+        dataset=dataset,
+        version=version,
+        entries=len(columns.parent),
+        files=len(sizes),
+        folders=int(np.count_nonzero(kind == Kind.FOLDER)),
+        file_bytes=_exact_sum(sizes),
+        chunks=len(columns.chunk_bytes),
+        digest=digest,
+    )
+
+
+def kinds(flags: U4) -> U4:
+    """The kinds in a column of flags."""
+    return flags >> np.uint32(KIND_SHIFT) & np.uint32(3)
+
+
+def codecs(flags: U4) -> U4:
+    """The codecs in a column of flags."""
+    return flags >> np.uint32(CODEC_SHIFT) & np.uint32(1)
+
+
+def write(header: Header, columns: Columns) -> list[memoryview]:
+    """The file, as parts to be written one behind the other."""
+    table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
+    for array, dtype in zip(columns, _DTYPES, strict=True):
+        body = np.ascontiguousarray(array, dtype).view(np.uint8).data
+        padding = bytes(-len(body) % ALIGNMENT)
+        table += _SECTION.pack(at, len(body), xxh3_64_intdigest(body))
+        parts += [body, memoryview(padding)]
+        at += len(body) + len(padding)
+    name = header.dataset.encode()
+    fixed = _FIXED.pack(
+        *(MAGIC, FORMAT_VERSION, HEADER_BYTES, KNOWN_FLAGS, header.identity.bytes, header.version),
+        *(header.entries, header.files, header.folders, header.file_bytes, header.chunks),
+        *(header.digest.to_bytes(16, "little"), len(name), name),
+    )
+    head = (fixed + table).ljust(HEADER_BYTES - _CHECKSUM.size, b"\0")
+    parts[0] = memoryview(head + _CHECKSUM.pack(xxh3_64_intdigest(head)))
+    return [part for part in parts if len(part)]
+
+
+def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
+    """Header and columns, as views of `buffer`. Raises one of the leaves of FormatError.
+
+    The checksum of the header and of each section is compared. `verify` also checks the rules
+    between the columns, which a private copy has kept since it was verified and written.
+    """
+    if sys.byteorder != "little":
+        raise NewerVersionError("snapshots are read in place, on little-endian machines only")
+    view = memoryview(buffer).cast("B")
+    header = _parse_header(view)
+    columns, sections = _parse_sections(view, header)
+    for name, (at, behind, end, checksum) in zip(Columns._fields, sections, strict=True):
+        body, padding = view[at:behind], view[behind:end]
+        if xxh3_64_intdigest(body) != checksum or any(padding):
+            _corrupt(f"section {name} does not match its checksum", at)
+    if verify:
+        check(header, columns)
+    return header, columns
+
+
+def _corrupt(what: str, offset: int = -1) -> NoReturn:
+    raise CorruptError(f"damaged snapshot: {what}", offset=offset, advice=_ADVICE)
+
+
+_ADVICE = "write or fetch it again with `dlcmd save-meta`"
+
+
+def check_magic(start: bytes) -> None:
+    """Raise ForeignError where a file that begins with `start` (MAGIC_BYTES of it) is none."""
+    if start != MAGIC[: len(start)]:
+        raise ForeignError("this is no snapshot", offset=0, advice=_ADVICE)
+
+
+def _parse_header(view: memoryview) -> Header:
+    check_magic(bytes(view[:MAGIC_BYTES]))
+    if len(view) < HEADER_BYTES:
+        raise _truncated(len(view), HEADER_BYTES)
+    fields = _FIXED.unpack_from(view)
+    _, format_version, header_bytes, flags, identity, version, *rest = fields
+    entries, files, folders, file_bytes, chunks, digest, length, name = rest
+    if format_version > FORMAT_VERSION:
+        raise _newer(f"format version {format_version}")
+    checksum_at = HEADER_BYTES - _CHECKSUM.size
+    if _CHECKSUM.unpack_from(view, checksum_at)[0] != xxh3_64_intdigest(view[:checksum_at]):
+        _corrupt("its header does not match its checksum", 0)
+    if flags & ~KNOWN_FLAGS:
+        raise _newer(f"feature flags {flags:#x}")
+    dataset = name[:length].decode("ascii", "replace")
+    spare = bytes(view[_FIXED.size + len(_DTYPES) * _SECTION.size : checksum_at])
+    if (
+        (format_version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES)
+        or not DATASET_NAME.fullmatch(dataset)
+        or any(name[length:])
+        or any(spare)
+    ):
+        _corrupt("its header contradicts itself", 0)
+    return Header(
+        identity=UUID(bytes=identity),
+        dataset=dataset,
+        version=version,
+        entries=entries,
+        files=files,
+        folders=folders,
+        file_bytes=file_bytes,
+        chunks=chunks,
+        digest=int.from_bytes(digest, "little"),
+    )
+
+
+FRONT_BYTES = HEADER_BYTES
+"""What `parse_front` needs of a file."""
+
+_CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
+
+
+def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
+    """The header at the start of a file, and a mark of its version's content: versions of equal
+    marks differ in where bytes lie at most. Raises a leaf of FormatError.
+    """
+    view = memoryview(front)
+    header = _parse_header(view)
+    sections = (Columns._fields.index(name) for name in _CONTENT)
+    starts = (_FIXED.size + number * _SECTION.size for number in sections)
+    return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
+
+
+def content_mark(front: "ReadableBuffer") -> bytes:
+    """What tells a snapshot's entries, places and chunks from others, whatever its version: the
+    counts in its header, and the checksums of all sections."""
+    view = memoryview(front)
+    counts_end = _FIXED.size + len(Columns._fields) * _SECTION.size
+    return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
+
+
+def _newer(what: str) -> FormatError:
+    return NewerVersionError(
+        f"a snapshot with {what}", advice="it needs a newer version of DIESEL-FS"
+    )
+
+
+def _truncated(length: int, expected: int) -> FormatError:
+    return TruncatedError(
+        f"truncated snapshot: {length} of {expected} bytes", offset=length, advice=_ADVICE
+    )
+
+
+def _parse_sections(
+    view: memoryview, header: Header
+) -> tuple[Columns, list[tuple[int, int, int, int]]]:
+    """The columns; of each section where it starts and ends, its padding ends, and its checksum."""
+    arrays = []
+    sections = []
+    at = HEADER_BYTES
+    for number, dtype in enumerate(_DTYPES):
+        offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
+        if offset != at or length % dtype.itemsize:
+            _corrupt(f"section {Columns._fields[number]} is out of place", at)
+        end = at + -(-length // ALIGNMENT) * ALIGNMENT
+        sections.append((at, at + length, end, checksum))
+        if end <= len(view):
+            arrays.append(np.ndarray((length // dtype.itemsize,), dtype, view, at))
+        at = end
+    if at > len(view):
+        raise _truncated(len(view), at)
+    if at < len(view):
+        _corrupt(f"{len(view) - at} bytes behind its end", at)
+    columns = Columns(*arrays)  # each has the dtype of _DTYPES
+    n, c = header.entries, header.chunks
+    lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
+    if (
+        [len(column) for column in columns[: len(lengths)]] != lengths
+        or len(columns.names) < len(NAME_PADDING)
+        or not len(columns.target_start)
+        or (len(columns.chunk_id), len(columns.chunk_bytes)) != (16 * c, c)
+    ):
+        _corrupt("its sections do not have the lengths that its header says", 0)
+    return columns, sections
+
+
+def words(names: Bytes) -> U8:
+    """`names` (with NAME_PADDING) as overlapping little-endian words: word i starts at byte i."""
+    return np.ndarray((len(names) - 7,), np.dtype("<u8"), names, strides=(1,))
+
+
+def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
+    """Of each name its 8 bytes from `position` on, as a little-endian word; zeros behind its end.
+
+    `source` is what `words` gave.
+    """
+    rest = lengths - position
+    word = source[np.where(rest > 0, starts + position, 0)]
+    unused_bits = np.clip(64 - 8 * rest, 0, 63).astype(np.uint64)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> unused_bits
+    return np.where(rest > 0, word & mask, np.uint64(0))
+
+
+def name_faults(names: Bytes, starts: U8) -> Mask:
+    """Which of the names (`starts` has one more) break the rules for components of paths."""
+    lengths = np.diff(starts)
+    bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
+    used = names[: int(starts[-1])]
+    at = np.flatnonzero((used == ord("/")) | (used == 0))
+    bad[np.searchsorted(starts, at.astype(np.uint64), side="right") - 1] = True
+    short = np.flatnonzero((lengths == 1) | (lengths == 2))
+    first = used[starts[short].astype(np.int64)]
+    last = used[starts[short + 1].astype(np.int64) - 1]
+    bad[short[(first == ord(".")) & (last == ord("."))]] = True
+    return bad
+
+
+def longest_path_bytes(parent: U4, name_start: U8, child_end: I8) -> int:
+    """Length of the longest path; `child_end[i]`: where the children of entries 0..i end.
+
+    Stops early, with a number above PATH_BYTES_MAX, where folders are nested too deep for it.
+    """
+    length = np.diff(name_start.astype(np.int64))
+    longest, depth, start, end = 0, 0, 1, int(child_end[0])
+    while start < end:
+        length[start:end] += length[parent[start:end]] + (1 if depth else 0)
+        longest = max(longest, int(length[start:end].max()))
+        depth += 1
+        if longest > PATH_BYTES_MAX or depth > _DEPTH_MAX:
+            return PATH_BYTES_MAX + 1
+        start, end = end, int(child_end[end - 1])
+    return longest
+
+
+def _exact_sum(values: U8) -> int:
+    low = high = 0
+    for start in range(0, len(values), _BLOCK):
+        some = values[start : start + _BLOCK]
+        low += int((some & np.uint64(0xFFFFFFFF)).sum())
+        high += int((some >> np.uint64(32)).sum())
+    return low + (high << 32)
+
+
+def check(header: Header, columns: Columns) -> None:
+    """Raises CorruptError where a column contradicts another: after this, every index is good."""
+    _check_names(columns)
+    kind = kinds(columns.flags)
+    _check_tree(columns, kind)
+    _check_order(columns)
+    _check_index(columns)
+    _check_shadowed(columns)
+    _check_data(columns)
+    counted = header_of(columns, header.identity, header.dataset, header.version, header.digest)
+    if counted != header:
+        _corrupt("its counts are not those of its entries", 0)
+
+
+def _check_names(columns: Columns) -> None:
+    starts, names = columns.name_start, columns.names
+    lengths = np.diff(starts)  # unsigned: a descent becomes a huge length
+    if starts[0] or starts[1] or (lengths > NAME_BYTES_MAX).any():
+        _corrupt("its names overlap or are too long")
+    if int(starts[-1]) != len(names) - len(NAME_PADDING) or names[-len(NAME_PADDING) :].any():
+        _corrupt("its names do not end where they should")
+    if name_faults(names, starts[1:]).any():
+        _corrupt("a name is not possible in a path")
+
+
+def _check_tree(columns: Columns, kind: U4) -> None:
+    flags, parent = columns.flags, columns.parent
+    folder = kind == Kind.FOLDER
+    if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
+        _corrupt("an entry of unknown kind or with unknown flags")
+    counts = np.where(folder, columns.offset, 0).astype(np.int64)
+    ends = 1 + np.cumsum(counts)
+    if not folder[0] or ends[-1] != len(flags) or (ends - counts != columns.chunk)[folder].any():
+        _corrupt("the children of its folders are not its entries")
+    if parent[0] or not np.array_equal(parent[1:], np.repeat(np.arange(len(flags)), counts)):
+        _corrupt("an entry and its folder contradict each other")
+    if (parent[1:] >= np.arange(1, len(parent))).any():
+        _corrupt("a folder inside itself")
+    plain = folder & ((columns.size | columns.stored | columns.checksum | (flags & MANY)) != 0)
+    codec = (flags >> CODEC_SHIFT & 1) != 0
+    implicit = (flags & IMPLICIT) != 0
+    wrong = (flags != IMPLICIT_FOLDER) | (columns.mtime_ns != 0) | (counts == 0)
+    wrong[0] = flags[0] != IMPLICIT_FOLDER or columns.mtime_ns[0] != 0  # the root may be empty
+    if plain.any() or (folder & codec).any() or (implicit & wrong).any():
+        _corrupt("a folder with the marks of a file")
+    if longest_path_bytes(parent, columns.name_start, ends) > PATH_BYTES_MAX:
+        _corrupt("a path is too long")
+
+
+def _check_order(columns: Columns) -> None:
+    """The names in each folder ascend strictly: 8 bytes at a time, of those still equal."""
+    source, parent = words(columns.names), columns.parent
+    for first in range(1, len(parent) - 1, _BATCH):
+        last = min(first + _BATCH, len(parent) - 1)
+        bounds = columns.name_start[first : last + 2].astype(np.int64)
+        starts, lengths = bounds[:-1], np.diff(bounds)
+        left = np.flatnonzero(parent[first:last] == parent[first + 1 : last + 1])
+        for position in range(0, NAME_BYTES_MAX + 1, 8):
+            one, other = (
+                word_at(source, starts[i], lengths[i], position).byteswap()
+                for i in (left, left + 1)
+            )
+            if (one > other).any():
+                _corrupt("a folder is not sorted")
+            left = left[one == other]
+            if not len(left):
+                break
+        else:
+            _corrupt("a folder holds a name twice")
+
+
+def _check_index(columns: Columns) -> None:
+    slot, n = columns.slot, len(columns.parent)
+    seen = np.zeros(n, np.bool_)
+    if len(slot) and int(slot.max()) < n:
+        seen[slot] = True
+    seen[0] = not seen[0]
+    keys = columns.fingerprint.astype(np.uint64) << np.uint64(32) | slot
+    if not seen.all() or (keys[1:] <= keys[:-1]).any():
+        _corrupt("its lookup index is not one")
+
+
+def _check_shadowed(columns: Columns) -> None:
+    shadowed, flags = columns.shadowed, columns.flags
+    entry, own = shadowed["entry"], shadowed["flags"]
+    if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
+        _corrupt("its shadowed entries are not in order")
+    if ((flags[entry] & IMPLICIT) == 0).any() or (kinds(own) >= Kind.FOLDER).any():
+        _corrupt("a shadowed entry that nothing shadows")
+    if (own & ~np.uint32(_KNOWN_BITS)).any():
+        _corrupt("a shadowed entry with unknown flags")
+
+
+def _check_data(columns: Columns) -> None:
+    """Places of files and targets of links, shown and shadowed."""
+    object_bytes, extents = columns.chunk_bytes, columns.extents
+    c = len(object_bytes)
+    flags, size, chunk, offset, stored, checksum = (
+        np.concatenate([getattr(columns, name), columns.shadowed[name]])
+        for name in ("flags", "size", "chunk", "offset", "stored", "checksum")
+    )
+    kind, many = kinds(flags), (flags & MANY) != 0
+    one, link = (kind == Kind.FILE) & ~many, kind == Kind.LINK
+    if (size >= _SIZE_LIMIT).any():
+        _corrupt("a file of 8 EiB or more")
+    if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
+        _corrupt("a chunk of a length that none has")
+    if (chunk[one] >= c).any() or (many & (kind != Kind.FILE)).any():
+        _corrupt("a file in a chunk that it does not name")
+    if impossible_bodies(
+        codecs(flags[one]), stored[one], size[one], offset[one], object_bytes[chunk[one]]
+    ).any():
+        _corrupt("a file where its chunk cannot hold it")
+    if (flags[kind == Kind.LINK] & ~np.uint32(MODE_MASK | 3 << KIND_SHIFT)).any() or (
+        (flags & IMPLICIT)[kind != Kind.FOLDER].any()
+    ):
+        _corrupt("an entry with the marks of another kind")
+    target_bytes = np.diff(columns.target_start)
+    if (
+        not np.array_equal(chunk[link], np.arange(len(target_bytes)))
+        or not np.array_equal(size[link], target_bytes)
+        or columns.target_start[0]
+        or int(columns.target_start[-1]) != len(columns.targets)
+        or (offset | stored)[link].any()
+        or (target_bytes == 0).any()
+        or (columns.targets == 0).any()
+    ):
+        _corrupt("links and their targets contradict each other")
+    counts = offset[many].astype(np.int64)
+    ends = np.cumsum(counts)
+    if (
+        (counts < 2).any()
+        or (ends[-1] if len(ends) else 0) != len(extents)
+        or (ends - counts != chunk[many]).any()
+        or (stored | checksum)[many].any()
+        or (flags[many] >> CODEC_SHIFT & 1).any()
+    ):
+        _corrupt("files and their extents contradict each other")
+    check_extents(extents, ends, counts, size[many], object_bytes)
+    parts = np.bincount(extents["chunk"], extents["stored"], c)
+    if (parts + np.bincount(chunk[one], stored[one], c) > object_bytes - PREAMBLE_BYTES).any():
+        _corrupt("a chunk with more bytes of files than it has")
+    number = columns.chunk_id.view(">u8").reshape(c, 2).astype(np.uint64)
+    high, low = number[:, 0], number[:, 1]
+    if ((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] <= low[:-1]))).any():
+        _corrupt("its chunks are not sorted")
+
+
+def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
+    """Raises CorruptError unless each run (its end, its length) makes up a file of that size, out
+    of places that there are in chunks of these lengths."""
+    if not len(extents):
+        return
+    start, size = extents["start"], extents["size"]
+    expected = np.zeros(len(extents), np.uint64)
+    expected[1:] = start[:-1] + size[:-1]
+    expected[ends - counts] = 0
+    if (
+        (extents["chunk"] >= len(object_bytes)).any()
+        or (extents["codec"] > 1).any()
+        or (size == 0).any()
+        or (size >= _SIZE_LIMIT).any()
+        or (start >= _SIZE_LIMIT).any()
+        or (start % EXTENT_ALIGNMENT).any()
+        or (start != expected).any()
+        or ((start + size)[ends - 1] != sizes).any()
+    ):
+        _corrupt("the extents of a file do not make it up")
+    places = (extents["codec"], extents["stored"], size, extents["offset"])
+    if impossible_bodies(*places, object_bytes[extents["chunk"]]).any():
+        _corrupt("a part of a file where its chunk cannot hold it")

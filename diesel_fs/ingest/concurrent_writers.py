@@ -1,0 +1,208 @@
+"""Paths that two writers made at once, one a file and the other a folder: the file is not lost.
+
+A put refuses such a path where it can see it (`conflicts.py`), but not what another writer commits
+while it runs: of the two entries the greater stamp wins, and a folder's would replace the file for
+good. So whoever finishes looks for files that a folder has replaced since it began, where one of
+the two is its own, and puts the file again. Then the folder shows, as it does wherever a path is
+both, `verify` names the path, and so does the put. Each of two writers looks after its own last
+commit, so one of them sees both.
+
+Owned here: which files those are. Headers are read only where somebody else wrote meanwhile, and
+those of own chunks only where a path may be among them. One thread.
+"""
+
+import io
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cache.content_file import EntryFile
+from ..cache.reader import EntryReader
+from ..errors import FormatError, ObjectMissing
+from ..format.chunk import CHUNK_BYTES_DEFAULT, Header
+from ..format.chunk_id import chunk_id_text
+from ..format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
+from ..format.snapshot.build import build_snapshot
+from ..format.snapshot.reader import Snapshot
+from ..names import shown
+from ..repository.local import LocalRepository, LocalWriteSession
+from .options import PutReport
+from .packer import Packer
+
+log = logging.getLogger("diesel.writer")
+
+_MEMORY_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+class _Entry(NamedTuple):
+    """An entry of a new chunk: `place` in `header`."""
+
+    stamp: Stamp
+    header: Header
+    place: int
+    own: bool
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(int(self.header.records["kind"][self.place]))
+
+
+def finish_put(
+    repository: LocalRepository, session: LocalWriteSession, report: PutReport, prefix: bytes = b""
+) -> bool:
+    """`session.finish`; names the paths at which a file had to be put again in the report.
+
+    Whether others have written since the session began: whoever goes on does so better in a new
+    one, since each time all that is new is looked at. Wants `session.view` to have been looked at
+    before.
+    """
+    report.version = session.finish()
+    if not session.others_committed():
+        return False
+    lost = _files_replaced_by_folders(repository, session)
+    if lost:
+        _put_again(repository, session, lost)
+        report.version = session.finish()
+    for path in lost:
+        below = path.removeprefix(prefix + b"/") if prefix else path
+        report.fail(below, "it is a file and a folder now, since another writer put it, too")
+    return True
+
+
+def _put_again(
+    repository: LocalRepository, session: LocalWriteSession, lost: dict[bytes, list[_Entry]]
+) -> None:
+    log.warning("files that folders replaced are put again: %s", ", ".join(map(shown, lost)))
+    view = _view(session, lost)
+    reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
+    packer = Packer(
+        session.identity, CHUNK_BYTES_DEFAULT, "auto", session.objects, session.new_id,
+        lambda preamble, header, _: _commit(session, preamble, header),
+    )  # fmt: skip
+    try:
+        for path in lost:
+            index = view.lookup(path)
+            found = view.stat(index)
+            if found.kind == Kind.LINK:
+                packer.add_link_to(split(path), found.mtime_ns, view.link(index))
+                continue
+            content = io.BufferedReader(EntryFile(reader, index), _READ_BYTES)
+            packer.add_stream(content, found.size, split(path), found.mode, found.mtime_ns)
+        packer.finish()
+    finally:
+        packer.close()
+        reader.close()
+
+
+def _commit(session: LocalWriteSession, preamble: bytes, header: bytes) -> None:
+    session.commit(preamble, header)
+
+
+def _files_replaced_by_folders(
+    repository: LocalRepository, session: LocalWriteSession
+) -> dict[bytes, list[_Entry]]:
+    """The extents of each file that a folder has replaced, one of the two by this session."""
+    before, after = session.view, repository.view(session.name)
+    own = session.committed_chunks
+    new = set(after.chunk_ids).difference(before.chunk_ids)
+    theirs = list(_headers(repository, session, new.difference(own)))
+    shadowed = set(after.shadowing_folders().tolist())
+    suspects = {
+        path
+        for header in theirs
+        for path in _possible_conflicts(header, session)
+        if (index := after.lookup(path)) >= 0
+        and after.stat(index).kind == Kind.FOLDER
+        and index not in shadowed
+    }
+    if not suspects:
+        return {}
+    entries = defaultdict[bytes, list[_Entry]](list)
+    ours = _headers(repository, session, new.intersection(own))
+    for headers, is_own in ((theirs, False), (ours, True)):
+        for header in headers:
+            for place in range(len(header)):
+                if (path := header.path(place)) in suspects:
+                    entries[path].append(_Entry(header.stamp(place), header, place, is_own))
+    lost = {path: _replaced(found) for path, found in entries.items()}
+    return {path: extents for path, extents in sorted(lost.items()) if extents}
+
+
+def _possible_conflicts(header: Header, session: LocalWriteSession) -> Iterator[bytes]:
+    """Of a chunk of another writer: its files and links, and the folders that are next to
+    something of ours."""
+    kinds = header.records["kind"]
+    for place in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
+        yield header.path(place)
+    for place in np.flatnonzero(kinds == Kind.FOLDER).tolist():
+        if header.folders[header.folder[place]] in session.folders:
+            yield header.path(place)
+
+
+def _replaced(entries: list[_Entry]) -> list[_Entry]:
+    """The extents of the newest file or link among the entries of one path, if the newest of all
+    is a folder, one of the two is our own, and nobody has deleted the file between them."""
+    newest = max(entries, key=lambda entry: (entry.stamp, entry.header.preamble.id))
+    files = [entry for entry in entries if entry.kind in (Kind.FILE, Kind.LINK)]
+    if newest.kind != Kind.FOLDER or not files:
+        return []
+    last = max(entry.stamp for entry in files)
+    extents = {
+        entry.header.extents[entry.place].number
+        if entry.place in entry.header.extents
+        else 0: entry
+        for entry in files
+        if entry.stamp == last
+    }
+    first = next(iter(extents.values()))
+    is_whole = len(extents) == int(first.header.records["extents"][first.place])
+    is_deleted = any(entry.kind == Kind.TOMBSTONE and entry.stamp > last for entry in entries)
+    if is_deleted or not is_whole or not (newest.own or first.own):
+        return []
+    return [extents[number] for number in sorted(extents)]
+
+
+def _headers(
+    repository: LocalRepository, session: LocalWriteSession, chunks: Iterable[ChunkId]
+) -> Iterator[Header]:
+    for chunk in sorted(chunks):
+        try:
+            yield repository.read_header(session.identity, chunk)
+        except (FormatError, ObjectMissing) as error:  # which must not keep a put from ending
+            log.warning("chunk %s cannot be looked at: %s", chunk_id_text(chunk), error.message)
+
+
+def _view(session: LocalWriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
+    """A snapshot of nothing but these files."""
+    folders: dict[bytes, int] = {}
+    chunks: dict[ChunkInfo, int] = {}
+    folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()
+    for i, (path, extents) in enumerate(lost.items()):
+        folder.append(folders.setdefault(split(path)[0], len(folders)))
+        numbers = [chunks.setdefault(_chunk_of(entry), len(chunks)) for entry in extents]
+        chunk.append(numbers[0])
+        if tail := b"".join(entry.header.tail(entry.place) for entry in extents):
+            tails[i] = tail
+    rows = Rows(
+        list(folders),
+        np.array(folder, np.uint32),
+        [split(path)[1] for path in lost],
+        np.array([entry.header.records[entry.place] for entry, *_ in lost.values()]),
+        np.array(chunk, np.uint32),
+        [info.id for info in chunks],
+        tails,
+    )
+    parts = build_snapshot(
+        None, rows, list(chunks), identity=session.identity, dataset=session.name, version=1,
+        digest=0,
+    )  # fmt: skip
+    return Snapshot(memoryview(b"".join(parts)), verify=True)
+
+
+def _chunk_of(entry: _Entry) -> ChunkInfo:
+    preamble = entry.header.preamble
+    return ChunkInfo(preamble.id, preamble.object_bytes)

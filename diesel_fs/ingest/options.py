@@ -1,0 +1,143 @@
+"""What a put is told, and what it tells: options, progress and report. Values only."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import UsageError
+from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+
+JOBS_MAX = 64
+COMPRESSIONS = ("auto", "none", "lz4")
+
+
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """How to put. Raises UsageError for numbers and words without meaning.
+
+    `include` and `exclude` are globs; one with a slash is matched against the path below the
+    source, another against the last component; one that ends in a slash matches folders only. A
+    file is taken if no `exclude` matches it or a folder that it is in and, where there are any, an
+    `include` matches it.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES_DEFAULT
+    compress: str = "auto"
+    jobs: int = 0  # 0: as many as keep the cores busy
+    delete: bool = False
+    dry_run: bool = False
+    checksum: bool = False
+    allow_empty: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise UsageError(f"bad chunk size {self.chunk_bytes}: it is 64K to 1G")
+        if self.compress not in COMPRESSIONS:
+            raise UsageError(f"bad compression {self.compress!r}: one of {COMPRESSIONS}")
+        if not 0 <= self.jobs <= JOBS_MAX:
+            raise UsageError(f"bad number of jobs {self.jobs}: it is 1 to {JOBS_MAX}")
+
+    @property
+    def processes(self) -> int:
+        """How many processes pack: one more than cores, since each waits for the disk at times."""
+        return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
+
+
+@dataclass(slots=True)
+class PutReport:
+    """What a put has done so far; `failed` names each file that was left out, with the reason.
+
+    Files and bytes count what was committed; `entries_found` what the walk has found to do.
+    `to_delete` is what a dry run would delete, deepest first. `stripped` counts entries whose
+    set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored once
+    for each of their names.
+    """
+
+    files: int = 0
+    content_bytes: int = 0
+    chunks: int = 0
+    entries: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    to_delete: Sequence[bytes] = ()
+    stripped: int = 0
+    hard_links: int = 0
+    entries_found: int = 0
+    walked: bool = False
+    version: int = 0
+    failed: list[tuple[bytes, str]] = field(default_factory=list)
+
+    def set_to_delete(self, gone: Sequence[bytes]) -> None:
+        """What a dry run has found to be deleted."""
+        self.to_delete, self.deleted = gone, len(gone)
+
+    def fail(self, path: bytes, reason: str) -> None:
+        """Name something that is left out, by its path below the source."""
+        self.failed.append((path, reason))
+
+
+def no_progress(report: "PutReport") -> None:
+    """No progress."""
+
+
+PutProgress = Callable[[PutReport], None]
+"""Called whenever the report has changed, from the thread that puts; it decides when to draw."""
+
+
+class Filter:
+    """`include` and `exclude` of a put (see `PutOptions`). Paths are those below the source."""
+
+    def __init__(self, options: PutOptions) -> None:
+        self._include = [_Glob.of(pattern) for pattern in options.include]
+        self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
+        self.includes_all = not (self._include or self._exclude)
+        if any(glob.folders_only for glob in self._include):
+            raise UsageError("an include chooses files, and one that ends in a slash matches none")
+
+    def includes_folder(self, path: bytes) -> bool:
+        """Whether the folder at a path is to be put, if those above it are."""
+        return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
+
+    def includes_file(self, path: bytes) -> bool:
+        """Whether the file or link at a path is to be put, if the folders above it are."""
+        if any(glob.matches(path, is_folder=False) for glob in self._exclude):
+            return False
+        return not self._include or any(
+            glob.matches(path, is_folder=False) for glob in self._include
+        )
+
+    def excludes(self, path: bytes, *, is_folder: bool) -> bool:
+        """Whether an entry is not to be put, for its own sake or for a folder that it is in."""
+        if self.includes_all or not path:
+            return False
+        end = path.find(b"/")
+        while end >= 0:
+            if not self.includes_folder(path[:end]):
+                return True
+            end = path.find(b"/", end + 1)
+        return not (self.includes_folder(path) if is_folder else self.includes_file(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Glob:
+    whole: bool  # matched against the path, not its last component
+    folders_only: bool
+    expression: re.Pattern[bytes]
+
+    @classmethod
+    def of(cls, pattern: str) -> "_Glob":
+        bare = pattern.rstrip("/")
+        if not bare:
+            raise UsageError(f"the pattern {pattern!r} matches nothing")
+        translated = fnmatch.translate(bare.lstrip("/"))  # linear time: no nested repetition
+        return cls("/" in bare, bare != pattern, re.compile(os.fsencode(translated)))
+
+    def matches(self, path: bytes, *, is_folder: bool) -> bool:
+        if self.folders_only and not is_folder:
+            return False
+        subject = path if self.whole else path.rpartition(b"/")[2]
+        return self.expression.match(subject) is not None

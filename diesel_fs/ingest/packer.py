@@ -1,0 +1,433 @@
+"""Packing: reading files whole and unmixed into chunks, and shipping the chunks that are full.
+
+A `Packer` belongs to one thread. Finished chunks are sealed and stored by one thread of its own,
+while the next is being filled; so at most `_BUILDERS` chunks are in memory (of large ones a single
+one), however slow the store is.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import BinaryIO
+from uuid import UUID
+
+from ..errors import DieselError, ObjectExists
+from ..format.chunk import ENTRIES_MAX, EXTENT_ALIGNMENT, ExtentInfo
+from ..format.chunk_builder import ChunkBuilder
+from ..format.chunk_id import stamp
+from ..format.entries import ChunkId, Stamp
+from ..format.object_names import chunk_object
+from ..storage.objects.store import ObjectStore
+from .sources.folder import FILE_FLAGS, failure_reason, open_file
+
+NewId = Callable[[ChunkId | None], ChunkId]
+"""The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
+writer part of the file's first (FORMAT.md, section 3)."""
+
+Stored = Callable[[bytes, bytes, int], None]
+"""Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
+how many entries end in it (a file of several extents does in the last of its chunks)."""
+
+READ_TRIES = 3
+_UPLOAD_TRIES = 8
+_BUILDERS = 4  # one is filled, one is stored, two wait for the store
+_BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
+_SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
+_RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
+
+SplitPath = tuple[bytes, bytes]
+
+
+class FileSkipped(Exception):
+    """A file could not be read as it was at one moment; the reason is the message."""
+
+
+class Packer:
+    """Fills chunks with entries and ships them. `finish()` ships the last; then all is durable.
+
+    Once a chunk could not be stored every method but `close` raises its error: what was added
+    before is lost, so nothing may look as if it went well. Start again with a new packer.
+
+    `stripped` counts the entries whose set-user-ID, set-group-ID or sticky bits are left out,
+    `hard_links` the files that have other names as well: each name is a file of its own.
+    """
+
+    def __init__(
+        self,
+        identity: UUID,
+        chunk_bytes: int,
+        compress: str,
+        objects: ObjectStore,
+        new_id: NewId,
+        stored: Stored,
+    ) -> None:
+        self._identity = identity
+        self._extent_bytes = chunk_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        self._objects = objects
+        self._new_id = new_id
+        self._stored = stored
+        builders = _BUILDERS if chunk_bytes <= _BUILDERS_CHUNK_BYTES_MAX else 1
+        self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(builders)]
+        self._builder = self._free.pop()
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
+        self._broken: DieselError | None = None
+        self.stripped = self.hard_links = 0
+
+    @property
+    def extent_bytes(self) -> int:
+        """Longer files have several extents."""
+        return self._extent_bytes
+
+    def __len__(self) -> int:
+        """Entries that have not been shipped yet."""
+        return len(self._builder)
+
+    def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
+        """Read the file `name` in the descriptor `folder`.
+
+        Raises OSError, or Unsettled where it is no regular file or does not hold still; then
+        nothing of it is in any version of the dataset.
+        """
+        if self._broken is not None:  # `_check`, of which each file would be a call
+            raise self._broken
+        for attempt in range(READ_TRIES):
+            if attempt:
+                time.sleep(_RETRY_PAUSE_S)
+            file = open_file(folder, name)
+            try:
+                before = os.fstat(file)
+                if not stat.S_ISREG(before.st_mode):
+                    raise FileSkipped("skipped: a pipe, socket, device or folder")
+                whole = before.st_size <= self._extent_bytes
+                if (
+                    self._read(file, path, before)
+                    if whole
+                    else self._read_in_extents(file, path, before)
+                ):
+                    return
+            finally:
+                os.close(file)
+        raise FileSkipped(f"it changed while it was being read, {READ_TRIES} times")
+
+    def add_files(
+        self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
+    ) -> None:
+        """Read files in the descriptor `folder`, which is the folder `path` of the dataset.
+
+        `failed` is called with the name and the reason of each that could not be read whole and
+        unmixed; nothing of it is in any version of the dataset.
+        """
+        at = 0
+        while at < len(names):
+            self._check()
+            at += self._read_ahead(folder, path, names[at : at + ENTRIES_MAX - len(self._builder)])
+            self._ship_if_full()
+            if at < len(names):  # perhaps only the chunk was full, but this one may need more care
+                try:
+                    self.add_file(folder, names[at], (path, names[at]))
+                except OSError as error:
+                    failed(names[at], failure_reason(error))
+                except FileSkipped as reason:
+                    failed(names[at], str(reason))
+                at += 1
+
+    def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
+        """Read the first of some files, one behind the other, as long as the chunk is not full and
+        nothing is unusual; how many have been added.
+
+        Nearly every file of a put is read in this loop: no call that can be spared, and no object
+        for each that stays.
+        """
+        builder = self._builder
+        room = builder.room(builder.room_bytes)
+        left, end, whole = builder.left_bytes, 0, min(self._extent_bytes, len(room) - 1)
+        modes: list[int] = []
+        mtimes_ns: list[int] = []
+        sizes: list[int] = []
+        linked = 0
+        open_one, fstat, readv, close = os.open, os.fstat, os.readv, os.close
+        with suppress(OSError):
+            for name in names:
+                file = open_one(name, FILE_FLAGS, dir_fd=folder)
+                try:
+                    before = fstat(file)
+                    size, mtime_ns, mode = before.st_size, before.st_mtime_ns, before.st_mode
+                    if end + size > whole or not stat.S_ISREG(mode):
+                        break
+                    # One byte more than there should be tells a file that grows
+                    count = readv(file, (room[end : end + size + 1],))
+                    after = fstat(file)
+                finally:
+                    close(file)
+                if (
+                    count != size
+                    or after.st_size != size
+                    or after.st_mtime_ns != mtime_ns
+                    or after.st_ctime_ns != before.st_ctime_ns
+                ):
+                    break
+                modes.append(mode)
+                mtimes_ns.append(mtime_ns)
+                sizes.append(size)
+                linked += before.st_nlink > 1
+                end += size
+                left -= size + len(name) + 1
+                if left <= 0:
+                    break
+        if sizes:
+            builder.add_files(path, names[: len(sizes)], modes, mtimes_ns, sizes)
+            self.stripped += sum(1 for mode in modes if mode & _SPECIAL_MODE_BITS)
+            self.hard_links += linked
+        return len(sizes)
+
+    def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
+        """Read the link `name` in the descriptor `folder`. Raises OSError."""
+        self._check()
+        target = os.readlink(name, dir_fd=folder)
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        self._builder.add_link(path, found.st_mtime_ns, target)
+        self._ship_if_full()
+
+    def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
+        """Add a folder."""
+        self._check()
+        self.stripped += mode & _SPECIAL_MODE_BITS != 0
+        self._builder.add_folder(path, mode, mtime_ns)
+        self._ship_if_full()
+
+    def add_tombstone(self, path: SplitPath) -> None:
+        """Add the deletion of a path."""
+        self._check()
+        self._builder.add_tombstone(path)
+        self._ship_if_full()
+
+    def add_link_to(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
+        """Add a link whose target is known."""
+        self._check()
+        self._builder.add_link(path, mtime_ns, target)
+        self._ship_if_full()
+
+    def add_stream(
+        self, file: BinaryIO, size: int, path: SplitPath, mode: int, mtime_ns: int
+    ) -> None:
+        """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
+        self._check()
+        self.stripped += mode & _SPECIAL_MODE_BITS != 0
+        first: Stamp | None = None
+        for part in _split_extents(size, self._extent_bytes):
+            length = size if part is None else part.size
+            room = self._builder.room(length)
+            filled = 0
+            while filled < length:
+                data = file.read(min(length - filled, 1 << 20))
+                if not data:
+                    raise FileSkipped(f"it ends after {(part.start if part else 0) + filled} bytes")
+                room[filled : filled + len(data)] = data
+                filled += len(data)
+            first = self._add(path, mode, mtime_ns, size, part, first)
+
+    def add_contents(
+        self,
+        path: bytes,
+        names: Sequence[bytes],
+        modes: Sequence[int],
+        mtimes_ns: Sequence[int],
+        contents: Sequence[memoryview],
+    ) -> None:
+        """Add files of the folder `path` whose contents are in memory, each in one extent."""
+        at = 0
+        while at < len(names):
+            self._check()
+            builder, first = self._builder, at
+            behind = min(len(names), at + ENTRIES_MAX - len(builder))
+            room = builder.room(max(builder.room_bytes, len(contents[at])))
+            left, end = builder.left_bytes, 0
+            while (
+                at < behind and end + len(contents[at]) <= len(room) and (left > 0 or at == first)
+            ):
+                size = len(contents[at])
+                room[end : end + size] = contents[at]
+                end += size
+                left -= size + len(names[at]) + 1
+                at += 1
+            some = slice(first, at)
+            sizes = [*map(len, contents[some])]
+            builder.add_files(path, names[some], modes[some], mtimes_ns[some], sizes)
+            self.stripped += sum(1 for mode in modes[some] if mode & _SPECIAL_MODE_BITS)
+            self._ship_if_full()
+
+    def finish(self) -> None:
+        """Ship what is left and wait until all is stored. The packer can be used again."""
+        self._check()
+        if len(self._builder):
+            self._ship()
+        while self._shipped:
+            self._collect()
+        self._check()
+
+    def close(self) -> None:
+        """Give up what has not been shipped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
+        """One try to read a file that one body holds; False where it changed meanwhile."""
+        size, builder = before.st_size, self._builder
+        room = builder.room(size + 1)  # one more than there should be tells a file that grows
+        count = os.readv(file, (room,))
+        if count != size:
+            while 0 < count < size:  # a signal, or a file system that reads less at once
+                more = os.readv(file, [room[count:]])
+                if not more:
+                    break
+                count += more
+            if count and not size:
+                raise FileSkipped("it says that it is empty but has bytes")
+        if count != size or not _same(before, os.fstat(file)):
+            return False
+        builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
+        self._count(before)
+        if builder.full:
+            self._ship()
+        return True
+
+    def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
+        """As `_read`, for a file of several extents. The last is added only if all were of one
+        state: without it the version is incomplete for ever, and never shows."""
+        first: Stamp | None = None
+        for part in _split_extents(before.st_size, self._extent_bytes):
+            assert part is not None
+            room, filled = self._builder.room(part.size), 0
+            while filled < part.size:
+                count = os.readv(file, [room[filled:]])
+                if not count:
+                    return False
+                filled += count
+            if part.number == part.total - 1 and not _same(before, os.fstat(file)):
+                return False
+            first = self._add(path, before.st_mode, before.st_mtime_ns, before.st_size, part, first)
+        self._count(before)
+        return True
+
+    def _count(self, file: os.stat_result) -> None:
+        self.stripped += file.st_mode & _SPECIAL_MODE_BITS != 0
+        self.hard_links += file.st_nlink > 1
+
+    def _add(
+        self,
+        path: SplitPath,
+        mode: int,
+        mtime_ns: int,
+        size: int,
+        part: ExtentInfo | None,
+        first: Stamp | None,
+    ) -> Stamp | None:
+        """Add the content in the builder's room; the stamp of the file's first extent comes back.
+
+        A chunk ends behind each extent but the last, so that no chunk holds two of one file.
+        """
+        self._builder.add_file(path, mode, mtime_ns, size, part)
+        if part is None:
+            self._ship_if_full()
+            return None
+        if first is not None:
+            self._builder.set_stamp(first)
+        if part.number == part.total - 1:
+            self._ship_if_full()
+            return first
+        place = len(self._builder) - 1
+        shipped = self._ship(ends=False)
+        return first or stamp(shipped.result(), place)
+
+    def _ship_if_full(self) -> None:
+        if self._builder.full:
+            self._ship()
+
+    def _ship(self, *, ends: bool = True) -> Future[ChunkId]:
+        """Have the chunk stored; `ends`: its last entry goes on in no other one."""
+        builder = self._builder
+        try:
+            future = self._thread.submit(self._stored_or_broken, builder, len(builder) - (not ends))
+            self._shipped.append((future, builder))
+            if not self._free:
+                self._collect()
+            self._builder = self._free.pop()
+        except BaseException as error:  # a Ctrl-C, too, leaves a builder that is being stored
+            self._break(error)
+            raise
+        return future
+
+    def _collect(self) -> None:
+        """Wait for the oldest chunk; only if it is stored, its builder is filled again."""
+        future, builder = self._shipped[0]
+        future.result()
+        del self._shipped[0]
+        builder.clear()
+        self._free.append(builder)
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _break(self, error: BaseException) -> DieselError:
+        """Let nothing more be added: a chunk is lost. The error comes back as one of ours, which
+        nobody takes for that of a file that was being read."""
+        if self._broken is None:
+            self._broken = (
+                error
+                if isinstance(error, DieselError)
+                else DieselError(f"a chunk could not be stored: {error!r}", advice="put again")
+            )
+        return self._broken
+
+    def _stored_or_broken(self, builder: ChunkBuilder, entries: int) -> ChunkId:
+        """`_store`, unless an earlier chunk could not be stored (in the storing thread)."""
+        self._check()
+        try:
+            return self._store(builder, entries)
+        except BaseException as error:
+            broken = self._break(error)
+            if broken is error:
+                raise
+            raise broken from error
+
+    def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
+        """Seal a chunk and make it durable (in the storing thread)."""
+        for attempt in range(_UPLOAD_TRIES):
+            chunk = self._new_id(builder.first_chunk_id)
+            parts, _ = builder.seal(chunk)
+            try:
+                self._objects.put(chunk_object(self._identity, chunk), parts)
+            except ObjectExists:
+                if attempt == _UPLOAD_TRIES - 1:
+                    raise
+                continue
+            self._stored(bytes(parts[0]), bytes(parts[1]), entries)
+            return chunk
+        raise DieselError("unreachable")
+
+
+def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
+    """How a file of `size` bytes is cut: `[None]` where one body holds it."""
+    if size <= extent_bytes:
+        return [None]
+    starts = range(0, size, extent_bytes)
+    return [
+        ExtentInfo(number, len(starts), start, min(extent_bytes, size - start))
+        for number, start in enumerate(starts)
+    ]
+
+
+def _same(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether nothing touched the file between the two."""
+    return (
+        before.st_size == after.st_size
+        and before.st_mtime_ns == after.st_mtime_ns
+        and before.st_ctime_ns == after.st_ctime_ns
+    )
+
+
+__all__ = ["FileSkipped", "NewId", "Packer", "Stored", "failure_reason"]

@@ -1,0 +1,608 @@
+"""Putting a tar, read once from a stream: packed in this process, as it comes.
+
+Owned here: what of a tar becomes which entry, and how a tar that is damaged or cut off ends. The
+headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`. One thread,
+and the packer's own.
+
+Files, links and folders are put with their mode and mtime; sparse files are put dense. Of several
+entries of one name the last counts. Devices, pipes and unknown kinds are left out and named, and so
+are absolute names and names with `..`. A hard link becomes a file with the bytes that its target
+has at the end: it is copied from the dataset, for the stream cannot be read again.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable
+from decimal import ROUND_FLOOR, Decimal
+from functools import partial
+from typing import IO, BinaryIO, Self, cast
+
+from ...cache.content_file import EntryFile
+from ...cache.reader import EntryReader
+from ...errors import UsageError
+from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
+from ...format.snapshot.reader import Snapshot, same_content
+from ...names import shown
+from ...repository.local import LocalRepository, LocalWriteSession
+from ..compare import RESERVED_NAME
+from ..concurrent_writers import finish_put
+from ..conflicts import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
+from ..options import Filter, PutOptions, PutProgress, PutReport, no_progress
+from ..packer import FileSkipped, Packer
+from .file import new_packer
+from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
+
+FILE_BYTES_MAX = 16 << 40
+"""What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
+
+_READ_BYTES = 1 << 20
+_WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
+_REFILL_BYTES = 1 << 20  # with less of it left, more is read
+_UNPACKED_BYTES = 16 << 10  # of a compressed tar at once: what comes with an error is lost
+_TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of what was compressed
+_SPOOL_BYTES = 64 << 20  # longer contents that are to be compared wait on disk
+_LINK_MEMORY_BYTES = 256 << 20  # chunks kept while hard links are copied
+_PROGRESS_ENTRIES = 256
+_HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
+_HEADERS_IN_A_ROW_MAX = 16  # tarfile reads each from within the one before
+_DIGITS_MAX = 1 << 10  # tarfile's time grows with the square of their number
+_SECOND_NS = 1_000_000_000
+_TIME_NS_END = 1 << 63
+_BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, FileSkipped)
+_Content = Callable[[], BinaryIO]
+_OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
+
+
+def put_tar(
+    repository: LocalRepository,
+    dataset: str,
+    stream: BinaryIO,
+    prefix: bytes = b"",
+    options: PutOptions | None = None,
+    progress: PutProgress = no_progress,
+) -> PutReport:
+    """Put the entries of a tar (plain, gzip, bzip2 or xz) below `prefix` of a dataset.
+
+    As `put_tree` otherwise. Where the tar breaks off, what was read is put, the reason is in
+    `failed` with an empty path, and nothing is deleted. Raises UsageError for what is no tar.
+    """
+    options = options or PutOptions()
+    if prefix.split(b"/", 1)[0] == RESERVED_NAME:
+        raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
+    tar = _open(stream)
+    session, view, readable = begin_put(repository, dataset, options)
+    put = TarSource(view, readable, session, prefix, options, progress)
+    report = put.report
+    try:
+        whole = put.read(tar)
+        if session is None:
+            report.set_to_delete(put.comparer.removed_paths() if whole else ())
+            return report
+        put.finish()
+        if put.hard_links:
+            session.finish()
+            put.copy_hard_links(EntryReader(
+                repository.view(dataset), repository.objects, _LINK_MEMORY_BYTES
+            ))  # fmt: skip
+        if whole and (gone := put.comparer.removed_paths()):
+            report.deleted = session.delete(gone)
+        finish_put(repository, session, report, prefix)
+        delete_shadowed_files(repository, session, view, report, "it is a folder of the tar, too")
+        progress(report)
+        return report
+    finally:
+        put.close()
+
+
+class _Tar(tarfile.TarFile):
+    """A tar that remembers how it ended: `tarfile` takes a damaged header for the end."""
+
+    members: list[tarfile.TarInfo]
+    end_error: tarfile.HeaderError | None = None
+    window: "_Window"
+
+    @property
+    def is_at_header(self) -> bool:
+        """Whether the next header may be looked at in the window: what is left of the entry before
+        is passed over."""
+        if not self.window.skip_to(self.offset):
+            return False
+        return self.pax_headers.keys() <= IGNORED_PAX_KEYS  # they would be of all files to come
+
+
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        """The next entry. Its headers are of any length and depth, and tarfile reads them whole."""
+        assert isinstance(tarfile, _Tar)
+        stream = cast("IO[bytes] | _Headers", tarfile.fileobj)
+        depth = stream.depth + 1 if isinstance(stream, _Headers) else 1
+        tarfile.fileobj = cast("IO[bytes]", _Headers(stream, depth))
+        try:
+            found = super().fromtarfile(tarfile)
+            header_bytes = sum(len(key) + len(value) for key, value in tarfile.pax_headers.items())
+            if header_bytes > _HEADER_BYTES_MAX:
+                raise HeaderError("its global headers are too long")
+        except HeaderError as error:
+            tarfile.end_error = error
+            raise
+        except (ValueError, OverflowError) as error:
+            tarfile.end_error = HeaderError(str(error))
+            raise tarfile.end_error from error
+        finally:
+            tarfile.fileobj = cast("IO[bytes]", stream)
+        return found
+
+
+HeaderError = tarfile.HeaderError
+
+
+class _Headers:
+    """The stream of a tar while the headers of one entry are read: bounds what they may take.
+
+    The body of an extended header is checked before tarfile sees it, which takes records that
+    overlap: of a short header it makes gigabytes.
+    """
+
+    def __init__(self, stream: "IO[bytes] | _Headers", depth: int) -> None:
+        if depth > _HEADERS_IN_A_ROW_MAX:
+            raise HeaderError(f"more than {_HEADERS_IN_A_ROW_MAX} headers in a row")
+        self.depth = depth
+        self._stream = stream
+        self._left = _HEADER_BYTES_MAX
+        self._reads = 0  # the header, its body, then those of the entry that it is about
+        self._kind = b""
+
+    def read(self, size: int) -> bytes:
+        self._left -= size
+        if size < 0 or self._left < 0:
+            raise HeaderError(f"an entry's headers are longer than {_HEADER_BYTES_MAX} bytes")
+        data = self._stream.read(size)
+        self._reads += 1
+        if self._reads == 1:
+            self._kind = data[_TYPE_AT : _TYPE_AT + 1]
+        elif self._reads == 2 and self._kind in _EXTENDED:
+            _check_records(data)
+        return data
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+
+_TYPE_AT = 156
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+
+
+def _check_records(body: bytes) -> None:
+    """Raise HeaderError unless the records ("LENGTH KEY=VALUE", newline) follow each other."""
+    start = 0
+    while start < len(body) and body[start]:
+        length = body[start : start + 8].partition(b" ")[0]
+        end = start + int(length) if length.isdigit() else 0
+        if not start < end <= len(body) or body[end - 1] != 10 or b"=" not in body[start:end]:
+            raise HeaderError("an extended header is malformed")
+        start = end
+    if max(map(len, re.findall(rb"\d+", body)), default=0) > _DIGITS_MAX:
+        raise HeaderError("a number in an extended header is too long")
+
+
+def _open(stream: BinaryIO) -> _Tar:
+    """The tar in a stream. Raises UsageError where it does not begin like one."""
+    buffered = _NonClosingReader(stream)
+    begins = buffered.peek(6)[:6]
+    opener = next((each for magic, each in _OPENERS.items() if begins.startswith(magic)), None)
+    try:
+        # Not tarfile's own: that looks at no checksum, and stops at a second gzip member.
+        plain = cast("IO[bytes]", opener(buffered) if opener else buffered)
+        window = _Window(plain, _UNPACKED_BYTES if opener else _READ_BYTES)
+        tar = _Tar(
+            fileobj=cast("IO[bytes]", window),
+            tarinfo=_Member,
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+    except _BROKEN as error:
+        raise UsageError(
+            f"the input is no tar: {error}", advice="plain, gzip, bzip2 and xz are known"
+        ) from error
+    tar.window = window
+    return tar
+
+
+class _NonClosingReader(io.BufferedReader):
+    """Buffers a stream of somebody else's, and leaves it open."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(cast("io.RawIOBase", stream), _READ_BYTES)
+
+    def close(self) -> None: ...
+
+
+class _Window:
+    """The stream of a tar, of which the next part is in memory; for `tarfile` a file."""
+
+    def __init__(self, stream: IO[bytes], read_bytes: int) -> None:
+        self.data = bytearray(_WINDOW_BYTES)
+        self.at = 0
+        self.end = 0
+        self._start = 0  # of the data, in the stream
+        self._stream = stream
+        self._read_bytes = read_bytes
+        self._error: Exception | None = None  # to be raised behind what came before it
+
+    def tell(self) -> int:
+        return self._start + self.at
+
+    def seek(self, position: int) -> None:
+        """Read up to a position that is not behind us. Raises what the stream does."""
+        if position < self.tell():
+            raise tarfile.StreamError("a tar is read in one direction")
+        while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
+            pass
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or what there is up to the end. Raises what the stream does."""
+        taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
+        self.at += len(taken)
+        if len(taken) == size:
+            return taken
+        parts = [taken]
+        missing = size - len(taken)
+        while missing:
+            if self._error is not None:
+                raise self._error
+            parts.append(self._stream.read(min(missing, _READ_BYTES)))
+            missing -= len(parts[-1])
+            self._start += len(parts[-1])
+            if not parts[-1]:
+                break
+        return b"".join(parts)
+
+    def skip_to(self, position: int) -> bool:
+        """Go to a position that is in memory; False where it is not."""
+        if not 0 <= position - self.tell() <= self.end - self.at:
+            return False
+        self.at = position - self._start
+        return True
+
+    def fill(self) -> bool:
+        """Bring more into memory; False where there is enough, or no more. A header is next."""
+        left = self.end - self.at
+        if left >= _REFILL_BYTES:
+            return False
+        room = memoryview(self.data)
+        room[:left] = room[self.at : self.end]
+        self._start, self.at, self.end = self.tell(), 0, left
+        stream = cast("io.BufferedIOBase", self._stream)
+        try:
+            while self._error is None and self.end < len(room):
+                count = stream.readinto(room[self.end : self.end + self._read_bytes])
+                if not count:
+                    break
+                self.end += count
+        except _BROKEN as error:
+            self._error = error
+        return self.end > left
+
+
+class TarSource:
+    """One put of a tar: takes entry after entry."""
+
+    def __init__(
+        self,
+        view: Snapshot,
+        readable: ReadabilityCheck,
+        session: LocalWriteSession | None,
+        prefix: bytes,
+        options: PutOptions,
+        progress: PutProgress,
+    ) -> None:
+        self.report = PutReport()
+        self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
+        self.comparer = EntryComparer(view, prefix, options, readable)
+        self._packer: Packer | None = None
+        if session is not None:
+            self._packer = new_packer(session, options, self.report)
+        self._prefix = prefix
+        self._options = options
+        self._chosen = Filter(options)
+        self._progress = progress
+
+    def read(self, tar: _Tar) -> bool:
+        """Take all entries; whether the tar was whole. Raises DieselError."""
+        name, entries = b"", 0
+        try:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # tarfile keeps them all: a kilobyte each
+                name = _name(_encoded(member.name))
+                content = partial(tar.extractfile, member)
+                self._take(name, member, _mtime_ns(member), cast("_Content", content))
+                name = self._take_plain(tar) or name
+                entries += 1
+                if entries % _PROGRESS_ENTRIES == 0:
+                    self._progress(self.report)
+            if type(tar.end_error).__name__ != "EOFHeaderError":
+                raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
+            name = b""
+            for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
+                if not tar.window.read(_READ_BYTES):
+                    break
+        except _BROKEN as error:
+            last = f", after {shown(name)}" if name else ""
+            self.report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
+            return False
+        finally:
+            self.report.walked = True
+        return True
+
+    def finish(self) -> None:
+        """Make all that was taken durable."""
+        assert self._packer is not None
+        self._packer.finish()
+        self.report.stripped = self._packer.stripped
+
+    def copy_hard_links(self, reader: EntryReader) -> None:
+        """Put the hard links as files, with the bytes that their targets have in a snapshot."""
+        assert self._packer is not None
+        failed = {path for path, _ in self.report.failed}
+        view = reader.snapshot
+        origins = _ends({path: origin for path, (origin, _, _) in self.hard_links.items()})
+        for path, (_, mode, mtime_ns) in self.hard_links.items():
+            origin = origins[path]
+            source, index = view.lookup(origin), view.lookup(path)
+            below = self._below(origin)
+            if source < 0 or view.stat(source).kind != Kind.FILE or below in failed:
+                self.report.fail(
+                    self._below(path), f"a hard link to {shown(below)}, which is not there"
+                )
+                continue
+            size = view.stat(source).size
+            if (
+                index >= 0
+                and view.stat(index) == Stat(Kind.FILE, mode, size, mtime_ns)
+                and _checksums(view, index) == _checksums(view, source)
+            ):
+                self.report.entries_found -= 1
+                self.report.unchanged += 1
+                continue
+            content = io.BufferedReader(EntryFile(reader, source), _READ_BYTES)
+            self._packer.add_stream(content, size, split(path), mode, mtime_ns)
+            self.report.hard_links += 1
+        self._packer.finish()
+
+    def close(self) -> None:
+        """Give up what has not been shipped."""
+        if self._packer is not None:
+            self._packer.close()
+
+    # One entry
+
+    def _take_plain(self, tar: _Tar) -> bytes:
+        """Take the plain files that come next; the name of the last, if any. Raises what the
+        stream does."""
+        last = b""
+        while tar.is_at_header:
+            window = tar.window
+            files = plain_files(window.data, window.at, window.end)
+            window.at = files.end
+            tar.offset = window.tell()
+            if files.names:
+                self._take_files(files, memoryview(window.data))
+                self._progress(self.report)
+                last = _name(files.names[-1])
+            if not window.fill():
+                break
+        return last
+
+    def _take_files(self, files: PlainFiles, data: memoryview) -> None:
+        """Take plain files: those of one folder together, where nothing needs a closer look."""
+        names, start = files.names, 0
+        sees_all = self._chosen.includes_all and not self.hard_links
+        extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
+        while start < len(names):
+            cut = names[start].rfind(b"/") + 1
+            above, end = names[start][:cut], start + 1
+            while end < len(names) and (
+                names[end].startswith(above) and names[end].rfind(b"/") + 1 == cut
+            ):
+                end += 1
+            here = slice(start, end)
+            contents = [
+                data[at : at + size]
+                for at, size in zip(files.starts[here], files.sizes[here], strict=True)
+            ]
+            own = [name[cut:] for name in names[here]]
+            folder = self._empty_target_folder(above, own) if sees_all else None
+            if folder is not None and max(files.sizes[here]) <= extent_bytes:
+                self.report.entries_found += end - start
+                if self._packer is not None:
+                    self._packer.add_contents(
+                        folder, own, files.modes[here], files.mtimes_ns[here], contents
+                    )
+            else:
+                for i, content in zip(range(start, end), contents, strict=True):
+                    member = tarfile.TarInfo()
+                    member.mode, member.size = files.modes[i], files.sizes[i]
+                    content_of = partial(io.BytesIO, content)
+                    self._take(_name(names[i]), member, files.mtimes_ns[i], content_of)
+            start = end
+
+    def _empty_target_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
+        """The folder that files go to (`above` is its name in the tar, with the slash), if it has
+        nothing yet and they can go there by their names."""
+        while above.startswith(b"./"):
+            above = above[2:]
+        folder = join(self._prefix, above[:-1]) if above else self._prefix
+        if above.startswith(b"/") or not Names.of(names).are_allowed():
+            return None
+        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
+            return None
+        if folder.split(b"/", 1)[0] == RESERVED_NAME or (not folder and RESERVED_NAME in names):
+            return None
+        return folder if self.comparer.accepts_any_file(folder) else None
+
+    def _take(
+        self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content: "_Content"
+    ) -> None:
+        target = join(self._prefix, path) if path else self._prefix
+        if reason := _refusal(member, path, target):
+            self.report.fail(path, reason)
+            return
+        if mtime_ns is None:
+            self.report.fail(path, "refused: its time is none that can be stored")
+            return
+        if self._chosen.excludes(path, is_folder=member.isdir()):
+            return
+        index = self.comparer.find(target)
+        if self.hard_links:
+            self.hard_links.pop(target, None)
+        if member.isreg():
+            entry = Stat(Kind.FILE, member.mode & MODE_MASK, member.size, mtime_ns)
+        elif member.isdir():
+            entry = Stat(Kind.FOLDER, member.mode & MODE_MASK, 0, mtime_ns)
+        elif member.issym():
+            size = len(_encoded(member.linkname))
+            entry = Stat(Kind.LINK, MODE_MASK, size, mtime_ns)
+        elif member.islnk():
+            entry = Stat(Kind.FILE, member.mode & MODE_MASK, 0, mtime_ns)
+        else:
+            self.report.fail(path, "skipped: a pipe, device or unknown kind")
+            return
+        if reason := self.comparer.conflict_reason(target, index, entry.kind):
+            self.report.fail(path, reason)
+        elif member.islnk():
+            self._take_hard_link(member, path, target, entry)
+        else:
+            self._put(member, target, index, entry, content)
+
+    def _put(
+        self,
+        member: tarfile.TarInfo,
+        target: bytes,
+        index: int,
+        entry: Stat,
+        content_of: "_Content",
+    ) -> None:
+        link = _encoded(member.linkname) if entry.kind == Kind.LINK else b""
+        content: BinaryIO = io.BytesIO()
+        if entry.size and entry.kind == Kind.FILE:
+            content = content_of()
+        same = self.comparer.unchanged(index, entry, link)
+        if same and self._options.checksum and entry.kind == Kind.FILE:
+            with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+                shutil.copyfileobj(content, spool, _READ_BYTES)
+                spool.seek(0)
+                extents = self.comparer.view.extents(index)
+                same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
+                spool.seek(0)
+                if not same:
+                    whole = entry._replace(mode=member.mode)
+                    self._pack(target, index, whole, cast("BinaryIO", spool), link)
+                    return
+        if same:
+            self.report.unchanged += 1
+        else:
+            self._pack(target, index, entry._replace(mode=member.mode), content, link)
+
+    def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
+        self.report.entries_found += 1
+        self.comparer.mark_replaced(index)
+        if self._packer is None:
+            return
+        match entry.kind:
+            case Kind.FOLDER:
+                self._packer.add_folder(split(target), entry.mode, entry.mtime_ns)
+            case Kind.LINK:
+                self._packer.add_link_to(split(target), entry.mtime_ns, link)
+            case _:
+                self._packer.add_stream(
+                    content, entry.size, split(target), entry.mode, entry.mtime_ns
+                )
+
+    def _take_hard_link(
+        self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
+    ) -> None:
+        origin = _name(_encoded(member.linkname))
+        if not origin or path_fault(origin):
+            self.report.fail(path, f"refused: a hard link to {shown(origin)}")
+            return
+        self.report.entries_found += 1
+        self.hard_links[target] = join(self._prefix, origin), entry.mode, entry.mtime_ns
+
+    def _below(self, path: bytes) -> bytes:
+        return path[len(self._prefix) + 1 :] if self._prefix else path
+
+
+def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
+    """Why an entry like this cannot be put, or the empty string."""
+    if path.startswith(b"/"):
+        return "refused: an absolute name"
+    if fault := path_fault(target):
+        return f"refused: its name has {fault}"
+    if target.startswith(RESERVED_NAME) and target.split(b"/", 1)[0] == RESERVED_NAME:
+        return "refused: it is the name of a mount's own folder"
+    if not target and not member.isdir():
+        return "refused: a dataset's root is a folder"
+    if member.size > FILE_BYTES_MAX:
+        return f"refused: a file of {member.size} bytes"
+    if member.issym() and (not member.linkname or "\0" in member.linkname):
+        return "refused: a link to nothing"
+    return ""
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _name(name: bytes) -> bytes:
+    """The path that a name in a tar means: without leading `./`; the root is empty."""
+    while name.startswith(b"./"):
+        name = name[2:]
+    return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
+
+
+def _mtime_ns(member: tarfile.TarInfo) -> int | None:
+    """The time of an entry; None where it is no time."""
+    text = member.pax_headers.get("mtime")
+    if text is None:
+        time_ns = int(member.mtime) * _SECOND_NS
+        return time_ns if -_TIME_NS_END <= time_ns < _TIME_NS_END else None
+    try:
+        exact = Decimal(text) * _SECOND_NS
+        if not -_TIME_NS_END <= exact < _TIME_NS_END:
+            return None
+        return int(exact.to_integral_value(ROUND_FLOOR))
+    except ArithmeticError:
+        return None
+
+
+def _read_at(content: BinaryIO, size: int, start: int) -> bytes:
+    content.seek(start)
+    return content.read(size)
+
+
+def _ends(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Where each link comes to by way of others; of those in a ring, any one of it."""
+    ends: dict[bytes, bytes] = {}
+    for path in links:
+        way: dict[bytes, None] = {}
+        while path in links and path not in ends and path not in way:
+            way[path] = None
+            path = links[path]
+        ends |= dict.fromkeys(way, ends.get(path, path))
+    return ends
+
+
+def _checksums(view: Snapshot, index: int) -> list[tuple[int, int]]:
+    return [(extent.size, extent.checksum) for extent in view.extents(index)]

@@ -1,0 +1,438 @@
+"""`.diesel`: the folder of a mount that is reached by name and never listed from outside.
+
+Owned here: its names, its nodes, which content a node has, and how much memory contents take. Not
+owned: what the contents say (`orders/path_lists.py`, whoever hands in a `HiddenFile`), who is told
+of lists that are read (`ListObserver`), FUSE.
+
+A file gets a new node when, and only when, its content changes: the kernel keeps the pages of a
+node, and would go on serving the old ones. Two kinds of files:
+
+- An **edition** (`stats`, `snapshot`) is made whole when it is looked up, and numbered.
+- A **list** is an order as text, of one version. Its node is a hash of what it holds, its size is
+  arithmetic, and its content is made at the first READ, in a thread, by one at a time. It can be
+  made again, so contents that nobody waits for may go; they do where all together would take too
+  much.
+
+Where the mount goes over to another version (`switch_version`), names lead to new nodes; those that
+the kernel knows keep what they hold.
+
+Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; everything else answers at
+once. Threads get the snapshot alone.
+"""
+
+import errno
+import logging
+import math
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+from xxhash import xxh3_64_intdigest
+
+from ..errors import UsageError
+from ..format.entries import Bytes
+from ..format.snapshot.reader import Snapshot
+from ..orders.path_lists import ListName, PathLists
+from ..orders.shuffle import GROUP_SIZE_DEFAULT
+from .attributes import (
+    ABSENT_NOW,
+    FOREVER_S,
+    HIDDEN_ROOT,
+    ROOT,
+    Attributes,
+    FuseErrno,
+    Listing,
+    Owner,
+)
+
+log = logging.getLogger("diesel.mount")
+
+LISTS_BYTES_MAX = 512 << 20
+"""Contents of lists in memory: ten of 1.28 million paths. One that is longer cannot be read."""
+
+SHUFFLE, SHUFFLE_NUL, CONTROL = b"shuffle", b"shuffle0", b"control"
+FILELIST, FILELIST_NUL = b"filelist", b"filelist0"
+
+_SHUFFLE_NODE, _SHUFFLE_NUL_NODE, _CONTROL_NODE = range(HIDDEN_ROOT + 1, HIDDEN_ROOT + 4)
+_EDITIONS_FROM = HIDDEN_ROOT + 1024
+_LISTS_FROM = HIDDEN_ROOT + (1 << 61)
+_LIST_BITS = (1 << 60) - 1
+_NODES_SWEPT = 4096  # a lookup that was cut short leaves a node that the kernel never forgets
+_FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenFile:
+    """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
+
+    content: Callable[[], Bytes]
+    max_age_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ListRef:
+    """A list that somebody looks up or reads: by `filelist`, or by its own name."""
+
+    name: ListName
+    by_filelist: bool
+    node: int
+    version: int  # of the dataset
+
+
+class ListObserver(Protocol):
+    """Those who read lists, and then the files that those name."""
+
+    async def current_list(self) -> ListName:
+        """Which list `filelist` is now. Waits a moment for the latest news of its readers."""
+        ...
+
+    async def on_lookup(self, ref: ListRef) -> None:
+        """A list that has been read is looked up again: its next reading must be noticed."""
+        ...
+
+    def on_read(self, ref: ListRef) -> None:
+        """Somebody reads a list from its start."""
+        ...
+
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
+        """A list's content has been made; it ends with these entries."""
+        ...
+
+    def stats(self) -> dict[str, object]:
+        """Which list `filelist` is."""
+        ...
+
+
+class FixedList:
+    """Readers that nobody watches: `filelist` is always the same."""
+
+    def __init__(self, name: ListName | None = None) -> None:
+        self._name = name or ListName(0, 0, GROUP_SIZE_DEFAULT)
+
+    async def current_list(self) -> ListName:
+        """Always this one."""
+        return self._name
+
+    async def on_lookup(self, ref: ListRef) -> None:
+        """Nobody is told."""
+
+    def on_read(self, ref: ListRef) -> None:
+        """Nobody is told."""
+
+    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
+        """Nobody is told."""
+
+    def stats(self) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(slots=True)
+class _FileVersion:
+    """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
+
+    node: int
+    name: bytes
+    content: memoryview
+    made_s: float
+    mtime_ns: int
+    lookup_count: int = 0  # how often the kernel has been told of the node, less what it forgot
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+
+@dataclass(slots=True)
+class _ListNode:
+    """A list under its node."""
+
+    node: int
+    ref: ListRef
+    paths: PathLists  # of its version
+    nul: bool
+    size: int
+    mtime_ns: int
+    lookup_count: int = 0
+    was_read: bool = False
+    waiting: int = 0  # READs
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+
+class HiddenFolder:
+    """`.diesel` of one mount (see the module)."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        files: Mapping[bytes, HiddenFile],
+        owner: Owner,
+        *,
+        list_observer: ListObserver | None = None,
+        control_path: Callable[[], bytes] = bytes,
+        clock: Callable[[], float] = time.monotonic,
+        lists_bytes_max: int = LISTS_BYTES_MAX,
+    ) -> None:
+        """`control_path` gives the target of the link `control_path`; nothing, where there is
+        none."""
+        self._files = files
+        self._owner = owner
+        self._observer: ListObserver = list_observer or FixedList()
+        self._control_path = control_path
+        self._clock = clock
+        self._lists_bytes_max = lists_bytes_max
+        self._paths = PathLists(snapshot)
+        self._version = snapshot.version
+        self._mtime_ns = snapshot.stat(0).mtime_ns
+        self._current: dict[bytes, _FileVersion] = {}
+        self._nodes: dict[int, _FileVersion | _ListNode] = {}
+        self._next_node = _EDITIONS_FROM
+        self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
+        self._contents_bytes = 0
+        self._generator_limiter = trio.CapacityLimiter(1)
+
+    def switch_version(self, snapshot: Snapshot) -> None:
+        """From now on, names lead to what this version holds."""
+        self._paths = PathLists(snapshot)
+        self._version = snapshot.version
+        for edition in tuple(self._current.values()):
+            del self._current[edition.name]
+            if edition.lookup_count <= 0:
+                self._forget_node(edition)
+
+    # names ----------------------------------------------------------------------------------------
+
+    async def lookup(self, folder: int, name: bytes) -> Attributes:
+        """What a name in one of our folders leads to."""
+        if folder == HIDDEN_ROOT:
+            if name in (FILELIST, FILELIST_NUL):
+                return await self._list(
+                    await self._observer.current_list(), by_filelist=True, nul=name == FILELIST_NUL
+                )
+            if name in _FOLDERS:
+                return self.attributes(_FOLDERS[name])
+            if name == CONTROL:
+                return self.attributes(_CONTROL_NODE) if self._control_path() else ABSENT_NOW
+            edition = self._file_version(name)
+            return ABSENT_NOW if edition is None else self.attributes(edition.node)
+        if folder in (_SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
+            wanted = ListName.parse(name)
+            if wanted is not None:
+                return await self._list(wanted, by_filelist=False, nul=folder == _SHUFFLE_NUL_NODE)
+        return ABSENT_NOW
+
+    def attributes(self, node: int) -> Attributes:
+        """What a node of ours is. Raises Refused(ESTALE) for one that is unknown."""
+        if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
+            mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
+            return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
+        if node == _CONTROL_NODE:
+            size = len(self._control_path())
+            return Attributes(node, stat.S_IFLNK | 0o777, size, self._mtime_ns, FOREVER_S)
+        found = self._node(node)
+        mode = stat.S_IFREG | (0o444 & ~self._owner.umask)
+        return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
+
+    def link_target(self, node: int) -> bytes:
+        """Where the link `control_path` points."""
+        target = self._control_path() if node == _CONTROL_NODE else b""
+        if not target:
+            raise FuseErrno(errno.EINVAL)
+        return target
+
+    def parent(self, node: int) -> int:
+        """What `..` of a folder of ours leads to."""
+        return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
+
+    async def listing(self, folder: int) -> Listing:
+        """What is in a folder of ours: in that of orders nothing, since there is no end of them."""
+        names: list[bytes] = []
+        if folder == HIDDEN_ROOT:
+            names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
+            names = sorted([*names, CONTROL]) if self._control_path() else names
+        found = [await self.lookup(folder, name) for name in names]
+        return Listing(
+            0,
+            names,
+            [each.node for each in found],
+            [each.mode for each in found],
+            [each.size for each in found],
+            [each.mtime_ns for each in found],
+            0.0,
+        )
+
+    def count_lookup(self, node: int) -> None:
+        """The kernel has been told of the node once more."""
+        if found := self._nodes.get(node):
+            found.lookup_count += 1
+
+    def forget(self, node: int, count: int) -> None:
+        """The kernel has dropped `count` of its references; an old edition then goes."""
+        if found := self._nodes.get(node):
+            found.lookup_count -= count
+            if found.lookup_count <= 0:
+                self._forget_node(found)
+
+    def _forget_node(self, found: "_FileVersion | _ListNode") -> None:
+        if isinstance(found, _FileVersion):
+            if self._current.get(found.name) is not found:
+                del self._nodes[found.node]
+        elif not found.waiting:
+            del self._nodes[found.node]
+            self._drop_content(found.node)
+
+    def _node(self, node: int) -> "_FileVersion | _ListNode":
+        try:
+            return self._nodes[node]
+        except KeyError:
+            raise FuseErrno(errno.ESTALE) from None
+
+    def stats(self) -> dict[str, object]:
+        """Which list `filelist` is, and what lists take."""
+        return {
+            **self._observer.stats(),
+            "held": len(self._contents),
+            "held_bytes": self._contents_bytes,
+        }
+
+    # editions -------------------------------------------------------------------------------------
+
+    def _file_version(self, name: bytes) -> _FileVersion | None:
+        """The content of a name as it stands, made anew where its time has come."""
+        file = self._files.get(name)
+        if file is None:
+            return None
+        current = self._current.get(name)
+        if current is not None and self._clock() < current.made_s + file.max_age_s:
+            return current
+        content = memoryview(file.content()).cast("B")
+        if current is not None and content == current.content:
+            current.made_s = self._clock()
+            return current
+        if current is not None and current.lookup_count <= 0:
+            del self._nodes[current.node]
+        made = _FileVersion(self._next_node, name, content, self._clock(), time.time_ns())
+        self._next_node += 1
+        self._current[name] = self._nodes[made.node] = made
+        return made
+
+    # lists ----------------------------------------------------------------------------------------
+
+    async def _list(self, name: ListName, *, by_filelist: bool, nul: bool) -> Attributes:
+        paths, version = self._paths, self._version
+        digest = xxh3_64_intdigest(f"{version},{name},{by_filelist:d},{nul:d}".encode())
+        node = _LISTS_FROM + (digest & _LIST_BITS)
+        while True:
+            found = self._nodes.get(node)
+            ref = ListRef(name, by_filelist, node, version)
+            if found is None:
+                size = await trio.to_thread.run_sync(
+                    paths.size, name, abandon_on_cancel=True, limiter=self._generator_limiter
+                )
+                made = _ListNode(node, ref, paths, nul, size, time.time_ns())
+                self._sweep()
+                found = self._nodes.setdefault(node, made)  # another may have been as quick
+            if isinstance(found, _ListNode) and (found.ref, found.nul) == (ref, nul):
+                break
+            node += 1  # another list's: 2^60 of them make that rare, but it must not be its content
+        if found.was_read:
+            found.was_read = False
+            await self._observer.on_lookup(found.ref)
+            self._nodes.setdefault(node, found)
+        return Attributes(
+            node, stat.S_IFREG | (0o444 & ~self._owner.umask), found.size, found.mtime_ns, 0.0
+        )
+
+    def _sweep(self) -> None:
+        if len(self._nodes) >= _NODES_SWEPT:
+            for each in tuple(self._nodes.values()):
+                if each.lookup_count <= 0:
+                    self._forget_node(each)
+
+    def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
+        """The bytes if they are there; None where `read` must make them."""
+        found = self._node(node)
+        if isinstance(found, _FileVersion):
+            return found.content[offset : offset + size]
+        if offset == 0:
+            self._observer.on_read(found.ref)
+        if offset >= found.size:
+            return b""
+        content = self._contents.get(node)
+        if content is None:
+            return None
+        self._contents.move_to_end(node)
+        found.was_read = True
+        return content[offset : offset + size]
+
+    async def read(self, node: int, offset: int, size: int) -> Bytes:
+        """The bytes of a list, made where they are not there.
+
+        Raises Refused: ENOMEM where they would take too much memory, EILSEQ for a list by lines of
+        which a path holds a newline.
+        """
+        found = self._node(node)
+        assert isinstance(found, _ListNode)
+        found.waiting += 1
+        try:
+            async with found.lock:
+                content = self._contents.get(node)
+                if content is None:
+                    content = await self._made(found)
+            found.was_read = True
+            return content[offset : offset + size]
+        finally:
+            found.waiting -= 1
+            if found.lookup_count <= 0 and not found.waiting and self._nodes.get(node) is found:
+                self._forget_node(found)
+
+    async def _made(self, found: _ListNode) -> memoryview:
+        self._reserve(found)
+        try:
+            text = await trio.to_thread.run_sync(
+                lambda: found.paths.text(found.ref.name, nul=found.nul),
+                abandon_on_cancel=True,
+                limiter=self._generator_limiter,
+            )
+        except UsageError as error:
+            self._contents_bytes -= found.size
+            log.error("cannot list %s: %s", found.ref.name, error)
+            raise FuseErrno(errno.EILSEQ) from None
+        except BaseException:
+            self._contents_bytes -= found.size
+            raise
+        content = self._contents[found.node] = text.content.data.cast("B")
+        if len(content) != found.size:
+            self._drop_content(found.node)
+            raise AssertionError(f"a list of {len(content)} bytes instead of {found.size}")
+        self._observer.on_generated(found.ref, list(text.tail))
+        return content
+
+    def _reserve(self, found: _ListNode) -> None:
+        """Makes room, and takes it. Raises Refused(ENOMEM)."""
+        over = self._contents_bytes + found.size - self._lists_bytes_max
+        for node in tuple(self._contents):
+            if over <= 0:
+                break
+            holder = self._nodes.get(node)
+            if not isinstance(holder, _ListNode) or not holder.waiting:
+                over -= len(self._contents[node])
+                self._drop_content(node)
+        if over > 0:
+            log.error(
+                "cannot list %s: its %d bytes are too many beside other lists (at most %d in all)",
+                found.ref.name,
+                found.size,
+                self._lists_bytes_max,
+            )
+            raise FuseErrno(errno.ENOMEM)
+        self._contents_bytes += found.size
+
+    def _drop_content(self, node: int) -> None:
+        content = self._contents.pop(node, None)
+        if content is not None:
+            self._contents_bytes -= len(content)

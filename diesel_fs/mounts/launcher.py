@@ -1,0 +1,317 @@
+"""Mounting, unmounting and asking a mount, from other programs: `dlcmd` and the Python interface.
+
+Owned here: starting the daemon and hearing whether it came up, ending it. Not owned: what it does
+(`daemon.py`). Imports stay few: these calls are what a user waits for. Any thread.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    PermissionDenied,
+    UsageError,
+)
+from ..settings import state_folder
+from ..system import daemons
+from ..system.daemons import add_log_tail, log_file
+from ..system.mountinfo import MountEntry
+from .mountpoint import (
+    is_alive,
+    mounted_at,
+    our_mount,
+    prepare_mountpoint,
+    read_through,
+    real_path,
+    remove_created_folders,
+    unmount,
+)
+from .options import MountRequest
+from .processes import (
+    children_of,
+    daemon_of,
+    ends_within,
+    holders_of,
+    other_mounts_of,
+    processor_ticks,
+)
+from .sessions import syscalls as kernel
+
+logger = logging.getLogger("diesel.mount")
+
+START_DEADLINE_S = 60.0
+"""How long a mount may take to come up: it may fetch a snapshot first."""
+
+END_DEADLINE_S = 5.0
+"""How long a daemon may do nothing after its mount is gone, and not end. It needs milliseconds, but
+where the kernel knows millions of files, they are let go of first: a second for 200,000."""
+
+END_DEADLINE_S_MAX = 600.0
+"""How long a daemon may take in all, whatever it does."""
+
+PROGRESS_INTERVAL_S = 5.0
+"""How often whoever waits for a daemon that goes on working is told so."""
+
+DETACHED_END_S = 1.0
+"""A daemon whose mount is in no tree any more is told to end after so long."""
+
+OWN_PROCESSES_BUSY_S = 2.0
+"""So long a mount may be busy by its own helper, which lets go after each piece of work."""
+
+DAEMON = (sys.executable, "-m", "diesel_fs.mounts.supervisor")
+FOREGROUND = "--foreground"
+
+_PIDS_SHOWN = 20
+
+
+def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
+    """Mounts in the background and returns when reads work. A folder that is missing is made, and
+    is removed when the mount goes.
+
+    Raises DieselError with the reason, and with the end of the log where the daemon wrote any. A
+    call that fails or is interrupted leaves nothing behind. What the daemon warns of is a warning
+    of the logger `diesel.mount` here too.
+    """
+    request = _checked(request)
+    try:
+        _start(request, program)
+    except BaseException as error:
+        if isinstance(error, DeadlineError) or not isinstance(error, Exception):
+            with suppress(DieselError):  # nothing may be mounted
+                umount(request.mountpoint, force=True)
+        remove_created_folders(request.made_folders)
+        raise
+
+
+def _start(request: MountRequest, program: Sequence[str]) -> None:
+    with log_file(_log_path(request)) as log:
+        start = log.tell()
+        try:
+            daemons.start(
+                [*program, request.mountpoint], request.to_json(), log, logger,
+                daemon_name=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
+            )  # fmt: skip
+            if not is_alive(request.mountpoint):
+                raise DieselError(f"the mount on {request.mountpoint} died at once")
+        except DieselError as error:
+            add_log_tail(error, log, start)
+            raise
+
+
+def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
+    """Becomes the daemon: it logs to stderr (or the log file), and ends with the mount."""
+    request = _checked(request)
+    text = request.to_json()
+    if request.log_file:
+        with log_file(_log_path(request)) as log:
+            os.dup2(log.fileno(), 2)
+    receiver, sender = os.pipe()
+    os.write(sender, text)  # fits the pipe
+    os.close(sender)
+    os.dup2(receiver, 0)
+    command = [*program, FOREGROUND, request.mountpoint]
+    os.execve(command[0], command, daemons.environment())  # noqa: S606  # without a shell, on purpose
+
+
+def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool = False) -> None:
+    """Unmounts and waits for the daemon's end.
+
+    Raises BusyError, naming the processes, where it is in use: it then goes on serving. `lazy`
+    takes it out of the tree at once, and it ends with its last user. `force` ends it now, whatever
+    it does: its users get errors. Where the file system is mounted elsewhere too, as in another
+    mount namespace, the daemon goes on for that; a warning of the logger `diesel.mount` says so.
+    A daemon that takes its time is waited for as long as it does anything; another such warning
+    says so.
+
+    Raises DeadlineError for one that neither ends nor does anything, PermissionDenied for another
+    user's mount.
+    """
+    found = our_mount(directory)
+    daemon = daemon_of(found.device)
+    own = [] if daemon is None else [daemon, *children_of(daemon)]
+    if force:
+        _force(found.path, found.device, daemon, own)
+        return
+    others = other_mounts_of(found)
+    has_users = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
+    _unmount(found.path, found.device, own, lazy)
+    if daemon is None or has_users:
+        return
+    if not ends_within(daemon, DETACHED_END_S):
+        left = {each: pid for each, pid in other_mounts_of(found).items() if each in others}
+        if left:  # of what was there before: the device's number may be another's now
+            _warn_still_mounted(left, found.path, daemon)
+            return
+        if not lazy:
+            with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
+                os.kill(daemon, signal.SIGTERM)
+    _wait(own, found.path)
+
+
+def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
+    """What a mount says of itself (`.diesel/stats`). Raises DieselError."""
+    found = our_mount(directory)
+    try:
+        values = json.loads(read_through(f"{found.path}/.diesel/stats"))
+    except ValueError as error:
+        raise DieselError(f"the statistics of {found.path} are no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise DieselError(f"the statistics of {found.path} are no object")
+    return values
+
+
+def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> list[str]:
+    """The paths of a mount's files in the order of an epoch: that of `.diesel/filelist`, or another
+    one of the same seed and group size. Reading it announces that it will be followed. Raises
+    DieselError.
+    """
+    found = our_mount(directory)
+    name = "filelist0"
+    if epoch is not None:
+        lists = stats(found.path).get("lists")
+        if not isinstance(lists, dict) or not isinstance(epoch, int) or epoch < 0:
+            raise UsageError(f"bad epoch {epoch!r} of a list")
+        name = f"shuffle0/seed={lists['seed']},epoch={epoch},group={lists['group_size']}"
+    text = read_through(f"{found.path}/.diesel/{name}")
+    return [os.fsdecode(path) for path in text.split(b"\0")[:-1]]
+
+
+def _checked(request: MountRequest) -> MountRequest:
+    request.check()
+    request = replace(request, mountpoint=real_path(request.mountpoint))
+    if not os.path.exists("/dev/fuse"):
+        raise PermissionDenied(
+            "no /dev/fuse here",
+            advice="modprobe fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN",
+        )
+    if os.geteuid():
+        if shutil.which("fusermount3") is None:
+            raise PermissionDenied("no fusermount3 here", advice="install the package fuse3")
+        if request.allow_other and not _users_may_allow_other():
+            raise PermissionDenied(
+                "only root may use --allow-other here",
+                advice="write user_allow_other into /etc/fuse.conf",
+            )
+    made = prepare_mountpoint(request.mountpoint, request.forbidden_folders)
+    return replace(request, made_folders=tuple(made))
+
+
+def _users_may_allow_other() -> bool:
+    with suppress(OSError):
+        lines = Path("/etc/fuse.conf").read_text(errors="replace").splitlines()
+        return any(line.strip() == "user_allow_other" for line in lines)
+    return False
+
+
+def _log_path(request: MountRequest) -> Path:
+    return Path(request.log_file) if request.log_file else default_log(request)
+
+
+def default_log(request: MountRequest) -> Path:
+    """Where the background log of a mount goes: one file for a mount point."""
+    flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
+    return state_folder() / f"mount-{request.dataset}-{flat[-100:]}.log"
+
+
+def _busy(path: str, pids: Sequence[int]) -> BusyError:
+    shown = ", ".join(map(str, pids[:_PIDS_SHOWN])) + (", ..." if len(pids) > _PIDS_SHOWN else "")
+    holders = (
+        f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
+    )
+    return BusyError(f"{path} is held by {holders}", advice="end them, or use --lazy")
+
+
+def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
+    """Raises BusyError, naming the processes. The mount's own hold it for moments, no longer."""
+    deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
+    while True:
+        try:
+            unmount(path, lazy=lazy)
+            return
+        except BusyError:
+            pids = holders_of(device)
+            others = [pid for pid in pids if pid not in own]
+            if others or not own or time.monotonic() > deadline_s:
+                raise _busy(path, others) from None
+            time.sleep(0.01)
+
+
+def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
+    """Ends the connection first, so that nothing below can wait for the daemon."""
+    abort_file = kernel.open_abort(device)  # of this connection: its number may be given again
+    try:
+        if not _is_mounted(path, device):
+            pass  # it has ended by itself
+        elif abort_file >= 0:
+            os.write(abort_file, b"1")
+        else:
+            with suppress(OSError):  # root; it aborts, and is refused where somebody holds it
+                kernel.umount2(path, kernel.MNT_FORCE)
+    finally:
+        if abort_file >= 0:
+            os.close(abort_file)
+    if daemon is not None and not ends_within(daemon, 1.0):
+        with suppress(ProcessLookupError):
+            os.kill(daemon, signal.SIGKILL)
+    try:
+        if _is_mounted(path, device):
+            unmount(path, lazy=True)
+    except DieselError:
+        if _is_mounted(path, device):  # else its daemon has taken it away meanwhile
+            raise
+    _wait(own, path)
+
+
+def _is_mounted(path: str, device: str) -> bool:
+    found = mounted_at(path)
+    return found is not None and found.device == device
+
+
+def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:
+    """Why a daemon goes on although its mount has been taken away."""
+    places = [f"on {each.path}, as process {pid} sees it" for each, pid in left.items()]
+    logger.warning(
+        "%s is unmounted; its file system is still mounted elsewhere (%s), and the daemon "
+        "(process %d) serves it until it is unmounted there, too",
+        path,
+        "; ".join(sorted(places)[:_PIDS_SHOWN]),
+        daemon,
+    )
+
+
+def _wait(own: Sequence[int], path: str) -> None:
+    """The daemon first: it waits for its children, unless it was killed. Whatever makes progress is
+    waited for: where the kernel has known millions of files, it lets go of them first.
+    """
+    now_s = begun_s = worked_s = told_s = time.monotonic()
+    ticks = processor_ticks(own)
+    for pid in own:
+        while not ends_within(pid, 0.1):
+            now_s = time.monotonic()
+            before, ticks = ticks, processor_ticks(own)
+            worked_s = now_s if ticks > before else worked_s
+            if now_s - worked_s > END_DEADLINE_S or now_s - begun_s > END_DEADLINE_S_MAX:
+                raise DeadlineError(
+                    f"{path} is unmounted, but its daemon (process {pid}) has not ended",
+                    advice=f"kill -9 {pid}",
+                )
+            if now_s - told_s > PROGRESS_INTERVAL_S:
+                told_s = now_s
+                logger.warning(
+                    "%s is unmounted; its processes let go of the files that the kernel knew, "
+                    "for %.0f s now",
+                    path,
+                    now_s - begun_s,
+                )

@@ -1,0 +1,77 @@
+"""`diesel_fs.mount`: mounting from Python, for as long as a `with` lasts."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from ..client.dataset import Dataset
+from ..names import parse_versioned_name
+from ..peers.options import TaskKwargs, TaskOptions, non_negative_int
+from ..settings import load_settings
+from . import launcher
+from .options import MountRequest
+
+
+class Mounted:
+    """A mount of this process's making; leaving `with` unmounts it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        launcher.umount(self.path, lazy=kind is not None)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+def mount(
+    dataset: Dataset | str,
+    folder: str | os.PathLike[str],
+    *,
+    url: str | None = None,
+    memory_bytes: int | None = None,
+    allow_other: bool = False,
+    **task: Unpack[TaskKwargs],
+) -> Mounted:
+    """Mount a dataset (an open one, or by name and `url`); reads work on return.
+
+    The folder is empty, or missing: then it is made, and removed when the mount goes.
+
+    `"pets@1790000000000000"` is mounted at that version, which is kept, and so is a dataset that
+    was opened there. What an open dataset has not flushed does not show. The words about a task are
+    those of `connect`; an open dataset's own, where none is said. Raises DieselError with the
+    reason.
+    """
+    if isinstance(dataset, Dataset):
+        name, version = dataset.name, dataset.version if dataset.is_kept else 0
+        address, credentials = dataset.url, dataset.credentials
+    else:
+        name, version = parse_versioned_name(dataset)
+        settings = load_settings({"url": url})
+        address, credentials = settings.repository_url, settings.credentials
+    path = Path(os.path.realpath(folder))
+    task_options = TaskOptions.from_kwargs(task, str(path))
+    if isinstance(dataset, Dataset) and not any(value is not None for value in task.values()):
+        task_options = dataset.task_options
+    request = MountRequest(
+        address,
+        name,
+        str(path),
+        version=version,
+        memory_bytes=non_negative_int("memory_bytes", memory_bytes or 0),
+        policy=task_options.policy,
+        allow_other=allow_other,
+        task_options=task_options,
+    )
+    launcher.mount(request.with_credentials(credentials))
+    return Mounted(path)

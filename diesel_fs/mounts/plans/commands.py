@@ -1,0 +1,306 @@
+"""Plans as messages, carried out on a `PrefetchPlanner`: what the control socket and the lists ask
+for.
+
+Owned here: the meaning of each message (CONTROL.md lists them), and the streams that lists make:
+which epochs of theirs are known, and when the next is foreseen. Not owned: the rules that a plan
+obeys (`orders/plan.py`), the bytes (`control_wire.py`), who may send what (`control_socket.py`).
+Used by one thread, the helper's; drawing an order of a million files takes it 0.3 s.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ConflictError, DieselError, UsageError
+from ...format.snapshot.reader import Snapshot
+from ...net.messages import Fields, Message, Value, error_message
+from ...orders.path_lists import ListName
+from ...orders.plan import EPOCH_ENTRIES_MAX, Epoch, Stream
+from ...orders.shuffle import chunk_shuffle
+from ..prefetch.decisions import StreamStats
+from ..prefetch.planner import PrefetchPlanner
+from .control_wire import parse_entries, parse_epoch, parse_epochs
+
+LIST_STREAMS_MAX = 16
+"""Streams that lists have made; the one that was read longest ago goes first. The others of the 64
+are left to those who announce theirs."""
+
+FINISHED_S = 60.0
+"""A stream whose list has been read to its end gives its part of the memory up, unless its next
+epoch begins in this time."""
+
+PREDICT_INTERVAL_S = 1.0
+"""How often is looked whether a list's next epoch is to be announced."""
+
+PREDICT_ENTRIES_MIN = 4096
+"""Shorter epochs begin fast without it; and in them a file that is opened could be that of either
+epoch."""
+
+PREDICT_FROM_DIVISOR = 2
+"""That is done where its reader has come through the first part in this many of the current one."""
+
+
+@dataclass(slots=True)
+class _ListStream:
+    """A stream that a list has made."""
+
+    name: ListName  # of the last epoch that is known
+    is_predicted: bool  # nobody has read that one's list yet
+    finished_s: float = math.inf  # since when all of it is known to be read
+
+
+class PlanCommands:
+    """The messages that make and change plans (see the module)."""
+
+    def __init__(self, snapshot: Snapshot, residency: PrefetchPlanner) -> None:
+        self._snapshot = snapshot
+        self._planner = residency
+        self._is_frozen = False  # the mount is about to go over to another version
+        self._lists: OrderedDict[str, _ListStream] = OrderedDict()
+        self._looked_s = 0.0
+        self._handlers: dict[str, Callable[[Fields, float], Message]] = {
+            "announce": self._announce,
+            "extend": self._extend,
+            "replace": self._replace,
+            "withdraw": self._withdraw,
+            "progress": self._progress,
+            "value": self._value,
+            "resident": self._resident,
+            "stats": self._stats,
+            "list read": self._list_read,
+            "list looked up": self._list_looked_up,
+            "running": self._running,
+            "hold plans": self._freeze,
+            "let plans": self._unfreeze,
+        }
+
+    def answer(self, message: Message, now_s: float) -> Message:
+        """What becomes of a message: the result, or `error`, `message` and `advice`."""
+        try:
+            fields = Fields(message, "a message")
+            do = fields.text("do")
+            handler = self._handlers.get(do)
+            if handler is None:
+                raise UsageError(f"no request {do[:64]!r}")
+            if "id" in fields:
+                fields.integer("id")
+            return handler(fields, now_s)
+        except DieselError as error:
+            return error_message(error)
+
+    # going over to another version ----------------------------------------------------------------
+
+    def _running(self, fields: Fields, now_s: float) -> Message:
+        """The streams that another version has to wait for."""
+        fields.end()
+        return {"running": [*self._planner.running(now_s)]}
+
+    def _freeze(self, fields: Fields, now_s: float) -> Message:
+        """The same; where there is none, no plan is taken from now on."""
+        running = self._running(fields, now_s)
+        self._is_frozen = not running["running"]
+        return running
+
+    def _unfreeze(self, fields: Fields, now_s: float) -> Message:
+        """Plans are taken again: the version stays."""
+        fields.end()
+        self._is_frozen = False
+        return {}
+
+    # what others announce -------------------------------------------------------------------------
+
+    def _announce(self, fields: Fields, now_s: float) -> Message:
+        name = self._stream_field(fields)
+        tentative = fields.flag("tentative", False)
+        lag = fields.integer("lag_entries", 0, high=EPOCH_ENTRIES_MAX)
+        epochs = parse_epochs(fields, self._snapshot)
+        fields.end()
+        self._planner.announce(Stream(name, tuple(epochs), tentative, lag), now_s)
+        self._lists.pop(name, None)
+        return {"entries": sum(map(len, epochs))}
+
+    def _extend(self, fields: Fields, now_s: float) -> Message:
+        name = self._stream_field(fields)
+        epochs = parse_epochs(fields, self._snapshot)
+        fields.end()
+        self._planner.extend(name, epochs)
+        return {"entries": sum(map(len, epochs))}
+
+    def _replace(self, fields: Fields, now_s: float) -> Message:
+        name = self._stream_field(fields)
+        position = fields.integer("position", 0, high=EPOCH_ENTRIES_MAX)
+        epoch = parse_epoch(fields, self._snapshot)
+        self._planner.replace(name, epoch, position)
+        return {"entries": len(epoch)}
+
+    def _withdraw(self, fields: Fields, now_s: float) -> Message:
+        name = fields.text("stream")
+        fields.end()
+        self._planner.withdraw(name)
+        self._lists.pop(name, None)
+        return {}
+
+    def _progress(self, fields: Fields, now_s: float) -> Message:
+        name = fields.text("stream")
+        position = fields.integer("position")
+        epoch = fields.integer("epoch") if "epoch" in fields else None
+        fields.end()
+        self._planner.progress(name, position, now_s, epoch)
+        return {}
+
+    def _value(self, fields: Fields, now_s: float) -> Message:
+        self._check_version(fields)
+        entries = parse_entries(fields)
+        importance = fields.number("importance")
+        fields.end()
+        self._planner.value(entries, importance)
+        return {}
+
+    def _resident(self, fields: Fields, now_s: float) -> Message:
+        self._check_version(fields)
+        entries = parse_entries(fields)
+        fields.end()
+        mask = self._planner.resident(entries)
+        return {"count": len(mask), "bitmap": np.packbits(mask, bitorder="little").tobytes()}
+
+    def _stats(self, fields: Fields, now_s: float) -> Message:
+        fields.end()
+        return {"residency": self.stats()}
+
+    def stats(self) -> dict[str, Value]:
+        """What residency says of itself, as it travels."""
+        return {**self._planner.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
+
+    def _stream_field(self, fields: Fields) -> str:
+        self._check_version(fields)
+        return fields.text("stream")
+
+    def _check_version(self, fields: Fields) -> None:
+        """Indices mean something in one version alone. Raises ConflictError for another."""
+        identity, version = fields.text("identity"), fields.integer("version")
+        own = self._snapshot
+        if self._is_frozen:
+            raise ConflictError(
+                f"the mount goes over to another version of {own.dataset}",
+                advice="ask again in a moment, for that one",
+            )
+        if identity != str(own.identity):
+            raise ConflictError(
+                f"the plan is for the dataset {identity[:64]}, the mount shows {own.identity}"
+                f" ({own.dataset})"
+            )
+        if version != own.version:
+            raise ConflictError(
+                f"the plan is for version {version} of {own.dataset}, the mount shows"
+                f" {own.version}",
+                advice="make it from .diesel/snapshot of the mount",
+            )
+
+    # what lists announce --------------------------------------------------------------------------
+
+    def _list_read(self, fields: Fields, now_s: float) -> Message:
+        """Somebody has begun to read a list: its order becomes a tentative stream."""
+        stream, name = fields.text("stream"), _list_name(fields)
+        fields.end()
+        known = self._lists.get(stream)
+        place = self._place(stream)
+        if known is None or place is None or not self._goes_on(known, place, name):
+            self._make_room(stream)
+            plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
+            self._planner.announce(plan, now_s)
+        elif name.epoch > known.name.epoch:
+            self._planner.extend(stream, [self._epoch(name, exact=True)])
+        else:
+            self._lists.move_to_end(stream)
+            known.is_predicted = known.is_predicted and name.epoch != known.name.epoch
+            return {}
+        self._lists[stream] = _ListStream(name, is_predicted=False)
+        self._lists.move_to_end(stream)
+        return {}
+
+    def _goes_on(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
+        """Whether a list is of an epoch that the stream's reader is in, or will be."""
+        if _order_of(known.name) != _order_of(name):
+            return False
+        last = known.name.epoch
+        return name.epoch == last + 1 or 0 <= place["epoch"] <= name.epoch <= last
+
+    def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
+        """The epoch that a list's reader is in: the next one's number where it has read all."""
+        stream = fields.text("stream")
+        fields.end()
+        known, place = self._lists.get(stream), self._place(stream)
+        if known is None or (place is None and known.finished_s == math.inf):
+            return {"epoch": -1}
+        if place is None or place["epoch"] < 0:
+            return {"epoch": known.name.epoch + 1}
+        return {"epoch": place["epoch"]}
+
+    def predict_next_epochs(self, now_s: float) -> None:
+        """Announces the next epoch of lists whose readers come near the end of the last one known.
+
+        Cheap: for the helper's loop.
+        """
+        if not self._lists or now_s - self._looked_s < PREDICT_INTERVAL_S:
+            return
+        self._looked_s = now_s
+        places = {each["name"]: each for each in self._planner.stats()["streams"]}
+        for stream, known in tuple(self._lists.items()):
+            place = places.get(stream)
+            if place is None:
+                if known.finished_s == math.inf:  # nobody has followed it
+                    del self._lists[stream]
+            elif place["epoch"] < 0:
+                known.finished_s = min(known.finished_s, now_s)
+                if now_s - known.finished_s >= FINISHED_S:
+                    self._planner.withdraw(stream)
+            elif (
+                not known.is_predicted
+                and place["length"] >= PREDICT_ENTRIES_MIN
+                and not place["tentative"]
+                and place["epoch"] == known.name.epoch
+                and PREDICT_FROM_DIVISOR * place["position"] >= place["length"]
+            ):
+                following = _next(known.name)
+                try:
+                    self._planner.extend(stream, [self._epoch(following, exact=False)])
+                    self._lists[stream] = _ListStream(following, is_predicted=True)
+                except UsageError:  # the plan is full: the epoch begins without it
+                    known.is_predicted = True
+
+    def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
+        order = chunk_shuffle(
+            self._snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank,
+            world=name.world,
+        )  # fmt: skip
+        return Epoch(name.epoch, order, exact)  # type: ignore[arg-type]  # it converts
+
+    def _make_room(self, stream: str) -> None:
+        self._lists.pop(stream, None)
+        while len(self._lists) >= LIST_STREAMS_MAX:
+            oldest, _ = self._lists.popitem(last=False)
+            if self._place(oldest) is not None:
+                self._planner.withdraw(oldest)
+
+    def _place(self, stream: str) -> StreamStats | None:
+        streams = self._planner.stats()["streams"]
+        return next((each for each in streams if each["name"] == stream), None)
+
+
+def _list_name(fields: Fields) -> ListName:
+    name = ListName.parse(fields.text("list").encode("ascii", "replace"))
+    if name is None:
+        raise UsageError("a message: bad 'list': it names no list")
+    return name
+
+
+def _next(name: ListName) -> ListName:
+    return ListName(name.seed, name.epoch + 1, name.group, name.rank, name.world)
+
+
+def _order_of(name: ListName) -> tuple[int, ...]:
+    """What the epochs of one reader have in common."""
+    return name.seed, name.group, name.rank, name.world

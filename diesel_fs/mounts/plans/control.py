@@ -1,0 +1,329 @@
+"""Plans from another process: a training job tells the mount what it will read, and how far it is.
+
+    with Control.connect("/mnt/imagenet") as control:
+        control.announce("rank0", [explicit(epoch=0, entries=order)])
+        control.progress("rank0", 4096)
+
+Small, blocking, for users' own processes: sockets and plain code, no thread. Indices are those of
+the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is refused.
+
+Any thread may use a `Control`, one request at a time. After a fork the child opens a connection of
+its own with its first request, and the parent's goes on.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import DeadlineError, DieselError, PermissionDenied, UsageError
+from ...net.messages import Message, Value, parse_error, unpack
+from ...orders.plan import EntryOrder
+from .control_wire import (
+    ENTRIES_PER_FRAME,
+    FRAME_BYTES_MAX,
+    LENGTH,
+    PROTOCOL,
+    frame,
+    pack_entries,
+)
+
+DEADLINE_S = 30.0
+"""For one request: the mount gives its helper 15 s of them."""
+
+SOCKET_PATH_MAX = 107
+
+Epochs: TypeAlias = Sequence[Message]
+
+
+def explicit(
+    *, epoch: int, entries: EntryOrder, exact: bool = True, bounds: Sequence[int] | None = None
+) -> Message:
+    """An epoch by its entries; `bounds`: the positions behind each batch. Raises UsageError."""
+    made: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
+    if bounds is not None:
+        made["bounds"] = np.asarray(bounds, "<i8").tobytes()
+    return made
+
+
+def drawn(
+    *,
+    epoch: int,
+    seed: int,
+    kind: str = "chunk",
+    group_size: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+    drop_last: bool = False,
+    below: int = 0,
+    exact: bool = True,
+) -> Message:
+    """An epoch by the parameters of its shuffle (`chunk` or `full`), which the mount draws."""
+    made: Message = {
+        "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
+        "drop_last": drop_last, "below": below,
+    }  # fmt: skip
+    if group_size is not None:
+        made["group_size"] = group_size
+    return made
+
+
+class Control:
+    """A connection to the control socket of a mount (see the module). Made by `connect`.
+
+    Every method raises the DieselError that the mount answers: UsageError for what has no meaning,
+    ConflictError for another dataset or version; DeadlineError where no answer comes.
+    """
+
+    def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
+        self._mountpoint = mountpoint
+        self._locks: dict[int, threading.Lock] = {}  # by process: a fork may inherit a held one
+        self._socket: socket.socket | None = None
+        self._owner = -1
+        self.hello: Message = {}
+        self._identity = identity
+        self._version = version
+
+    @classmethod
+    def connect(
+        cls,
+        mountpoint: str | os.PathLike[str],
+        *,
+        identity: str | None = None,
+        version: int | None = None,
+    ) -> Self:
+        """To the mount at a folder. `identity`, `version`: of the snapshot that plans are made of;
+        the mount's own, where they are not named. Raises UsageError, PermissionDenied.
+        """
+        made = cls(os.fspath(mountpoint), identity, version)
+        made._open()
+        return made
+
+    @property
+    def accepts_plans(self) -> bool:
+        """Whether the mount pushes anything ahead; else plans are refused."""
+        return self.hello.get("plans") is True
+
+    @property
+    def identity(self) -> str:
+        """Of the dataset that plans are for."""
+        return str(self.hello.get("identity")) if self._identity is None else self._identity
+
+    @property
+    def version(self) -> int:
+        """Of the snapshot that plans are for."""
+        own = self.hello.get("version")
+        found = own if self._version is None else self._version
+        assert isinstance(found, int)
+        return found
+
+    def announce(
+        self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
+    ) -> None:
+        """A stream, new or again, and the epochs that it will read (`explicit`, `drawn`)."""
+        first, rest = _split(epochs)
+        self._ask(
+            {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
+             **self._version_fields(), "epochs": first}
+        )  # fmt: skip
+        self._extend(stream, rest)
+
+    def extend(self, stream: str, epochs: Epochs) -> None:
+        """More epochs; a first one of the last one's number is put at its end."""
+        first, rest = _split(epochs)
+        self._extend(stream, [piece for piece in (first, *rest) if piece])
+
+    def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
+        """Another order of a known epoch, from a position on."""
+        whole, rest = _split([epoch])
+        [first], *rest = [piece for piece in (whole, *rest) if piece]
+        assert isinstance(first, dict)
+        self._ask(
+            {
+                "do": "replace",
+                "stream": stream,
+                "position": position,
+                **self._version_fields(),
+                **first,
+            }
+        )
+        self._extend(stream, rest)
+
+    def withdraw(self, stream: str) -> None:
+        """The stream will not be read on."""
+        self._ask({"do": "withdraw", "stream": stream})
+
+    def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
+        """The next position that the stream reads, of its current epoch or a named one."""
+        named: Message = {} if epoch is None else {"epoch": epoch}
+        self._ask({"do": "progress", "stream": stream, "position": position, **named})
+
+    def value(self, entries: EntryOrder, importance: float) -> None:
+        """What entries are worth against others that no plan claims."""
+        for part in _parts(entries):
+            self._ask(
+                {"do": "value", "importance": float(importance), **self._version_fields(),
+                 **pack_entries(part)}
+            )  # fmt: skip
+
+    def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
+        """Which of these a read would find in the kernel's cache, as far as is known."""
+        found = []
+        for part in _parts(entries):
+            answer = self._ask({"do": "resident", **self._version_fields(), **pack_entries(part)})
+            bitmap = answer.get("bitmap")
+            if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
+                raise DieselError("the mount's answer is no bitmap of these entries")
+            bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+            found.append(bits[: len(part)].astype(np.bool_))
+        return np.concatenate(found)
+
+    def stats(self) -> Message:
+        """What the mount says of itself, as `.diesel/stats`, up to date."""
+        found = self._ask({"do": "stats"}).get("stats")
+        if not isinstance(found, dict):
+            raise DieselError("the mount's answer holds no statistics")
+        return found
+
+    def close(self) -> None:
+        """Lets the connection go. Plans stay: withdraw them first."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # the connection -------------------------------------------------------------------------------
+
+    def _extend(self, stream: str, pieces: Sequence[list[Value]]) -> None:
+        for piece in pieces:
+            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": piece})
+
+    def _version_fields(self) -> Message:
+        return {"identity": self.identity, "version": self.version}
+
+    def _ask(self, message: Message) -> Message:
+        """A request and its answer. Raises the error that the answer is."""
+        with self._locks.setdefault(os.getpid(), threading.Lock()):
+            if self._socket is None or self._owner != os.getpid():
+                self._open()
+            answer = self._exchange(frame(message))
+        error = parse_error(answer)
+        if error is not None:
+            raise error
+        return answer
+
+    def _open(self) -> None:
+        """Connects and says hello. An inherited connection is the parent's, and only let go."""
+        self.close()
+        self._owner = os.getpid()
+        self._socket = _connected(self._mountpoint)
+        answer = self._exchange(frame({"diesel_control": PROTOCOL}))
+        error = parse_error(answer)
+        if error is not None:
+            self.close()
+            raise error
+        self.hello = answer
+
+    def _exchange(self, request: bytes) -> Message:
+        assert self._socket is not None
+        try:
+            self._socket.sendall(request)
+            (length,) = LENGTH.unpack(self._received(LENGTH.size))
+            if length > FRAME_BYTES_MAX:
+                raise DieselError(f"the mount answers with {length} bytes")
+            return unpack(self._received(length))
+        except BaseException as error:
+            self.close()  # what comes next could be the answer to this
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(
+                    f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
+                ) from None
+            if isinstance(error, OSError):
+                raise DieselError(
+                    f"the daemon of {self._mountpoint} does not speak to us: {error.strerror}"
+                ) from error
+            raise
+
+    def _received(self, count: int) -> bytearray:
+        assert self._socket is not None
+        body = bytearray()
+        while len(body) < count:
+            received = self._socket.recv(min(count - len(body), 1 << 20))
+            if not received:
+                raise DieselError(
+                    f"the daemon of {self._mountpoint} ended the conversation",
+                    advice="only who mounted may plan; its log says more",
+                )
+            body += received
+        return body
+
+
+def _connected(mountpoint: str) -> socket.socket:
+    link = os.path.join(mountpoint, ".diesel", "control")
+    try:
+        path = os.readlink(link)
+    except OSError as error:
+        raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        made.settimeout(DEADLINE_S)
+        if len(os.fsencode(path)) <= SOCKET_PATH_MAX:
+            made.connect(path)
+        else:
+            folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                made.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            finally:
+                os.close(folder)
+    except OSError as error:
+        with suppress(OSError):
+            made.close()
+        raise PermissionDenied(
+            f"cannot speak to the daemon of {mountpoint}: {error.strerror or error}",
+            advice="only who mounted may plan",
+        ) from error
+    return made
+
+
+def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
+    row = np.asarray(entries)
+    return [
+        row[start : start + ENTRIES_PER_FRAME]
+        for start in range(0, max(len(row), 1), ENTRIES_PER_FRAME)
+    ]
+
+
+def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
+    """Epochs for the first message, and for those that extend it: so many entries in each."""
+    frames: list[list[Value]] = [[]]
+    room = size = 4 * ENTRIES_PER_FRAME
+    for epoch in epochs:
+        given = epoch.get("entries")
+        if not isinstance(given, bytes) or len(given) <= room:
+            room -= len(given) if isinstance(given, bytes) else 0
+            frames[-1].append(epoch)
+            continue
+        if "bounds" in epoch and len(given) > size:
+            epoch = {name: value for name, value in epoch.items() if name != "bounds"}
+        at = 0
+        while at < len(given):
+            part = given[at : at + size]
+            frames.append([{**epoch, "entries": part}])
+            at, room = at + len(part), size - len(part)
+    return frames[0], frames[1:]

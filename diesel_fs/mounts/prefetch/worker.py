@@ -1,0 +1,382 @@
+"""The helper process of a mount: makes contents resident ahead of readers, drops them behind.
+
+Owned here: the loop that hears facts (misses, opened markers, plans), asks for decisions and
+carries them out; that every byte is checked before it enters the kernel's memory. Not owned: the
+decisions (`planner.py`), the system calls (`page_cache.py`), answering the kernel (`server.py`).
+
+It has a process of its own because what it does can wait: for the server, for a store, for a page
+lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
+Where the mount goes over to another version, it tells the kernel
+(`mounts/versions/invalidation.py`), piece by piece before all other work, and what is resident of
+unchanged files counts on. One thread; the store is read ahead in others.
+"""
+
+import gc
+import logging
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cache.coalescing_reader import Batch
+from ...errors import DieselError
+from ...format.entries import Kind
+from ...format.snapshot.diff import SnapshotDiff
+from ...format.snapshot.layout import MANY, kinds
+from ...format.snapshot.reader import Snapshot
+from ...system.mountinfo import mounts
+from ..options import MountRequest
+from ..plans.commands import PlanCommands
+from ..source import BatchSource, MountSource, map_snapshot, read_node_map
+from ..versions.invalidation import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, invalidate_folders
+from .decisions import Drop, FillPolicy, Idle, Push, Sample
+from .link import LEAVING, Message, ServerLink, Value
+from .page_cache import PageCache
+from .planner import PrefetchPlanner
+from .push_status import PushStatusMap
+
+log = logging.getLogger("diesel.mount")
+
+STATS_INTERVAL_S = 0.25
+"""How often the server hears how things stand, for `.diesel/stats`."""
+
+IDLE_S_MAX = 5.0
+
+_NONE = np.empty(0, np.uint32)
+
+UNITS_AHEAD = 16
+"""So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
+
+MISSES_MAX = 512
+"""Of the misses of one message so many are looked at, evenly taken: each is looked up in every
+stream, and no flood of them may keep what is planned from being pushed."""
+
+UNITS_SOON = 12
+"""So many pushes of each stream are near enough for a READ to wait for the helper."""
+
+BEGIN_DEADLINE_S = 10.0
+
+
+def run_prefetch_worker(request: MountRequest, opener: MountSource, link: socket.socket) -> int:
+    """Helps the server at the other end of `link`, until it ends. The exit code."""
+    server = ServerLink(link)
+    try:
+        server.send({"pid": os.getpid()})  # who asks a mount that has just come up is told
+        descriptors = server.receive_descriptors(3)
+        if not descriptors:
+            return 0  # no session that could be helped
+        device, file, shared = descriptors
+        [begin, *early] = server.messages(BEGIN_DEADLINE_S)
+        name = begin["device"]
+        helper = PrefetchWorker(server, request, opener, device, _int_field(begin, "push_bytes"))
+        helper.switch_version(
+            map_snapshot(file), None, PushStatusMap(shared)
+        )  # no name here would keep them
+        for descriptor in (file, shared):  # both are mapped
+            os.close(descriptor)
+        try:
+            helper.run(str(name), early)
+        finally:
+            helper.close()
+        server.send(LEAVING)
+    except EOFError:
+        return 0
+    return 0
+
+
+def _int_field(message: Message, name: str) -> int:
+    value = message[name]
+    assert isinstance(value, int)
+    return value
+
+
+class PrefetchWorker:
+    """One mount's helper, from `run` to its end."""
+
+    _snapshot: Snapshot
+    _batches: BatchSource
+    _page_cache: PageCache
+    _planner: PrefetchPlanner
+    _plan_commands: PlanCommands
+    _push_status: PushStatusMap
+    _nodes: Nodes | None
+
+    def __init__(
+        self,
+        server: ServerLink,
+        request: MountRequest,
+        opener: MountSource,
+        device: int,
+        push_bytes: int,
+    ) -> None:
+        """`device` is a descriptor of the connection."""
+        self._server = server
+        self._request = request
+        self._opener = opener
+        self._device = device
+        self._push_bytes = push_bytes
+        self._failed = 0
+        self._known_folders: set[int] = set()
+        self._invalidations: deque[Iterator[None]] = deque()  # that the kernel is still to be told
+        self._stats_changed = True  # since the server was last told
+        self._stats_sent_s = 0.0
+        self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+
+    def switch_version(self, snapshot: Snapshot, nodes: Nodes | None, board: PushStatusMap) -> None:
+        """What is pushed from now on; `nodes` are those of its entries. Raises DieselError."""
+        self._snapshot = snapshot
+        self._batches = self._opener.batch_source(self._request, snapshot)
+        self._planner = planner_for(snapshot, self._push_bytes, self._request.policy)
+        self._page_cache = PageCache(self._request.mountpoint, snapshot, self._device, nodes)
+        self._plan_commands = PlanCommands(snapshot, self._planner)
+        self._push_status = board
+        self._nodes = nodes
+        self._server.watch(self._page_cache.events)
+
+    def run(self, device: str, early: Sequence[Message] = ()) -> None:
+        """Helps until the mount is gone from the tree or the server has ended; `early` are messages
+        that have come already.
+        """
+        self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        wait_s = 0.0
+        while True:
+            messages = [*early, *self._server.messages(wait_s)]
+            early = ()
+            self._read_opens(time.monotonic())  # before misses, which came after them
+            for message in messages:
+                if message.get("do") == "end":
+                    return
+                self._handle_message(message)
+                self._stats_changed = True
+            now_s = time.monotonic()
+            self._plan_commands.predict_next_epochs(now_s)
+            if self._mountinfo in self._server.ready and not _is_mounted(device):
+                return
+            wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
+            self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
+            self._page_cache.release_folders()
+            self._send_stats(now_s)
+
+    def close(self) -> None:
+        """Lets go of the mount."""
+        self._page_cache.close()
+        os.close(self._mountinfo)
+
+    def _handle_message(self, message: Message) -> None:
+        now_s = time.monotonic()
+        do, packed = message.get("do"), message.get("entries")
+        if do == "missed" and isinstance(packed, bytes):
+            missed = np.frombuffer(packed, "<i8")
+            for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
+                self._planner.missed(entry, now_s)
+            return
+        if do == "forgotten" and isinstance(packed, bytes):
+            self._planner.forgotten(np.frombuffer(packed, "<i8"))
+            return
+        if do == "switch":
+            self._switch(message)
+            return
+        if do == "names are old":
+            self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
+            return
+        node = message.get("node")
+        if do == "forget" and isinstance(node, int):  # it lists what has been read
+            self._page_cache.invalidate(node)
+            answer: Message = {}
+        else:
+            self._read_opens(now_s)  # the answer may tell where readers are
+            answer = self._plan_commands.answer(message, now_s)
+        if "id" in message:
+            self._server.send({**answer, "id": message["id"]})
+
+    def _switch(self, message: Message) -> None:
+        """The mount has gone over to another version: all entries are others from here on."""
+        file, numbers, shared = self._server.take_descriptors(3)
+        old, old_planner, residents = self._snapshot, self._planner, self._page_cache
+        before = self._nodes
+        if before is None:
+            before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
+        snapshot = map_snapshot(file)
+        nodes, met, was = read_node_map(numbers, snapshot.entry_count)
+        board = PushStatusMap(shared)
+        for descriptor in (file, numbers, shared):  # all are mapped
+            os.close(descriptor)
+        self._server.watch_no_more(residents.events)
+        residents.close()
+        self._batches.close()
+        self.switch_version(snapshot, nodes, board)
+        self._opener.keep_only(snapshot)
+        self._planner.inherit(old_planner, was)
+        self._page_cache.known_entries = residents.known_entries
+        found = SnapshotDiff(old, snapshot, met, was)
+        unchanged = np.setdiff1d(np.flatnonzero(was >= 0), found.changed_folders)
+        walked = unchanged[np.isin(was[unchanged], list(self._known_folders))]
+        self._known_folders = set(walked.tolist())
+        self._invalidations.append(SwitchInvalidation(found, before, nodes).send(self._device))
+        self._invalidations.append(self._finish_switch(message["id"]))
+
+    def _finish_switch(self, asked: Value) -> Iterator[None]:
+        self._server.send({"id": asked})
+        self._stats_changed = True
+        gc.collect()  # the version before hangs together in circles: its snapshot would stay mapped
+        yield
+
+    def _invalidate_some(self) -> float:
+        """The next piece of what it must know; how long nothing is to be done after it."""
+        try:
+            next(self._invalidations[0])
+        except StopIteration:
+            self._invalidations.popleft()
+        except OSError:  # the mount has gone
+            self._invalidations.clear()
+        return 0.0
+
+    def _read_opens(self, now_s: float) -> None:
+        for entry in self._page_cache.read_opens():
+            self._planner.opened(entry, now_s)
+            self._stats_changed = True
+
+    def _act(self, now_s: float) -> float:
+        """Carries out the next decision; how long nothing is to be done after it, in seconds."""
+        match self._planner.next(now_s):
+            case Push() as push:
+                self._push(push)
+            case Drop() as drop:
+                self._page_cache.unwatch(drop.markers.tolist())
+                self._page_cache.drop(drop.entries, self._push_status.count_progress)
+                self._planner.dropped(drop)
+            case Sample(entries):
+                self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
+            case Idle(until_s):
+                self._push_status.clear_soon()
+                left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
+                return min(
+                    max(left_s, 0.0), STATS_INTERVAL_S if self._stats_changed else IDLE_S_MAX
+                )
+        self._stats_changed = True
+        return 0.0
+
+    def _is_resident(self, entry: int) -> bool:
+        try:
+            return self._page_cache.resident_bytes(int(entry)) > 0
+        except OSError:
+            return False
+
+    def _push(self, push: Push) -> None:
+        self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
+        self._push_status.mark_soon(
+            np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
+        )
+        self._page_cache.watch(push.markers.tolist())
+        count, seen, failed = 0, [], False
+        absent: list[int] = []
+        try:
+            for batch in self._batches.batches(push.entries):
+                self._make_known(batch)
+                absent += self._stored(self._without_locked(batch))
+                self._push_status.count_progress()
+                count += len(batch.entries)
+                seen.append(batch.entries)
+        except (DieselError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in UNMOUNTED_ERRNOS:
+                raise
+            failed = True
+            self._failed += 1
+            log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
+        done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
+        if absent or count != len(push.entries):  # or a file has several parts
+            done = np.setdiff1d(np.concatenate(seen), absent) if seen else _NONE
+        self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
+        self._planner.set_known_entries(self._page_cache.known_entries)
+
+    def _make_known(self, batch: Batch) -> None:
+        """The kernel takes contents only of files that it knows: of a folder in which it does not
+        know the first file, it asks for all.
+        """
+        parents = self._snapshot.columns.parent[batch.entries].tolist()
+        new = set(parents) - self._known_folders
+        if not new:
+            return
+        self._known_folders |= new
+        first = [parents.index(folder) for folder in new]
+        probe = Batch(
+            batch.entries[first], batch.starts[first], [batch.contents[at] for at in first]
+        )
+        for at in self._page_cache.store(probe):
+            with suppress(OSError):
+                self._page_cache.make_folder_known(parents[first[at]])
+
+    def _without_locked(self, batch: Batch) -> Batch:
+        """A batch without what is being read: its pages are locked, and come by the READ."""
+        being_read = self._push_status.mark_now(batch.entries)
+        if not being_read.any():
+            return batch
+        kept = np.flatnonzero(~being_read)
+        contents = [batch.contents[at] for at in kept.tolist()]
+        return Batch(batch.entries[kept], batch.starts[kept], contents)
+
+    def _stored(self, batch: Batch) -> list[int]:
+        """Makes a batch resident; the entries that the kernel does not know although it was told.
+
+        It may have forgotten them since: then it asks for each of them, once more.
+        """
+        absent = []
+        for at in self._page_cache.store(batch):
+            entry = int(batch.entries[at])
+            part = slice(at, at + 1)
+            again = Batch(batch.entries[part], batch.starts[part], batch.contents[part])
+            with suppress(OSError):
+                self._page_cache.make_entry_known(entry)
+            if self._page_cache.store(again):
+                absent.append(entry)
+        return absent
+
+    def _stats(self) -> Message:
+        residency = self._plan_commands.stats()
+        store: dict[str, Value] = dict(self._batches.stats())
+        return {"pid": os.getpid(), **residency, "failed_pushes": self._failed, "store": store}
+
+    def _send_stats(self, now_s: float) -> None:
+        if self._stats_changed and now_s - self._stats_sent_s >= STATS_INTERVAL_S:
+            self._stats_sent_s, self._stats_changed = now_s, False
+            self._server.send(self._stats())
+
+
+def _is_mounted(device: str) -> bool:
+    return any(each.device == device for each in mounts())
+
+
+def _folders_of(message: Message) -> dict[int, list[bytes]]:
+    """Names by the nodes of their folders."""
+    nodes, names = message["nodes"], message["names"]
+    assert isinstance(nodes, list)
+    assert isinstance(names, list)
+    found: dict[int, list[bytes]] = {}
+    for node, some in zip(nodes, names, strict=True):
+        assert isinstance(node, int)
+        assert isinstance(some, list)
+        found[node] = [name for name in some if isinstance(name, bytes)]
+    return found
+
+
+def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
+    """The decisions for a dataset: an entry's number is its index in the snapshot."""
+    column = snapshot.columns
+    offset = column.offset.astype(np.int64)
+    many = np.flatnonzero((column.flags & MANY) != 0)
+    offset[many] = column.extents["offset"][column.chunk[many]]
+    return PrefetchPlanner(
+        snapshot.chunk_of(range(snapshot.entry_count)),
+        column.size.astype(np.int64),
+        snapshot.chunk_count,
+        budget_bytes=budget_bytes,
+        policy=policy,
+        offset=offset,
+        is_file=kinds(column.flags) == Kind.FILE,
+    )

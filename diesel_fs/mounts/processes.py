@@ -1,0 +1,140 @@
+"""Who uses a mount: the processes that hold it busy, and the daemon that serves it.
+
+Found by reading /proc alone: descriptors by the mount ID in their fdinfo, mapped files by their
+device. No file of the mount is opened or looked at, so a dead or hung mount does no harm. Processes
+of other users are seen by root only. Any thread.
+"""
+
+import os
+import select
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..system.mountinfo import MountEntry, mounts
+
+_MARK = "diesel-mount-"
+
+
+def mark_as_daemon(device: str) -> int:
+    """Marks this process as the daemon of a mount, for as long as the descriptor is open.
+
+    An empty memfd whose name the user's other processes, and root's, see in /proc: unlike a file
+    with a process number it can be neither left behind nor wrong.
+    """
+    return os.memfd_create(_MARK + device, os.MFD_CLOEXEC)
+
+
+def daemon_of(device: str) -> int | None:
+    """The process that serves the mount, where it lives and may be seen."""
+    mark = f"/memfd:{_MARK}{device} (deleted)"
+    for pid in _processes():
+        with suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") == mark:
+                        return pid
+    return None
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that this one has forked; none where it is gone."""
+    found = []
+    for each in _processes():
+        with suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{each}/stat").read_bytes()
+            if int(stat.rpartition(b")")[2].split()[1]) == pid:
+                found.append(each)
+    return found
+
+
+def other_mounts_of(mount: MountEntry) -> dict[MountEntry, int]:
+    """The other mounts of a mount's file system that are in a tree, as far as this user may see:
+    elsewhere in this one, or in another mount namespace, as a container's is. Each with a process
+    that sees it.
+    """
+    found = _mounts_of(_processes(), mount.device)
+    return {each: pid for pid, each in found if each.mount_id != mount.mount_id}
+
+
+def holders_of(device: str) -> list[int]:
+    """The processes with a file or folder of the mount open, mapped, or as where they stand."""
+    processes = _processes()
+    mount_ids = {each.mount_id for _, each in _mounts_of(processes, device)}
+    mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))
+    return [pid for pid in processes if _holds(pid, mount_ids, mapped)]
+
+
+def ends_within(pid: int, within_s: float) -> bool:
+    """Whether a process, not necessarily a child, has ended or does so in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        return bool(watched.poll(within_s * 1000))
+    finally:
+        os.close(descriptor)
+
+
+def processor_ticks(pids: Sequence[int]) -> int:
+    """The processor time that these processes have taken so far: it rises as long as one of them
+    does something, be it in the kernel.
+    """
+    found = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            found += int(fields[11]) + int(fields[12])
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, MountEntry]]:
+    """Every mount of the device, in all namespaces, each with a process of its namespace."""
+    seen: set[str] = set()
+    for pid in processes:
+        with suppress(OSError):
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace not in seen:
+                seen.add(namespace)
+                yield from ((pid, each) for each in mounts(str(pid)) if each.device == device)
+
+
+def _holds(pid: int, mount_ids: set[int], mapped: str) -> bool:
+    with suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fdinfo"):
+            with suppress(OSError):
+                if _mount_id(f"/proc/{pid}/fdinfo/{descriptor}") in mount_ids:
+                    return True
+    for place in ("cwd", "root"):
+        with suppress(OSError), _path_only(f"/proc/{pid}/{place}") as held:
+            if _mount_id(f"/proc/self/fdinfo/{held}") in mount_ids:
+                return True
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+            if line.split(maxsplit=4)[3].decode() == mapped:
+                return True
+    return False
+
+
+def _mount_id(fdinfo: str) -> int:
+    for line in Path(fdinfo).read_bytes().splitlines():
+        if line.startswith(b"mnt_id:"):
+            return int(line[7:])
+    return -1
+
+
+@contextmanager
+def _path_only(path: str) -> Iterator[int]:
+    """A descriptor that names a place without opening it: the file system is not asked."""
+    descriptor = os.open(path, os.O_PATH)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

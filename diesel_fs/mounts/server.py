@@ -1,0 +1,472 @@
+"""The server process of a mount: opens the dataset, answers the kernel, unmounts, and goes.
+
+Owned here: the process's life (start, report, signals, end) and which session serves. Not owned:
+starting it and watching over it (`daemon.py`), where the content comes from (`source.py`),
+answering the kernel (the sessions), what is pushed into its cache (`mounts/prefetch/worker.py`).
+
+`UNMOUNT_SIGNAL` unmounts, lazily where somebody holds the mount, lets reads under way finish for
+`GRACE_S`, and ends; a second one ends at once. Concurrency: trio, in the main thread; the process
+never touches its own mount, and unmounts from another thread while it goes on answering.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+
+import trio
+
+from ..errors import DieselError
+from ..format.snapshot.reader import Snapshot
+from ..net.messages import error_message
+from ..orders.shuffle import GROUP_SIZE_DEFAULT
+from ..repository.versions import snapshot_descriptor
+from ..settings import runtime_folder
+from .attributes import Owner
+from .dot_diesel import HiddenFile
+from .mountpoint import mounted_at, unmount
+from .options import MountRequest
+from .plans.control_socket import ControlSocket
+from .plans.list_plans import ListPlans
+from .prefetch.link import Message, WorkerLink
+from .prefetch.push_status import PushStatusMap, push_status_file
+from .sessions import syscalls as kernel
+from .sessions.kernel import KernelSession
+from .sessions.session import MountOptions, Session, SessionUnsupported
+from .source import MemorySplit, MountSource
+from .versions.following import FollowingVfs
+from .versions.leases import VersionLeases
+from .versions.watcher import VersionWatcher
+from .vfs import Vfs
+
+log = logging.getLogger("diesel.mount")
+
+GRACE_S = 1.5
+"""How long reads under way may take after a signal: the process ends within 2 s."""
+
+LEASE_DEADLINE_S = 2.0
+"""So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""
+
+WORKER_HELLO_DEADLINE_S = 2.0
+"""So long a mount waits to hear of its helper before it is ready; it says so as soon as it runs."""
+
+BEAT_S = 1.0
+"""How often the watchdog is told that requests are answered."""
+
+UNMOUNT_SIGNAL = signal.SIGUSR1
+"""How the supervisor tells that it was signalled: once to unmount, twice to end at once. SIGTERM
+from others unmounts as well, but does not count: they may have signalled the supervisor too."""
+
+ORPHANED_SIGNAL = signal.SIGUSR2
+"""The supervisor has been killed: the connection is aborted here, since the helper may wait for a
+page lock. Before there is a mount this signal ends the process, as the kernel does by default."""
+
+TASK_STATS_S = 1.0
+"""How old what `.diesel/stats` says of the task may be."""
+
+READY = b"ready"
+
+SESSIONS = (KernelSession.name, "pyfuse3")
+"""The best first: `auto` takes the first that the kernel supports."""
+
+Report = Callable[[Mapping[str, object]], None]
+
+
+def serve_mount(
+    request: MountRequest,
+    opener: MountSource,
+    report: Report,
+    beat: int,
+    link: socket.socket,
+    *,
+    foreground: bool,
+) -> int:
+    """Serves a mount in this process, from opening the dataset on. The exit code.
+
+    `beat` is a pipe to the supervisor: the mount's device, `READY`, and a line each `BEAT_S`.
+    """
+    try:
+        _Server(request, opener, report, beat, WorkerLink(link), foreground).run()
+    except DieselError as error:
+        log.error("%s", error)
+        report(error_message(error))
+        return error.exit_code
+    except Exception as error:
+        log.exception("the mount failed")
+        report(error_message(DieselError(f"the mount failed: {error!r}")))
+        return DieselError.exit_code
+    return 0
+
+
+def _session_called(name: str) -> type[Session]:
+    """Raises SessionUnsupported where its package is not installed."""
+    if name == KernelSession.name:
+        return KernelSession
+    try:
+        from .sessions.pyfuse3 import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
+    except ImportError as error:
+        raise SessionUnsupported(
+            f"it needs the package pyfuse3 ({error}), which pip compiles: `apt-get install gcc"
+            " libfuse3-dev pkg-config python3-dev`, then `pip install 'diesel-fs[pyfuse3]'`"
+        ) from error
+    return Pyfuse3Session
+
+
+class _ReportHandler(logging.Handler):
+    def __init__(self, report: Report) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report({"warning": record.getMessage()})
+
+
+class _Server:
+    """One mount, from `run` to its end."""
+
+    def __init__(
+        self,
+        request: MountRequest,
+        opener: MountSource,
+        report: Report,
+        beat: int,
+        link: WorkerLink,
+        foreground: bool,
+    ) -> None:
+        self._request = request
+        self._opener = opener
+        self._report = report
+        self._supervisor_pipe = beat
+        self._link = link
+        self._foreground = foreground
+        self._device = ""
+        self._abort_file = -1
+        self._started = trio.Event()
+        os.set_blocking(beat, False)
+        source = opener.open(request)
+        if source.warning:
+            log.warning("%s", source.warning)
+            report({"warning": source.warning})
+        self._snapshot = source.snapshot
+        self._warnings = {source.snapshot.version: source.warning} if source.warning else {}
+        self._memory = MemorySplit.of(request)
+        self._lists = ListPlans(
+            request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
+        )
+        self._control: ControlSocket | None = None
+        self._follower: VersionWatcher | None = None
+        self._leases = VersionLeases(request, opener)
+        self._leased = trio.Event()
+        self._task_stats: dict[str, object] = {}
+
+    def run(self) -> None:
+        """Mounts, serves, and returns when the mount is gone. Raises DieselError."""
+        trio.run(self._run)
+        log.info("the mount on %s has ended", self._request.mountpoint)
+
+    async def _run(self) -> None:
+        with trio.open_signal_receiver(
+            signal.SIGTERM, UNMOUNT_SIGNAL, ORPHANED_SIGNAL
+        ) as signals:  # none before
+            self._control = self._control_socket()
+            try:
+                await self._mount_and_serve(signals)
+            finally:
+                if self._control is not None:
+                    self._control.close()
+
+    async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
+        with self._task_warnings_reported():
+            self._session = self._mounted()
+        found = mounted_at(self._request.mountpoint)
+        self._device = found.device if found else ""
+        self._abort_file = kernel.open_abort(self._device)
+        os.write(self._supervisor_pipe, f"{self._device}\n".encode())
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._handle_signals, signals, nursery.cancel_scope)
+                nursery.start_soon(self._become_ready)
+                nursery.start_soon(self._pulse)
+                nursery.start_soon(self._lease_and_follow)
+                if self._request.task_options:
+                    nursery.start_soon(self._poll_task_stats)
+                if self._control is not None:
+                    nursery.start_soon(self._control.run)
+                await self._session.serve(self._started.set)
+                nursery.cancel_scope.cancel()
+        finally:
+            with suppress(DieselError):
+                self._unmount(lazy=True)  # nothing is left, unless the session has failed
+            self._close()
+
+    @contextmanager
+    def _task_warnings_reported(self) -> Iterator[None]:
+        """What the task warns of is a warning of the mount meanwhile."""
+        teller, task = _ReportHandler(self._report), logging.getLogger("diesel.task")
+        task.addHandler(teller)
+        try:
+            yield
+        finally:
+            task.removeHandler(teller)
+
+    def _mounted(self) -> Session:
+        """The session that serves, mounted. Raises DieselError."""
+        wanted = self._request.session
+        if wanted != "auto" and wanted not in SESSIONS:
+            raise DieselError(
+                f"no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
+            )
+        names = list(SESSIONS) if wanted == "auto" else [wanted]
+        reasons: list[str] = []
+        for name in names:
+            self._vfs = self._vfs_for(name)
+            options = MountOptions(
+                self._snapshot.dataset,
+                self._snapshot.version,
+                self._request.allow_other,
+                self._request.follow,
+            )
+            try:
+                session = _session_called(name)(self._vfs, self._request.mountpoint, options)
+                session.mount()
+            except SessionUnsupported as error:
+                reasons.append(f"the {name} session cannot be used: {error}")
+                if wanted == "auto":
+                    log.warning("%s", reasons[-1])
+                self._vfs.close()
+            else:
+                return session
+        raise DieselError("; ".join(reasons))
+
+    def _vfs_for(self, session: str) -> Vfs:
+        snapshot, request = self._snapshot, self._request
+        pushes = session == KernelSession.name
+        memory_bytes = self._memory.server_bytes(pushes=pushes)
+        reader = self._opener.reader(request, snapshot, memory_bytes, pushes=pushes)
+        owner = Owner(*request.owner_ids, request.umask)
+        mount_info = {
+            "session": session,
+            "pid": os.getppid(),
+            "server_pid": os.getpid(),
+            "mountpoint": request.mountpoint,
+        }
+        hidden = {b"snapshot": HiddenFile(lambda: self._snapshot.buffer)}
+        if not request.follow:
+            return Vfs(
+                snapshot,
+                reader,
+                owner,
+                mount_info=mount_info,
+                hidden=hidden,
+                list_observer=self._lists,
+                control_path=self._control_path,
+                prefetch_stats=self._prefetch_stats,
+                extra_stats=self._extra_stats,
+                read_deadline_s=request.read_deadline_s,
+            )
+        self._follower = VersionWatcher(
+            request, self._opener, self._link, self._leases, memory_bytes, self._on_switch
+        )
+        made = FollowingVfs(
+            snapshot,
+            reader,
+            owner,
+            mount_info=mount_info,
+            hidden=hidden,
+            list_observer=self._lists,
+            control_path=self._control_path,
+            prefetch_stats=self._prefetch_stats,
+            extra_stats=self._extra_stats,
+            follow_stats=self._follower.stats,
+            read_deadline_s=request.read_deadline_s,
+        )
+        self._follower.attach_vfs(made)
+        return made
+
+    def _control_path(self) -> bytes:
+        return b"" if self._control is None else self._control.path
+
+    def _prefetch_stats(self) -> Message:
+        return dict(self._link.worker_stats)
+
+    def _extra_stats(self) -> dict[str, object]:
+        extra: dict[str, object] = {}
+        if warning := self._warnings.get(self._snapshot.version):
+            extra["warning"] = warning
+        if self._request.task_options:
+            extra["task"] = self._task_stats
+        return extra
+
+    async def _poll_task_stats(self) -> None:
+        """What the task says of itself, for `.diesel/stats`: asking may wait for the master."""
+        while True:
+            self._task_stats = await trio.to_thread.run_sync(
+                self._opener.task_stats, abandon_on_cancel=True
+            )
+            await trio.sleep(TASK_STATS_S)
+
+    def _on_switch(self, snapshot: Snapshot) -> None:
+        """Names lead to another version: so does all that speaks of it."""
+        self._snapshot = snapshot
+        self._lists.switch_version(snapshot.version)
+        if self._control is not None:
+            self._control.set_hello(self._hello())
+
+    async def _lease_and_follow(self) -> None:
+        """Says that this version is being read; then follows, where that is asked for."""
+        await trio.to_thread.run_sync(
+            self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
+        )
+        self._leased.set()
+        if self._follower is not None:
+            await self._started.wait()
+            await self._follower.run(self._session)
+
+    def _control_socket(self) -> ControlSocket | None:
+        """The socket that takes plans; a mount goes without where it cannot be."""
+        try:
+            made = ControlSocket(runtime_folder(), self._hello(), self._stats, self._link)
+            made.listen()
+        except DieselError as error:
+            log.warning("the mount takes no plans: %s", error)
+            return None
+        return made
+
+    def _hello(self) -> Message:
+        return {
+            "dataset": self._snapshot.dataset,
+            "identity": str(self._snapshot.identity),
+            "version": self._snapshot.version,
+            "entries": self._snapshot.entry_count,
+        }
+
+    def _stats(self) -> Message:
+        return self._vfs.stats()  # type: ignore[return-value]  # what JSON takes, msgpack takes
+
+    async def _become_ready(self) -> None:
+        """Settings come after the kernel's first exchange, which would set them back."""
+        await self._started.wait()
+        with trio.move_on_after(LEASE_DEADLINE_S):
+            await self._leased.wait()
+        kernel.tune(self._device)
+        log.info(
+            "%s at version %d is mounted on %s (%s session, %s, device %s)",
+            self._snapshot.dataset,
+            self._snapshot.version,
+            self._request.mountpoint,
+            self._session.name,
+            self._session.negotiated,
+            self._device,
+        )
+        if isinstance(self._session, KernelSession):
+            await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
+        os.write(
+            self._supervisor_pipe, READY + b"\n"
+        )  # the supervisor reports it: `umount` can find it then
+        if not self._foreground:
+            os.dup2(2, 1)  # whoever started us sees the end of the report
+        if isinstance(self._session, KernelSession) and self._start_worker(self._session):
+            await self._link.run()
+            self._session.detach_worker()
+        else:
+            self._link.close()
+        self._session.set_open_callback(self._on_open)
+
+    def _on_open(self, entry: int) -> None:
+        """A file whose node is its `entry` + 1 was opened."""
+        vfs = self._vfs
+        self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
+
+    def _start_worker(self, session: KernelSession) -> bool:
+        """Hands the helper what it works with: the connection, and the snapshot."""
+        begin: Message = {
+            "do": "begin",
+            "device": self._device,
+            "push_bytes": self._memory.push_bytes,
+        }
+        with ExitStack() as held:
+            try:
+                held.callback(os.close, device := session.clone())
+                held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
+                held.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
+                self._link.start_worker(begin, [device, snapshot, shared])
+                if self._follower is not None:
+                    self._follower.attach_session(session, shared)
+                else:
+                    board = PushStatusMap(shared)
+                    session.attach_worker(
+                        self._link.report_miss, self._link.report_forgotten, board
+                    )
+            except OSError as error:
+                log.error("nothing is pushed into the kernel's cache: %s", error)
+                return False
+        self._lists.connect_worker(self._link)
+        if self._control is not None:
+            self._control.has_worker = True
+        return True
+
+    async def _pulse(self) -> None:
+        while True:
+            with suppress(BlockingIOError):
+                os.write(self._supervisor_pipe, b"\n")
+            await trio.sleep(BEAT_S)
+
+    async def _handle_signals(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+        first = await anext(signals)
+        if first == ORPHANED_SIGNAL:
+            self._abort()
+            return
+        log.info("unmounting %s", self._request.mountpoint)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._unmount_and_end, scope)
+            was_signalled = first == UNMOUNT_SIGNAL
+            async for number in signals:
+                if number == ORPHANED_SIGNAL:
+                    self._abort()
+                if was_signalled and number == UNMOUNT_SIGNAL:
+                    break
+                was_signalled = was_signalled or number == UNMOUNT_SIGNAL
+            log.warning("told again: ending at once")
+            with suppress(DieselError):
+                self._unmount(lazy=True)
+            scope.cancel()
+
+    def _abort(self) -> None:
+        log.critical("the supervisor was killed: ending the mount")
+        if self._abort_file >= 0:
+            os.write(self._abort_file, b"1")
+        os._exit(1)
+
+    async def _unmount_and_end(self, scope: trio.CancelScope) -> None:
+        """Unmounts, or detaches where somebody holds the mount, and ends the session."""
+        if self._follower is not None:
+            self._follower.stop()
+        self._link.send({"do": "end"})  # it holds the mount, too
+        with trio.move_on_after(GRACE_S):
+            try:
+                await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
+            except DieselError as error:
+                log.warning("%s: detaching it", error)
+                with suppress(DieselError):
+                    await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
+            await self._vfs.drain()
+        scope.cancel()
+
+    def _unmount(self, lazy: bool = False) -> None:
+        """Takes our mount away; what others have mounted there since is not touched."""
+        found = mounted_at(self._request.mountpoint)
+        if found is not None and found.device == self._device:
+            unmount(self._request.mountpoint, lazy=lazy)
+
+    def _close(self) -> None:
+        self._session.close()
+        closing = threading.Thread(target=self._release, daemon=True)
+        closing.start()
+        closing.join(0.3)  # a reader that waits for a dead store must not keep us
+
+    def _release(self) -> None:
+        self._vfs.close()
+        self._leases.close()

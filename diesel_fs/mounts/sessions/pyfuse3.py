@@ -1,0 +1,323 @@
+"""The portable session: pyfuse3, hence libfuse. The reference in tests, and the fallback.
+
+It opens files by OPEN (pyfuse3 does not hand the inode to `read`), so an open, read and close of a
+file costs three requests; FLUSH and extended attributes are refused once with ENOSYS, after which
+the kernel no longer asks. Kept pages and names are valid for ever.
+
+Concurrency: pyfuse3 runs a trio task for each request that waits, over the loop of
+`pyfuse3_loop.py`. Only `read` and what is asked of `.diesel` wait, and nothing between writing an
+answer and handing it over; so the objects that answers are written into are reused: pyfuse3 copies
+them before another task runs. One per process, since pyfuse3 keeps its state
+in globals.
+"""
+
+import errno
+import functools
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
+
+import pyfuse3
+
+from ...errors import DieselError
+from ...format.entries import NAME_BYTES_MAX
+from ...system.daemons import minimal_environment_set
+from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
+from ..vfs import BLOCK_BYTES, Vfs
+from . import syscalls as kernel
+from .pyfuse3_loop import TrioStandIn, installed
+from .session import MountOptions
+
+TASKS_MAX = 10_000
+"""Requests under way at once. A READ that waits holds a task, and must delay no other request."""
+
+NUDGE_S = 0.25
+"""While READs wait, a signal so often. A request can vanish (its process was killed) between the
+kernel's "readable" and our read(2), which then blocks the loop until the next request comes; the
+signal ends it with EINTR, which pyfuse3 expects."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+_Handler = Callable[Concatenate["_Operations", int, _P], _T]
+_Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
+
+
+def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
+    """Makes what pyfuse3 awaits of a handler that does not wait, and counts its calls."""
+
+    def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
+        @functools.wraps(handler)
+        async def answer(self: "_Operations", node: int, /, *args: _P.args, **kw: _P.kwargs) -> _T:
+            self.vfs.requests[request] += 1
+            try:
+                return handler(self, node, *args, **kw)
+            except BaseException as fault:
+                raise self.fuse_error(fault, request, node) from None
+
+        return answer
+
+    return wrap
+
+
+class _Operations(pyfuse3.Operations):
+    """The requests of pyfuse3, each a call of the `Vfs`. What is missing is refused with ENOSYS."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+
+    def __init__(self, vfs: Vfs) -> None:
+        super().__init__()
+        self.vfs = vfs
+        self._entry = self._blank()
+        self._listed = self._blank()
+        self._opened = pyfuse3.FileInfo(keep_cache=True)
+        self.started: Callable[[], object] = int
+        self.on_open: Callable[[int], object] = int
+
+    def init(self) -> None:
+        """Called while the kernel's first request is answered."""
+        self.started()
+
+    def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
+        """What to raise for whatever a handler raised.
+
+        pyfuse3 lets only FUSEError through: any other exception would end the mount.
+        """
+        return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
+
+    def _blank(self) -> pyfuse3.EntryAttributes:
+        entry = pyfuse3.EntryAttributes()
+        entry.st_uid, entry.st_gid = self.vfs.owner.uid, self.vfs.owner.gid
+        entry.st_blksize = BLOCK_BYTES
+        entry.attr_timeout = FOREVER_S
+        return entry
+
+    def _entry_attributes(self, found: Attributes) -> pyfuse3.EntryAttributes:
+        entry = self._entry
+        entry.st_ino, entry.st_mode, entry.st_size = found.node, found.mode, found.size
+        entry.st_blocks = -(-found.size // 512)
+        entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = found.mtime_ns
+        entry.entry_timeout = found.name_valid_s
+        return entry
+
+    async def lookup(
+        self, node: int, name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        if node < HIDDEN_ROOT:
+            return await self._lookup(node, name)
+        found = await self._waited("lookup", node, self.vfs.lookup_hidden, name)
+        self.vfs.count_lookup(found.node)
+        return self._entry_attributes(found)
+
+    @_answered("lookup")
+    def _lookup(self, node: int, name: bytes) -> pyfuse3.EntryAttributes:
+        found = self.vfs.lookup(node, name)
+        if found.node >= self.vfs.first_counted_node:
+            self.vfs.count_lookup(found.node)
+        return self._entry_attributes(found)
+
+    async def _waited(
+        self,
+        request: str,
+        node: int,
+        work: Callable[[int, *_Ts], Awaitable[_T]],
+        *given: *_Ts,
+    ) -> _T:
+        """What a handler that waits gives; a fault of it is an errno."""
+        self.vfs.requests[request] += 1
+        try:
+            with _nudged(self.vfs):
+                return await work(node, *given)
+        except GeneratorExit:
+            raise
+        except BaseException as fault:  # a real Cancelled comes again at the session's next wait
+            raise self.fuse_error(fault, request, node) from None
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for node, count in inode_list:
+            if node >= self.vfs.first_counted_node:
+                self.vfs.forget(node, count)
+
+    @_answered("getattr")
+    def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        return self._entry_attributes(self.vfs.attributes(node))
+
+    @_answered("readlink")
+    def readlink(self, node: int, ctx: pyfuse3.RequestContext) -> bytes:
+        return self.vfs.link_target(node)
+
+    @_answered("open")
+    def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        if node < HIDDEN_ROOT:
+            self.on_open(node - 1)
+        self._opened.fh = node
+        return self._opened
+
+    async def read(self, node: int, off: int, size: int) -> bytes:
+        vfs = self.vfs
+        vfs.requests["read"] += 1
+        try:
+            found = vfs.read_nowait(node, off, size)
+            if found is None:
+                with _nudged(vfs):
+                    found = await vfs.read(node, off, size)
+        except GeneratorExit:
+            raise
+        except BaseException as fault:  # a real Cancelled comes again at the session's next wait
+            raise self.fuse_error(fault, "read", node) from None
+        # pyfuse3 takes anything with a buffer and hands it to writev(2) as it is.
+        return found  # type: ignore[return-value]
+
+    @_answered("release")
+    def release(self, node: int) -> None:
+        pass
+
+    @_answered("opendir")
+    def opendir(self, node: int, ctx: pyfuse3.RequestContext) -> int:
+        return node
+
+    async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Entries from an offset on: 0 is `.`, 1 is `..`, and child k has k + 2."""
+        hidden = None
+        if node >= HIDDEN_ROOT:
+            hidden = await self._waited("readdir", node, self.vfs.hidden_listing)
+        await self._readdir(node, start_id, token, hidden)
+
+    @_answered("readdir")
+    def _readdir(
+        self, node: int, start_id: int, token: pyfuse3.ReaddirToken, hidden: Listing | None
+    ) -> None:
+        base, start_id = self.vfs.resume_listing(node, start_id)
+        if start_id == 0 and not self._dot(token, b".", node, base + 1):
+            return
+        if start_id <= 1 and not self._dot(token, b"..", self.vfs.folder_parent(node), base + 2):
+            return
+        position = max(start_id - 2, 0)
+        if hidden is not None:
+            self._children(token, hidden, position, base)
+            return
+        while (
+            after := self._children(token, self.vfs.listing(node, position), position, base)
+        ) > position:
+            position = after
+
+    @_answered("releasedir")
+    def releasedir(self, node: int) -> None:
+        pass
+
+    def _dot(self, token: pyfuse3.ReaddirToken, name: bytes, node: int, after: int) -> bool:
+        return pyfuse3.readdir_reply(
+            token, name, self._entry_attributes(self.vfs.attributes(node)), after
+        )
+
+    def _children(
+        self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
+    ) -> int:
+        """Adds children from `position` on: the position after them, the same at the end of the
+        folder, and -1 where the answer is full.
+        """
+        skip = position - found.position
+        if skip >= len(found.names):
+            return position
+        entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
+        counted_from, behind = self.vfs.first_counted_node, base + 3
+        entry.entry_timeout = found.name_valid_s
+        columns = (found.names, found.nodes, found.modes, found.sizes, found.mtimes_ns)
+        rest = zip(*(column[skip:] for column in columns), strict=True)
+        for name, node, mode, size, mtime_ns in rest:
+            entry.st_ino = node
+            entry.st_mode = mode
+            entry.st_size = size
+            entry.st_blocks = (size + 511) >> 9
+            if mtime_ns != mtime_before:
+                entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = mtime_before = mtime_ns
+            if not reply(token, name, entry, position + behind):
+                return -1
+            if node >= counted_from:
+                self.vfs.count_lookup(node)
+            position += 1
+        return position
+
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        return await self._statfs(0)
+
+    @_answered("statfs")
+    def _statfs(self, node: int) -> pyfuse3.StatvfsData:
+        space, reply = self.vfs.space(), pyfuse3.StatvfsData()
+        reply.f_bsize = reply.f_frsize = BLOCK_BYTES
+        reply.f_blocks, reply.f_files = space.blocks, space.entries
+        reply.f_namemax = NAME_BYTES_MAX
+        return reply
+
+    @_answered("flush")
+    def flush(self, node: int) -> None:
+        raise FuseErrno(errno.ENOSYS)
+
+    @_answered("getxattr")
+    def getxattr(self, node: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        raise FuseErrno(errno.ENOSYS)
+
+    @_answered("listxattr")
+    def listxattr(self, node: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        raise FuseErrno(errno.ENOSYS)
+
+
+@contextmanager
+def _nudged(vfs: Vfs) -> Iterator[None]:
+    """Interrupts the loop's read(2) now and then while any READ waits."""
+    signal.setitimer(signal.ITIMER_REAL, NUDGE_S, NUDGE_S)
+    try:
+        yield
+    finally:
+        if not vfs.waiting:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class Pyfuse3Session:
+    """The session over libfuse; see the module."""
+
+    name: ClassVar[str] = "pyfuse3"
+
+    def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
+        self.negotiated = f"pyfuse3 {pyfuse3.__version__}"
+        self._operations = _Operations(vfs)
+        self._mountpoint = mountpoint
+        self._options = options
+
+    def mount(self) -> None:
+        """Puts the file system in the tree. What libfuse says of a failure is on stderr."""
+        try:
+            with minimal_environment_set():  # libfuse starts fusermount3 with what this process has
+                pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
+        except RuntimeError as error:
+            raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Answers requests until the kernel has closed the connection."""
+        self._operations.started = started
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        try:
+            with installed(TrioStandIn(lambda: not self._operations.vfs.waiting)):
+                await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def clone(self) -> int:
+        """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not tell which is its own
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
+                    return kernel.clone(int(name))
+        raise OSError(errno.EBADF, "no connection")
+
+    def set_open_callback(self, opened: Callable[[int], None]) -> None:
+        """From now on, tell of each entry that is opened."""
+        self._operations.on_open = opened
+
+    def close(self) -> None:
+        """Closes the connection; unmounting is the daemon's affair."""
+        pyfuse3.close(unmount=False)

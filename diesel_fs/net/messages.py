@@ -1,0 +1,206 @@
+"""Messages: maps in msgpack from whoever may send anything, and their fields.
+
+Owned here: strict decoding and the limits on it, fields by exact type, errors as they travel. Not
+owned: frames, and which messages there are (`control_wire.py`, `wire.py`).
+
+Any bytes give a message or one CorruptError, in linear time: before anything is built, a look over
+the bytes counts the items and how deep they lie. Fields are checked by exact types, and unknown
+ones refused, with UsageError. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
+
+import msgpack
+
+from ..errors import CorruptError, DieselError, UsageError, error_by_class_name
+from ..names import shown
+
+Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
+Message: TypeAlias = dict[str, Value]
+
+ITEMS_MAX = 1024
+"""Of one message, in all, unless it is said otherwise. An item takes up to some 100 bytes."""
+
+DEPTH_MAX = 8
+INTEGER_MAX = (1 << 63) - 1
+TEXT_MAX = 4096
+
+
+def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
+    """The message in a frame. Raises CorruptError for anything else."""
+    _look_over(body, items_max)
+    try:
+        message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
+    except Exception as error:  # msgpack raises many kinds, UnicodeDecodeError among them
+        raise CorruptError(f"no message: {error}") from None
+    if not isinstance(message, dict):
+        raise CorruptError("no message: it is no map")
+    return message
+
+
+def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
+    found = dict(pairs)
+    if len(found) != len(pairs) or not all(type(key) is str for key in found):
+        raise ValueError("repeated keys, or keys that are no text")
+    return found
+
+
+def _look_over(body: bytes | bytearray | memoryview, items_max: int) -> None:
+    """Walks over the heads of all items. Raises CorruptError where there are too many, too deep,
+    of a kind that no message has, or where the bytes end early or late.
+    """
+    at, left = 0, [1]  # items that are still to come, on each level
+    for _ in range(items_max):
+        while left and not left[-1]:
+            left.pop()
+        if not left:
+            break
+        if at >= len(body):
+            raise CorruptError("no message: it ends early")
+        left[-1] -= 1
+        head = body[at]
+        inside, length = _item(head, body, at + 1)
+        at += 1 + length
+        if inside > items_max:
+            raise CorruptError("no message: too many items")
+        if inside:
+            left.append(inside)
+            if len(left) > DEPTH_MAX + 1:
+                raise CorruptError("no message: too deep")
+    if any(left):
+        raise CorruptError("no message: too many items")
+    if at != len(body):
+        raise CorruptError("no message: its length is another")
+
+
+_FIXED = {
+    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8,
+    0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+}  # fmt: skip
+_COUNTED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # binary and text
+_HOLDING = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays and maps
+
+
+def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
+    """The items inside one, and its bytes behind the head without them."""
+    if head < 0x80 or head >= 0xE0:
+        return 0, 0
+    if head < 0xA0:
+        return (head & 15) * (1 if head >= 0x90 else 2), 0
+    if head < 0xC0:
+        return 0, head & 31
+    if head in _FIXED:
+        return 0, _FIXED[head]
+    if head in _COUNTED:
+        width = _COUNTED[head]
+        return 0, width + int.from_bytes(body[at : at + width], "big")
+    if head in _HOLDING:
+        width, each = _HOLDING[head]
+        return each * int.from_bytes(body[at : at + width], "big"), width
+    raise CorruptError(f"no message: an item of the kind {head:#x}")
+
+
+class Fields:
+    """The fields of a map, each taken once by its exact type; `end` refuses what is left.
+
+    All raise UsageError.
+    """
+
+    def __init__(self, values: Message, what: str) -> None:
+        self._values = dict(values)
+        self._what = what
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A short text."""
+        value = self._take(name, default)
+        if type(value) is not str or len(value) > TEXT_MAX:
+            self.bad(name, "it is a short text")
+        return value
+
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 0, high: int = INTEGER_MAX
+    ) -> int:
+        """A whole number."""
+        value = self._take(name, default)
+        if type(value) is not int or not low <= value <= high:
+            self.bad(name, f"it is a whole number from {low} to {high}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._take(name, default)
+        if type(value) is not bool:
+            self.bad(name, "it is true or false")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number."""
+        value = self._take(name, None)
+        if (type(value) is not float and type(value) is not int) or not math.isfinite(value):
+            self.bad(name, "it is a finite number")
+        return float(value)
+
+    def octets(self, name: str) -> bytes:
+        """Raw bytes."""
+        value = self._take(name, None)
+        if type(value) is not bytes:
+            self.bad(name, "it is bytes")
+        return value
+
+    def maps(self, name: str, most: int) -> "list[Fields]":
+        """Maps, each to be read in its turn."""
+        values = self._take(name, None)
+        if type(values) is not list or len(values) > most:
+            self.bad(name, f"it is at most {most} maps")
+        found = []
+        for each in values:
+            if type(each) is not dict:
+                self.bad(name, "it holds maps")
+            found.append(Fields(each, f"{self._what}, {name}"))
+        return found
+
+    def texts(self, name: str) -> list[str]:
+        """Texts, as many as the message holds."""
+        values = self._take(name, None)
+        if type(values) is not list:
+            self.bad(name, "it is texts")
+        return [value if type(value) is str else self.bad(name, "it is texts") for value in values]
+
+    def end(self) -> None:
+        """There must be nothing else."""
+        for name in self._values:
+            raise UsageError(f"{self._what}: unknown field {name[:64]!r}")
+
+    def _take(self, name: str, default: Value) -> Value:
+        if name not in self._values:
+            if default is None:
+                raise UsageError(f"{self._what}: no field {name!r}")
+            return default
+        return self._values.pop(name)
+
+    def bad(self, name: str, rule: str) -> NoReturn:
+        """A field that breaks a rule."""
+        raise UsageError(f"{self._what}: bad {name!r}: {rule}")
+
+
+def error_message(error: DieselError) -> Message:
+    """An error as it travels: of a kind that everybody knows."""
+    kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
+    return {"error": kind.__name__, "message": error.message, "advice": error.advice}
+
+
+def parse_error(answer: Message) -> DieselError | None:
+    """The error that an answer is, or None. Its words are short and without control characters:
+    they go to people's terminals."""
+    if "error" not in answer:
+        return None
+    name, message, advice = (
+        shown(str(answer.get(key, ""))[:TEXT_MAX].encode("utf-8", "replace"))
+        for key in ("error", "message", "advice")
+    )
+    return error_by_class_name(name, message, advice)

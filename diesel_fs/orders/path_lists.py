@@ -1,0 +1,191 @@
+"""Orders as lists of paths: how a list is named, how long it is, and its bytes.
+
+Owned here: the names of lists (`seed=1,epoch=2,group=100,rank=0,world=4`), and joining millions of
+paths without a Python object for each. Not owned: orders (`shuffle.py`), when a list is made and
+who may read it (`mounts/dot_diesel.py`). Pure; safe from any thread.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptError, UsageError
+from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
+from ..names import shown
+from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
+
+TAIL_FILES = 64
+"""So many of a list's last files are told with it, for those who watch for its end."""
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
+_BATCH_FILES = 16_384  # joined together: what that needs stays in the processor's cache
+_LINE, _NUL = ord("\n"), 0
+
+
+@dataclass(frozen=True, slots=True)
+class ListName:
+    """Which order a list has: that of a rank's files in an epoch. All fields are in their range."""
+
+    seed: int
+    epoch: int
+    group: int = GROUP_SIZE_DEFAULT
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def parse(cls, text: bytes) -> "ListName | None":
+        """What a name means; None for what is none: unknown or repeated keys, bad numbers."""
+        found: dict[str, int] = {}
+        for part in text.decode("ascii", "replace").split(","):
+            key, _, number = part.partition("=")
+            if key not in _KEYS or key in found or not _NUMBER.fullmatch(number):
+                return None
+            found[key] = int(number)
+        if "seed" not in found or "epoch" not in found:
+            return None
+        name = cls(**found)
+        return name if name._has_meaning else None
+
+    @property
+    def _has_meaning(self) -> bool:
+        small = max(self.seed, self.epoch, self.group) <= SEED_MAX and self.world <= WORLD_MAX
+        return small and self.group > 0 and self.rank < self.world
+
+    def __str__(self) -> str:
+        return ",".join(f"{key}={getattr(self, key)}" for key in _KEYS)
+
+
+_KEYS = ("seed", "epoch", "group", "rank", "world")
+
+
+@dataclass(frozen=True, slots=True)
+class ListText:
+    """A list's bytes, and the entries of its last files."""
+
+    content: npt.NDArray[np.uint8]
+    tail: Sequence[int]
+
+
+class PathLists:
+    """The lists of one snapshot. What takes long (any of it, for millions of files) is for a
+    thread; the first call also measures all paths.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def size(self, name: ListName) -> int:
+        """The bytes of a list. Of one that has all files, whatever their order, that is known."""
+        if name.world == 1:
+            return self._total
+        files = self._order(name)
+        return int(self._path_bytes(files).sum()) + len(files)
+
+    def text(self, name: ListName, *, nul: bool) -> ListText:
+        """The paths in their order, each ended by a newline or NUL.
+
+        Raises UsageError for a path that holds a newline, and would be two lines.
+        """
+        files = self._order(name)
+        if not nul:
+            self._refuse_newlines(files)
+        content = join_paths(self._snapshot, files, _NUL if nul else _LINE)
+        return ListText(content, files[-TAIL_FILES:].tolist())
+
+    def _order(self, name: ListName) -> Indices:
+        return chunk_shuffle(
+            self._snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank,
+            world=name.world,
+        )  # fmt: skip
+
+    @cached_property
+    def _total(self) -> int:
+        files = self._snapshot.files()
+        return int(self._path_bytes(files).sum()) + len(files)
+
+    def _path_bytes(self, entries: Indices) -> npt.NDArray[np.int64]:
+        return path_bytes(self._snapshot)[entries]
+
+    def _refuse_newlines(self, files: Indices) -> None:
+        columns = self._snapshot.columns
+        at = np.flatnonzero(columns.names == _LINE)
+        if not len(at):
+            return
+        ends = columns.name_start[1:].astype(np.int64)
+        named = np.searchsorted(ends, at, side="right")
+        broken = np.zeros(len(self._snapshot), np.bool_)
+        broken[named[named < len(broken)]] = True
+        for start, end in _levels(self._snapshot):
+            broken[start:end] |= broken[columns.parent[start:end]]
+        bad = files[broken[files]]
+        if len(bad):
+            raise UsageError(
+                f"{shown(self._snapshot.path(int(bad[0])))} has a newline in its path",
+                advice="the lists that end in 0 (filelist0, shuffle0/) take any name",
+            )
+
+
+def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """The length of each entry's path."""
+    columns = snapshot.columns
+    bounds = columns.name_start.astype(np.int64)
+    length = bounds[1:] - bounds[:-1]
+    for start, end in _levels(snapshot):
+        above = columns.parent[start:end]
+        length[start:end] += np.where(above == ROOT_INDEX, 0, length[above] + 1)
+    return length
+
+
+def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
+    """The ranges of entries that are equally deep, from below the root on: they are contiguous."""
+    parent = snapshot.columns.parent
+    levels, start = [], 1
+    above = ROOT_INDEX + 1  # where the level above ends
+    while start < len(snapshot):
+        end = int(np.searchsorted(parent, above, side="left"))
+        if end <= start or int(parent[start]) >= start:
+            raise CorruptError(f"damaged snapshot of {snapshot.dataset}: entries out of order")
+        levels.append((start, end))
+        above, start = end, end
+    return levels
+
+
+def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
+    """The paths of files, each followed by the byte `end`."""
+    columns = snapshot.columns
+    parents, place = np.unique(columns.parent[files], return_inverse=True)
+    prefixes = [snapshot.path(int(each)) + b"/" if each else b"" for each in parents.tolist()]
+    # One row of bytes to copy from: the folders' paths, the byte `end`, and all names.
+    folder_bytes = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
+    folder_at = np.cumsum(folder_bytes) - folder_bytes
+    before = np.frombuffer(b"".join(prefixes) + bytes([end]), np.uint8)
+    end_at = len(before) - 1
+    source = np.concatenate((before, columns.names))
+    starts = columns.name_start
+    total = int((path_bytes(snapshot)[files]).sum()) + len(files)
+    content = np.empty(total, np.uint8)
+    done = 0
+    for first in range(0, len(files), _BATCH_FILES):
+        part = files[first : first + _BATCH_FILES]
+        folder = place[first : first + _BATCH_FILES]
+        name_at = starts[part].astype(np.int64)
+        begin = np.empty((len(part), 3), np.int64)
+        begin[:, 0], begin[:, 1], begin[:, 2] = folder_at[folder], name_at + len(before), end_at
+        size = np.empty((len(part), 3), np.int64)
+        size[:, 0], size[:, 1] = folder_bytes[folder], starts[part + 1].astype(np.int64) - name_at
+        size[:, 2] = 1
+        sizes = size.reshape(-1)
+        target = np.cumsum(sizes)
+        count = int(target[-1])
+        index = np.repeat(begin.reshape(-1) - (target - sizes), sizes)
+        index += np.arange(count)
+        np.take(source, index, out=content[done : done + count], mode="clip")
+        done += count
+    if done != total:
+        raise CorruptError(f"damaged snapshot of {snapshot.dataset}: paths and names differ")
+    content.flags.writeable = False
+    return content

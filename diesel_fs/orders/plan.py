@@ -1,0 +1,267 @@
+"""Plans: which entries each reader stream will read, announced before it reads them.
+
+Owned here: the values `Epoch` and `Stream`, the rules that a plan must obey, its limits, and the
+set of streams (`Plan`). Not owned: how a plan is told (control socket, file list, sampler), where
+orders come from, and what is done with them (`mounts/prefetch/planner.py`).
+
+Epochs and streams are immutable values; their arrays are private read-only copies. A `Plan` is
+changed by one thread at a time. Every change is checked as a whole before anything changes, so a
+refused one leaves the plan as it was.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+
+Entries: TypeAlias = npt.NDArray[np.uint32]
+"""Entry indices, in the order of reading. 4 bytes each: a snapshot's own numbers are no wider."""
+
+EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
+"""Entry indices as callers give them."""
+
+Bounds: TypeAlias = npt.NDArray[np.int64]
+FileMask: TypeAlias = npt.NDArray[np.bool_]
+
+STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+STREAMS_MAX = 64
+"""16 ranks of a node, their validation sets and some other jobs; every decision looks at each."""
+
+EPOCH_ENTRIES_MAX = 1 << 26
+"""Over 50 epochs of ImageNet-1K in one; 256 MB of indices."""
+
+EPOCHS_MAX = 8
+"""Of one stream, the current one included: what lies further ahead can be announced later."""
+
+PLAN_ENTRIES_MAX = 1 << 27
+"""Positions of all streams together: 512 MB of indices, more than their bookkeeping may take."""
+
+EPOCH_NUMBER_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epoch:
+    """What one stream reads in one epoch.
+
+    `entries` may omit files and repeat them. `exact` is False for a prediction, which is checked or
+    replaced when the epoch starts. `bounds`, where known, are the positions behind the last entry
+    of each batch, ascending. Raises UsageError.
+    """
+
+    number: int
+    entries: Entries
+    exact: bool = True
+    bounds: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= EPOCH_NUMBER_MAX:
+            raise UsageError(f"bad epoch number {self.number}")
+        object.__setattr__(self, "entries", _entries(self.entries))
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", _bounds(self.bounds, len(self.entries)))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def batch_entries_max(self) -> int:
+        """The entries of the largest batch; 0 where bounds are not known."""
+        if self.bounds is None or not len(self.bounds):
+            return 0
+        return int(np.diff(self.bounds, prepend=0).max())
+
+    def appended(self, more: "Epoch") -> "Epoch":
+        """This epoch with another's entries at its end."""
+        bounds = None
+        if self.bounds is not None and more.bounds is not None:
+            bounds = np.concatenate([self.bounds, more.bounds + len(self)])
+        entries = np.concatenate([self.entries, more.entries])
+        return Epoch(self.number, entries, self.exact and more.exact, bounds)
+
+    def replaced(self, position: int, rest: "Epoch") -> "Epoch":
+        """This epoch with `rest` in place of everything from `position` on."""
+        bounds = None
+        if rest.bounds is not None and self.bounds is not None:
+            kept = self.bounds[self.bounds <= position]
+            bounds = np.concatenate([kept, rest.bounds + position])
+        entries = np.concatenate([self.entries[:position], rest.entries])
+        return Epoch(self.number, entries, rest.exact, bounds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """One reader and the epochs that it is known to read, in order; their numbers rise.
+
+    `tentative`: somebody has read the list, and nobody knows yet whether it will be followed.
+    `lag_entries`: how far apart in the order this stream's workers may read (workers x prefetch x
+    batch); 0 where not known. Raises UsageError.
+    """
+
+    name: str
+    epochs: tuple[Epoch, ...]
+    tentative: bool = False
+    lag_entries: int = 0
+
+    def __post_init__(self) -> None:
+        if not STREAM_NAME.fullmatch(self.name):
+            raise UsageError(
+                f"bad stream name {self.name!r}",
+                advice="a name is 1 to 64 letters, digits, '.', '_', ':' or '-'",
+            )
+        if len(self.epochs) > EPOCHS_MAX:
+            raise UsageError(
+                f"stream {self.name} has {len(self.epochs)} epochs (at most {EPOCHS_MAX})",
+                advice="announce later ones later",
+            )
+        numbers = [epoch.number for epoch in self.epochs]
+        if any(one >= other for one, other in pairwise(numbers)):
+            raise UsageError(f"the epochs of stream {self.name} do not rise: {numbers}")
+        if not 0 <= self.lag_entries <= EPOCH_ENTRIES_MAX:
+            raise UsageError(f"bad lag {self.lag_entries} of stream {self.name}")
+
+    def epoch(self, number: int) -> Epoch:
+        """The epoch of a number. Raises UsageError where the stream has none."""
+        for epoch in self.epochs:
+            if epoch.number == number:
+                return epoch
+        raise UsageError(f"stream {self.name} has no epoch {number}")
+
+    def extended(self, epochs: Sequence[Epoch]) -> "Stream":
+        """More at its end; a first epoch with the last one's number is appended to that."""
+        own, more = list(self.epochs), list(epochs)
+        if own and more and own[-1].number == more[0].number:
+            own[-1] = own[-1].appended(more.pop(0))
+        return replace(self, epochs=(*own, *more))
+
+    def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
+        """Another epoch of the same number, or its rest from a position on."""
+        old = self.epoch(epoch.number)
+        if not 0 <= position <= len(old):
+            raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
+        new = old.replaced(position, epoch) if position else epoch
+        return replace(self, epochs=tuple(new if each is old else each for each in self.epochs))
+
+
+@dataclass(slots=True)
+class Plan:
+    """The streams that are announced now, by name.
+
+    `is_file` says of each entry of the dataset whether it is a file: nothing else can be read.
+    All methods raise UsageError, and then nothing has changed.
+    """
+
+    is_file: FileMask
+    streams: dict[str, Stream] = field(default_factory=dict)
+    ended: dict[str, None] = field(default_factory=dict)  # read to their end, the longest ago first
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self.streams.values())
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def stream(self, name: str) -> Stream:
+        """The stream of a name."""
+        if name not in self.streams:
+            raise UsageError(f"no stream {name[:64]!r}")
+        return self.streams[name]
+
+    def ended_to_withdraw(self, name: str) -> str | None:
+        """What to withdraw before a stream of this name, where there are as many as may be: one
+        that is over, if any is. Who names each epoch anew withdraws none.
+        """
+        is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
+        return next(iter(self.ended), None) if is_full else None
+
+    def announce(self, stream: Stream) -> Stream:
+        """A new stream; one of the same name is replaced whole (its process has started again)."""
+        if stream.name not in self.streams and len(self.streams) >= STREAMS_MAX:
+            raise UsageError(
+                f"{len(self.streams)} streams are announced (at most {STREAMS_MAX})",
+                advice="withdraw one first",
+            )
+        self._check(stream.epochs)
+        return self._put(stream)
+
+    def extend(self, name: str, epochs: Sequence[Epoch]) -> Stream:
+        """More epochs, or more of the last epoch (see `Stream.extended`)."""
+        self._check(epochs)
+        return self._put(self.stream(name).extended(epochs))
+
+    def replace(self, name: str, epoch: Epoch, position: int = 0) -> Stream:
+        """Another epoch of the same number, whole or from a position on."""
+        self._check([epoch])
+        return self._put(self.stream(name).replaced(epoch, position))
+
+    def withdraw(self, name: str) -> Stream:
+        """The stream, which is gone now."""
+        stream = self.stream(name)
+        del self.streams[name]
+        self.ended.pop(name, None)
+        return stream
+
+    def finish(self, name: str, count: int) -> Stream:
+        """Forget the first `count` epochs of a stream: they have been read."""
+        stream = self.stream(name)
+        if count and count >= len(stream.epochs):
+            self.ended[name] = None
+        return self._put(replace(stream, epochs=stream.epochs[count:]))
+
+    def _check(self, epochs: Sequence[Epoch]) -> None:
+        for epoch in epochs:
+            if not len(epoch):
+                continue
+            if (last := int(epoch.entries.max())) >= len(self.is_file):
+                raise UsageError(f"epoch {epoch.number} names entry {last} of {len(self.is_file)}")
+            files = self.is_file[epoch.entries]
+            if not files.all():
+                position = int(np.argmin(files))
+                entry = int(epoch.entries[position])
+                raise UsageError(
+                    f"epoch {epoch.number} names entry {entry} (position {position}): no file"
+                )
+
+    def _put(self, stream: Stream) -> Stream:
+        others = (each for each in self if each.name != stream.name)
+        total = sum(len(epoch) for each in (stream, *others) for epoch in each.epochs)
+        if total > PLAN_ENTRIES_MAX:
+            raise UsageError(f"the plan has {total} positions (at most {PLAN_ENTRIES_MAX})")
+        self.streams[stream.name] = stream
+        if stream.epochs:
+            self.ended.pop(stream.name, None)
+        return stream
+
+
+def _entries(given: EntryOrder) -> Entries:
+    array = np.asarray(given)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise UsageError("an order is one row of entry indices")
+    if len(array) > EPOCH_ENTRIES_MAX:
+        raise UsageError(f"an epoch of {len(array)} entries (at most {EPOCH_ENTRIES_MAX})")
+    if len(array) and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
+        raise UsageError("an order names entries that no dataset has")
+    if array.dtype == np.uint32 and array.flags.owndata and not array.flags.writeable:
+        return array  # our own copy, passed on
+    own = array.astype(np.uint32)
+    own.flags.writeable = False
+    return own
+
+
+def _bounds(given: "Sequence[int] | Bounds", length: int) -> Bounds:
+    array = np.asarray(given)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise UsageError("batch bounds are one row of positions")
+    if len(array) > length:
+        raise UsageError(f"{len(array)} batches of {length} entries")
+    own = array.astype(np.int64)
+    if len(own) and (own[0] <= 0 or own[-1] > length or (np.diff(own) <= 0).any()):
+        raise UsageError("batch bounds do not rise within the epoch")
+    own.flags.writeable = False
+    return own

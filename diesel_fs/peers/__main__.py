@@ -1,0 +1,8 @@
+"""`python -m diesel_fs.peers`: a master (`daemon.py`)."""
+
+import sys
+
+from .daemon import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,503 @@
+"""What readers of a task see: the dataset's chunks as an object store that asks the master first.
+
+Owned here: which bytes come from chunks that are mapped, which through the window of a connection,
+which from the store itself, and which chunks are worth mapping. Not owned: connections (`link.py`),
+mappings (`mapped_chunks.py`), whether bytes are right (whoever reads checks them), which node has
+what.
+
+A reader never gets an error because of a master: what that does not give is read from the store.
+Thread-safe; a forked child may go on with its parent's.
+"""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format.object_names import chunk_of_object, identity_of_object
+from ..format.snapshot.reader import Snapshot
+from ..repository.local import LocalRepository
+from ..repository.versions import snapshot_descriptor
+from ..storage.objects.store import ObjectStore, Part, StoreWrapper, batched_parts, check_range
+from . import wire
+from .client_connection import WINDOW_BYTES
+from .launch import is_alive, join, restart_killed, wait_until_gone
+from .link import DEADLINE_S, PAUSE_S, MasterLink, PendingRead
+from .mapped_chunks import MappedChunks
+from .options import TaskOptions, TaskRequest
+
+PIN_COST_S = 60e-6
+"""What it costs to have a chunk lent: an exchange, and the mapping."""
+
+READ_COST_S = 60e-6
+PART_S = 2e-6
+BYTES_PER_S = 8e9
+"""What reading through the window costs more than reading what is mapped: an exchange, each part of
+it, and two copies where pages would have to be mapped. A chunk is mapped when its reads have cost
+what mapping it does; so, whatever is read, both together cost at most twice what was needed."""
+
+PINS_PER_READ_MAX = 32
+"""Of the chunks of one request: it is not to wait for more."""
+
+EAGER_BYTES = 1 << 20
+"""A chunk of which so much is wanted at once is asked for first: two copies of that cost more than
+to hear that it is not here."""
+
+READS_REMEMBERED = 64
+"""Of so many requests is known who gave what, for what turns out to be damaged."""
+
+HEARTBEAT_S = 1.0
+"""How often a master is told what is mapped no more, and heard, where nothing else is asked."""
+
+_JOIN_ATTEMPTS = 3
+
+MASTER_END_WAIT_S = 1.0
+"""How long a master that may be ending is waited for."""
+
+
+def master_request(
+    options: TaskOptions, repository: LocalRepository, snapshot: Snapshot, *, memory_bytes: int
+) -> TaskRequest:
+    """The master that these options mean, for a version of a dataset."""
+    credentials = repository.credentials
+    return TaskRequest(
+        **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
+        url=repository.url.full_url,
+        user=credentials.user if credentials is not None else "",
+        key=credentials.key_text if credentials is not None else "",
+        dataset=snapshot.dataset,
+        identity=snapshot.identity.hex,
+        version=snapshot.version,
+        memory_bytes=memory_bytes,
+    )
+
+
+@dataclass(slots=True)
+class _ReadBatch:
+    """Parts that are read together: what has been found of them, and what the master is asked for,
+    each with its place among them."""
+
+    parts: Sequence[Part]
+    found: list[memoryview | None]
+    records: wire.Parts
+    places: list[int]
+    pending: PendingRead | None = None
+
+
+class TaskStore(StoreWrapper):
+    """The objects of a repository, of which the chunks of one version come through a master."""
+
+    batches_reads = True
+    can_pin = True
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        *,
+        deadline_s: float = DEADLINE_S,
+        pause_s: float = PAUSE_S,
+        request: TaskRequest | None = None,
+    ) -> None:
+        """`path` is the master's socket. Nothing is sent before something is read. With `request`,
+        a master that was killed is started again."""
+        super().__init__(inner)
+        self._path = os.fspath(path)
+        self._request = request
+        self._identity = snapshot.identity
+        self._sizes: list[int] = snapshot.chunk_sizes.tolist()
+        self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)  # -1: no chunk
+        self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
+        self._named: dict[str, int] = {}
+        self._mapped = MappedChunks()
+        self._link = MasterLink(
+            path, snapshot.identity, snapshot.version, self._mapped,
+            deadline_s=deadline_s, pause_s=pause_s,
+            restart=None if request is None else partial(_brought_back, request, Path(path)),
+        )  # fmt: skip
+        self._credit_s = np.zeros(len(self._sizes), np.float32)
+        self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
+            maxlen=READS_REMEMBERED
+        )
+        self._beats_in = 0  # the process whose thread does
+        self._closed = threading.Event()
+        self._counts = dict.fromkeys(
+            ("mapped_reads", "master_reads", "store_reads", "lent", "damaged"), 0
+        )
+
+    @classmethod
+    def join(
+        cls,
+        inner: ObjectStore,
+        request: TaskRequest,
+        snapshot: Snapshot,
+        *,
+        wait_s: float = MASTER_END_WAIT_S,
+    ) -> "TaskStore":
+        """The store of who joins a task: its master is there, or is started; one that may be ending
+        is waited for. Raises DieselError."""
+        for _ in range(_JOIN_ATTEMPTS):
+            socket_path = join(request)
+            store = cls(inner, socket_path, snapshot, request=request)
+            if store.connect() or not wait_until_gone(socket_path, wait_s):
+                break  # else it has just ended, deserted, or for us, who want another version
+        return store
+
+    def connect(self) -> bool:
+        """Whether the master answers."""
+        return self._link.connect()
+
+    # Reading
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        room = memoryview(buffer)
+        number = self._number(name)
+        if number < 0 or not len(room) or start + len(room) > self._sizes[number]:
+            self.inner.read_into(name, start, buffer)
+            return
+        for at in range(0, len(room), WINDOW_BYTES):
+            piece = room[at : at + WINDOW_BYTES]
+            if not self._read_one(number, start + at, piece):
+                self._counts["store_reads"] += 1
+                self.inner.read_into(name, start + at, room[at:])
+                return
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Together, as many as one exchange takes, and one exchange ahead: the first is under way
+        when this comes back. What is mapped is not copied."""
+        groups = batched_parts(parts, wire.PARTS_MAX, WINDOW_BYTES)
+        first = next(groups, None)
+        return iter(()) if first is None else self._read_groups(self._begin(first), groups)
+
+    def _read_groups(
+        self, begun: "_ReadBatch", groups: Iterator[Sequence[Part]]
+    ) -> Iterator[memoryview]:
+        for some in groups:
+            following = self._begin(some)
+            yield from self._finish(begun)
+            begun = following
+        yield from self._finish(begun)
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        number = self._number(name)
+        view = None if number < 0 else self._mapped.find(number)
+        if view is None:
+            return self.inner.read_nowait(name, start, buffer)
+        found = view[start : start + len(buffer)]
+        if len(found) != len(buffer):
+            return False
+        buffer[:] = found
+        self._counts["mapped_reads"] += 1
+        return True
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """From the store itself; who gave the bytes before is told of."""
+        number = self._number(name)
+        if number >= 0:
+            self._report(number, start, len(buffer))
+        self.inner.read_uncached(name, start, buffer)
+
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        number = self._number(name)
+        if number < 0:
+            return None
+        view = self._mapped.find(number)
+        if view is None:
+            view = self._pin_chunk(number, fetch=True)
+        if view is not None:
+            self._mapped.on_revoke(number, on_revoke)
+        return view
+
+    def can_pin_nowait(self, name: str) -> bool:
+        number = self._number(name)
+        return number >= 0 and self._mapped.find(number) is not None
+
+    # The master
+
+    def switch_version(self, snapshot: Snapshot) -> bool:
+        """Tell the master that its clients have gone over to another version of the dataset.
+        Whether it has heard it."""
+        try:
+            file = snapshot_descriptor(snapshot)
+        except OSError:
+            return False
+        try:
+            body = wire.switch_version_body(snapshot.version)
+            return self._link.switch_version(body, file)
+        finally:
+            os.close(file)
+
+    def at_version(self, snapshot: Snapshot) -> "TaskStore":
+        """The store for another version of the dataset, through the same master, which is told of
+        that version. This one stays as it is."""
+        is_announced = self.switch_version(snapshot)
+        request = self._request and replace(self._request, version=snapshot.version)
+        store = TaskStore(self.inner, self._path, snapshot, request=request)
+        store._link.rank = self._link.rank  # it has been this node's master all the time
+        if is_announced:
+            store.connect()  # else it would be deserted until something is read
+        return store
+
+    def stats(self) -> dict[str, object]:
+        """What the master says of itself, and what came from where here."""
+        reported: object = {}
+        text = self._link.stats()
+        if text:
+            try:
+                reported = json.loads(text)
+            except (ValueError, RecursionError):
+                reported = {}
+        return {
+            **(reported if isinstance(reported, dict) else {}),
+            "answers": bool(text),
+            "client": {
+                **self._counts,
+                "mapped_chunks": len(self._mapped),
+                "mapped_bytes": self._mapped.kept_bytes,
+                **self._link.counts,
+            },
+        }
+
+    def retry(self) -> None:
+        """Ask the master again, whatever has been: it has been told of this version."""
+        self._link.retry()
+
+    def close(self) -> None:
+        """Let go of the master. Views that were handed out stay valid, and are returned to the
+        master with the last of them. Repeatable."""
+        self._mapped.release_all()
+        if self._mapped.has_unmapped and self._link.is_connected:
+            self._link.return_unmapped()
+        self._closed.set()
+        if not self._mapped.has_mapped:
+            self._link.close()
+
+    # Parts
+
+    def _number(self, name: str) -> int:
+        """The number of a chunk's object; -1 for all others."""
+        number = self._named.get(name)
+        if number is None:
+            chunk = chunk_of_object(name)
+            known = chunk is not None and identity_of_object(name) == self._identity
+            number = self._numbers.get(chunk, -1) if known and chunk is not None else -1
+            if number >= 0:
+                self._named[name] = number
+        return number
+
+    def _begin(self, parts: Sequence[Part]) -> "_ReadBatch":
+        """Ask for so many parts as one exchange takes, or for one of any size."""
+        names, starts, sizes = zip(*parts, strict=True)
+        numbers = list(map(self._named.get, names))
+        if None in numbers:
+            for part in parts:
+                check_range(*part)
+            numbers = list(map(self._number, names))
+        columns = np.array((numbers, starts, sizes), np.int64)
+        chunk, start, size = columns
+        fits = (start >= 0) & (size > 0) & (size <= WINDOW_BYTES)
+        fits &= start + size <= self._size_column[chunk]
+        places = np.flatnonzero(fits)
+        wanted = _ReadBatch(
+            parts, [None] * len(parts), columns.T[places].astype(np.uint32, "C"), places.tolist()
+        )
+        if wanted.places:
+            find = self._mapped.find
+            self._take_mapped(
+                wanted, {chunk: find(chunk) for chunk in set(wanted.records[:, 0].tolist())}
+            )
+            self._take_mapped(wanted, self._pin_worthwhile(wanted.records))
+        if wanted.places:
+            wanted.pending = self._link.begin(wanted.records)
+        return wanted
+
+    def _finish(self, wanted: "_ReadBatch") -> Iterable[memoryview]:
+        """The contents of all."""
+        self._receive_batch(wanted)
+        found, parts = wanted.found, wanted.parts
+        absent = [place for place, content in enumerate(found) if content is None]
+        small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
+        self._counts["store_reads"] += len(small)
+        rest = self.inner.read_parts([parts[place] for place in small])
+        for place, content in zip(small, rest, strict=True):
+            found[place] = content
+        for place in absent:
+            if found[place] is None:  # larger than a window
+                name, start, size = parts[place]
+                room = np.empty(size, np.uint8).data
+                self.read_into(name, start, room)
+                found[place] = room.toreadonly()
+        return [content for content in found if content is not None]
+
+    def _receive_batch(self, wanted: "_ReadBatch") -> None:
+        """What the master gives of what it was asked for."""
+        reading = None if wanted.pending is None else wanted.pending.wait()
+        if reading is None:
+            return
+        records = wanted.records
+        with reading as given:
+            sources, starts = given.sources.copy(), given.offsets.tolist()
+            ends = (given.offsets + records[:, 2]).tolist()
+            copy = np.empty(max(ends), np.uint8).data  # of all at once: the window is not ours
+            copy[:] = given.window[: len(copy)]
+        window = copy.toreadonly()
+        has = sources != wire.SOURCE_NONE
+        for place, start, end, is_given in zip(
+            wanted.places, starts, ends, has.tolist(), strict=True
+        ):
+            if is_given:
+                wanted.found[place] = window[start:end]
+        self._note(records, sources, int(np.count_nonzero(has)))
+        here = records[sources == wire.SOURCE_HERE]
+        if len(here):
+            cost_s = READ_COST_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
+            np.add.at(self._credit_s, here[:, 0], cost_s)
+
+    def _take_mapped(self, wanted: "_ReadBatch", views: Mapping[int, memoryview | None]) -> None:
+        """Take from what is mapped what lies there."""
+        if not any(view is not None for view in views.values()):
+            return
+        rows = []
+        for row, (place, part) in enumerate(
+            zip(wanted.places, wanted.records.tolist(), strict=True)
+        ):
+            chunk, start, size = part
+            view = views.get(chunk)
+            if view is None:
+                rows.append(row)
+            else:
+                wanted.found[place] = view[start : start + size].toreadonly()
+        self._counts["mapped_reads"] += len(wanted.places) - len(rows)
+        wanted.records = wanted.records[rows]
+        wanted.places = [wanted.places[row] for row in rows]
+
+    def _read_one(self, chunk: int, start: int, room: memoryview) -> bool:
+        """Fill the room with one part, where the master has it: in few calls, as each is one of
+        very many."""
+        size = len(room)
+        view = self._mapped.find(chunk)
+        if view is None and (self._credit_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES):
+            view = self._pin_chunk(chunk, fetch=False)
+            self._credit_s[chunk] = 0.0
+        if view is not None:
+            self._counts["mapped_reads"] += 1
+            room[:] = view[start : start + size]
+            return True
+        records = np.array(((chunk, start, size),), np.uint32)
+        reading = self._link.read(records)
+        if reading is None:
+            return False
+        with reading as given:
+            sources = given.sources.copy()
+            source, at = sources.item(0), given.offsets.item(0)
+            if source != wire.SOURCE_NONE:
+                room[:] = given.window[at : at + size]
+        if source == wire.SOURCE_HERE:
+            self._credit_s[chunk] += READ_COST_S + PART_S + size / BYTES_PER_S
+        self._note(records, sources, int(source != wire.SOURCE_NONE))
+        return source != wire.SOURCE_NONE
+
+    def _note(self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int) -> None:
+        self._counts["master_reads"] += given
+        self._recent.append((records, sources))
+
+    def _pin_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
+        """Map chunks that are worth it, as far as they are here."""
+        chunks = records[:, 0]
+        ripe = self._credit_s[chunks] >= PIN_COST_S
+        if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
+            wanted_bytes = np.bincount(
+                np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
+            )
+            ripe |= wanted_bytes[np.unique(chunks, return_inverse=True)[1]] >= EAGER_BYTES
+        found: dict[int, memoryview] = {}
+        if not ripe.any():
+            return found
+        for chunk in np.unique(chunks[ripe])[:PINS_PER_READ_MAX].tolist():
+            view = self._pin_chunk(chunk, fetch=False)
+            self._credit_s[chunk] = 0.0  # also where it was not to be had: not at each read
+            if view is not None:
+                found[chunk] = view
+        return found
+
+    def _pin_chunk(self, chunk: int, *, fetch: bool) -> memoryview | None:
+        loan = self._link.pin(chunk, fetch=fetch)
+        if loan is None or loan.descriptor < 0:
+            return None
+        size = self._sizes[chunk]
+        try:
+            if os.fstat(loan.descriptor).st_size < size:
+                return None
+            view = self._mapped.keep(chunk, loan.descriptor, size)
+        except OSError:  # no address space, or too many mappings
+            return None
+        finally:
+            os.close(loan.descriptor)
+        self._counts["lent"] += 1
+        self._beat()
+        return view
+
+    def _report(self, chunk: int, start: int, size: int) -> None:
+        """Tell the master whose bytes were damaged, where that is known."""
+        source = wire.SOURCE_HERE if self._mapped.drop_damaged(chunk) else wire.SOURCE_NONE
+        for records, sources in reversed(list(self._recent)):
+            if source != wire.SOURCE_NONE:
+                break
+            inside = (records[:, 0] == chunk) & (records[:, 1] <= start)
+            inside &= records[:, 1].astype(np.int64) + records[:, 2] >= start + size
+            if len(places := np.flatnonzero(inside)):
+                source = int(sources[places[0]])
+                break
+        if source != wire.SOURCE_NONE:
+            self._counts["damaged"] += 1
+            part = wire.DamagedPart(chunk, start, size, source)
+            self._link.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
+
+    # Hearing the master while nothing is asked
+
+    def _beat(self) -> None:
+        """A thread of this process tells and hears the master, as long as anything is mapped."""
+        if self._beats_in == os.getpid():
+            return
+        self._beats_in = os.getpid()
+        self._closed = ended = threading.Event()
+        weakref.finalize(self, ended.set)
+        threading.Thread(
+            target=_beat, args=(self._link, self._mapped, ended), name="diesel-task", daemon=True
+        ).start()
+
+
+def _brought_back(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
+    """Start a master where there is none, and is to be one; whether that was so. `has_served`: it
+    has served this reader, else it was another version's, for readers that may have gone by now.
+    Raises DieselError."""
+    if has_served:
+        return restart_killed(request, socket_path)
+    return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)
+
+
+def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:
+    """Until the store has ended, and nobody looks at what it has mapped."""
+    while not (ended.wait(HEARTBEAT_S) and not mapped.has_mapped):
+        if ended.is_set():
+            mapped.release_all()
+            time.sleep(HEARTBEAT_S)
+        quiet_s = time.monotonic() - link.exchanged_s
+        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= HEARTBEAT_S):
+            link.return_unmapped()
+    link.close()

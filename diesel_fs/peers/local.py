@@ -1,0 +1,344 @@
+"""A master's end of the local protocol (`PEERS.md`, section 4): the clients of its own node.
+
+Owned here: the socket, whose clients may come, their windows, what they have borrowed, and how long
+a master stays that nobody uses. Not owned: the bytes of messages (`wire.py`), what is given
+(`master.py`). A client that breaks off in the middle of anything leaves nothing behind.
+
+In the loop of the master. A connection carries one request at a time, so each has one task.
+"""
+
+import array
+import fcntl
+import json
+import logging
+import mmap
+import os
+import socket
+import struct
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from ..errors import CorruptError, DieselError, UsageError
+from ..format.snapshot.reader import Snapshot
+from . import wire
+from .master import Master
+
+log = logging.getLogger("diesel.task")
+
+CONNECTIONS_MAX = 4096
+"""Of all clients of a node: some hundred workers with a few threads each."""
+
+WINDOW_BYTES_MAX = 1 << 30
+BACKLOG = 1024
+ACCEPT_PAUSE_S = 0.1  # where there are no descriptors; a client waits
+
+_RECEIVED_BYTES = 64 << 10
+_ANY_CHUNK = 1 << 32  # what was never lent cannot be returned: that is passed by
+_FILES_MAX = 4  # in one message: one is meant, and what else comes is closed
+_IN_A_ROW = 64  # requests, then others have their turn
+_CREDENTIALS = struct.Struct("3i")
+_ROOM = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
+
+
+class LocalServer:
+    """The clients of one master."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._borrowers: Counter[int] = Counter()  # connections, by process
+        self._welcomed = 0  # of them those that read what this master has
+        self._other_version_wanted = (
+            False  # somebody came for another version when nobody read this one
+        )
+        self._clients_changed = trio.Event()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve who connects to a listening socket, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                try:
+                    ours, _ = listener.accept()
+                except BlockingIOError:
+                    continue
+                except OSError as error:  # no descriptors, say; who is here is still served
+                    log.warning("no client can come just now: %s", error.strerror)
+                    await trio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                ours.setblocking(False)
+                pid, user, _ = _CREDENTIALS.unpack(
+                    ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                )
+                if user != os.geteuid() or self._borrowers.total() >= CONNECTIONS_MAX:
+                    log.warning("process %d of user %d is not served", pid, user)
+                    ours.close()
+                    continue
+                nursery.start_soon(self._serve, ours, pid)
+
+    async def wait_until_idle(self, idle_timeout_s: float) -> None:
+        """Returns when there has been no client for so long; or when there is none, and one comes
+        for another version of the dataset, who may then have a master of his own."""
+        while True:
+            self._clients_changed = trio.Event()
+            with trio.move_on_after(
+                idle_timeout_s if not self._welcomed else float("inf")
+            ) as patience:
+                await self._clients_changed.wait()
+            if self._other_version_wanted and not self._welcomed:
+                log.info("another version is wanted, and nobody reads this one: it ends")
+                return
+            self._other_version_wanted = False  # somebody else was as fast
+            if patience.cancelled_caught:
+                log.info("nobody has used this master for %g s: it ends", idle_timeout_s)
+                return
+
+    async def _serve(self, ours: socket.socket, pid: int) -> None:
+        self._borrowers[pid] += 1
+        client = _Client(self, self._master, ours, pid)
+        try:
+            await client.serve()
+        except (CorruptError, UsageError) as error:
+            log.warning("process %d is not served any more: %s", pid, error.message)
+        except OSError:  # it has broken off
+            pass
+        finally:
+            client.close()
+            self._borrowers[pid] -= 1
+            if not self._borrowers[pid]:
+                del self._borrowers[pid]
+                self._master.cache.unpin_all(pid)
+            if client.is_accepted:
+                self._welcomed -= 1
+                self._clients_changed.set()
+
+    def reader_joined(self) -> None:
+        """A connection has come for what this master has."""
+        self._welcomed += 1
+        self._clients_changed.set()
+
+    def other_version_requested(self) -> None:
+        """A connection has come for another version."""
+        if not self._welcomed:
+            self._other_version_wanted = True
+            self._clients_changed.set()
+
+
+class _Client:
+    """One connection of a client."""
+
+    def __init__(self, server: LocalServer, master: Master, ours: socket.socket, pid: int) -> None:
+        self._server = server
+        self._master = master
+        self._socket = ours
+        self._pid = pid
+        self._received = bytearray()
+        self._files: list[int] = []
+        self._version = -1  # before the hello
+        self._map: mmap.mmap | None = None
+        self._window = memoryview(b"")
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its hello was good."""
+        return self._version >= 0
+
+    def close(self) -> None:
+        """Let go of all that this connection holds."""
+        self._drop_files()
+        self._window = memoryview(b"")
+        self._map = None  # unmapped once nobody writes into it any more
+        self._socket.close()
+
+    async def serve(self) -> None:
+        """Answer requests until the client closes. Raises CorruptError, UsageError, OSError."""
+        while True:
+            for _ in range(_IN_A_ROW):
+                if not await self._has(wire.HEAD_BYTES):
+                    return
+                head = wire.parse_local_request(self._received[: wire.HEAD_BYTES])
+                if not await self._has(wire.HEAD_BYTES + head.body_bytes):
+                    return
+                body = bytes(self._received[wire.HEAD_BYTES : wire.HEAD_BYTES + head.body_bytes])
+                del self._received[: wire.HEAD_BYTES + head.body_bytes]
+                await self._answer(head, body)
+                self._drop_files()
+            await trio.lowlevel.checkpoint()
+
+    async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
+        if head.kind == wire.LOCAL_HELLO:
+            await self._hello(body)
+            return
+        if head.kind == wire.LOCAL_SWITCH_VERSION and self._version >= 0:
+            await self._switch_version(body)
+            return
+        if head.kind == wire.LOCAL_STATS:
+            text = json.dumps(self._master.stats()).encode()
+            await self._send(wire.local_answer(head.kind, body=text))
+            return
+        if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of whatever version
+            self._master.cache.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
+            wanted = self._master.cache.revoked(self._pid)
+            await self._send(wire.local_answer(head.kind, revoked=wanted))
+            return
+        if self._version != self._master.snapshot.version:
+            await self._refuse(head.kind, "the task reads another version of the dataset")
+            return
+        sizes = self._master.snapshot.chunk_sizes
+        answer, file = b"", None
+        if head.kind == wire.LOCAL_READ:
+            parts, total = wire.parse_parts(body, head.counted, sizes, bytes_max=len(self._window))
+            if total > len(self._window):
+                raise CorruptError("more is wanted at once than the window holds")
+            answer = wire.read_answer_body(*await self._master.read(parts, self._window))
+        elif head.kind == wire.LOCAL_PIN:
+            (chunk,) = wire.parse_chunks(body, len(sizes))
+            load = bool(head.flags & wire.LOAD)
+            file = await self._master.pin(self._pid, chunk, load=load)
+            source = wire.SOURCE_NONE if file is None else wire.SOURCE_HERE
+            answer = wire.source_body(source)
+        elif head.kind == wire.LOCAL_DAMAGED:
+            await self._master.report_damage(wire.parse_damaged(body, sizes))
+        count = head.counted if answer else 0
+        wanted = self._master.cache.revoked(self._pid)
+        await self._send(wire.local_answer(head.kind, count, answer, wanted), file)
+
+    async def _hello(self, body: bytes) -> None:
+        try:
+            identity, version = wire.parse_local_hello(body)
+        except UsageError as error:
+            await self._refuse(wire.LOCAL_HELLO, error.message)
+            raise
+        shown = self._master.snapshot
+        if (identity, version) != (shown.identity, shown.version):
+            await self._refuse(
+                wire.LOCAL_HELLO,
+                f"the task reads version {shown.version} of {shown.identity}, not {version} of"
+                f" {identity}",
+            )
+            self._server.other_version_requested()
+            return
+        self._map = _mapped_window(self._files)
+        self._window = memoryview(self._map)
+        if not self.is_accepted:
+            self._server.reader_joined()
+        self._version = version
+        welcome = wire.local_welcome(self._master.rank, shown.chunk_count)
+        await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))
+
+    async def _switch_version(self, body: bytes) -> None:
+        version = wire.parse_switch_version(body)
+        if len(self._files) != 1:
+            raise CorruptError("a version without its snapshot")
+        try:
+            mapped = mmap.mmap(self._files[0], 0, prot=mmap.PROT_READ)
+            snapshot = Snapshot(memoryview(mapped))
+        except (OSError, ValueError, DieselError) as error:
+            raise CorruptError(f"no snapshot: {error}") from None
+        shown = self._master.snapshot
+        if (snapshot.identity, snapshot.version) != (shown.identity, version):
+            raise CorruptError("a snapshot of something else")
+        if version > shown.version:
+            await self._master.switch_version(snapshot)
+        self._version = version
+        await self._send(wire.local_answer(wire.LOCAL_SWITCH_VERSION))
+
+    async def _refuse(self, kind: int, sentence: str) -> None:
+        await self._send(wire.local_refusal(kind, sentence))
+
+    # The socket
+
+    async def _has(self, size: int) -> bool:
+        """Wait until so many bytes have come; False where the client closes before."""
+        while len(self._received) < size:
+            try:
+                content, ancillary, _, _ = self._socket.recvmsg(
+                    _RECEIVED_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+                continue
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    files = array.array("i")
+                    files.frombytes(data[: len(data) - len(data) % files.itemsize])
+                    self._files += files
+            if not content:
+                return False
+            if len(self._received) + len(content) > wire.HEAD_BYTES + wire.LOCAL_BODY_BYTES_MAX:
+                raise CorruptError("it sends without waiting for answers")
+            self._received += content
+        return True
+
+    async def _send(self, content: bytes, file: int | None = None) -> None:
+        rights = []
+        if file is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+        view = memoryview(content)
+        while view:
+            try:
+                sent = self._socket.sendmsg([view], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._socket)
+                continue
+            rights, view = [], view[sent:]
+
+    def _drop_files(self) -> None:
+        while self._files:
+            with suppress(OSError):
+                os.close(self._files.pop())
+
+
+def _mapped_window(files: list[int]) -> mmap.mmap:
+    """The memory that a client shares with us. Raises CorruptError where it could shrink: touching
+    what is gone would kill this process."""
+    if len(files) != 1:
+        raise CorruptError("no window")
+    try:
+        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise CorruptError("its window may shrink")
+        size = os.fstat(files[0]).st_size
+        if not 0 < size <= WINDOW_BYTES_MAX:
+            raise CorruptError(f"a window of {size} bytes")
+        return mmap.mmap(files[0], size)
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"its window cannot be used: {error}") from None
+
+
+class LocalSocket:
+    """A socket at a path in a folder that is this user's alone. Before `listen` whoever connects is
+    refused at once: a master that is still coming up, which may take as long as Redis does, must
+    not let readers wait."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.unlink(missing_ok=True)
+            folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:  # a path of a socket has room for 107 bytes alone
+                self.socket.bind(f"/proc/self/fd/{folder}/{path.name}")
+            finally:
+                os.close(folder)
+            self._number = path.stat().st_ino
+            self.socket.setblocking(False)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def listen(self) -> None:
+        """From now on clients may come."""
+        self.socket.listen(BACKLOG)
+
+    def close(self) -> None:
+        """Nobody comes any more. Where another master has put its own socket there, that stays,
+        also one that has got the number of ours. Repeatable."""
+        if self.socket.fileno() < 0:
+            return
+        with suppress(OSError):
+            if self.path.stat().st_ino == self._number:
+                self.path.unlink()
+        self.socket.close()

@@ -1,0 +1,180 @@
+"""The chunks of datasets behind a server, as an object store.
+
+Owned here: which requests reading and storing chunks are. A chunk that is put is checked, durable
+and committed when `put` returns, all by the server. Not owned: connections (`net/client.py`),
+whether bytes are right (whoever reads checks them). A server lists no objects and deletes none for
+its clients: those methods raise UsageError.
+
+May be used from several threads and in forked children.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import CorruptError, UsageError
+from ..format.chunk import PREAMBLE_BYTES, parse_preamble
+from ..format.chunk_id import id_seconds
+from ..format.entries import Bytes, ChunkId
+from ..format.object_names import MUTABLE_NAME, chunk_of_object, identity_of_object
+from ..net.client import RpcClient
+from ..net.messages import Message
+from ..settings import READ_DEADLINE_S
+from ..storage.objects.store import (
+    Leftover,
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    batched_parts,
+    check_mutable,
+    check_range,
+)
+from .values import PARTS_MAX, parts_message
+
+AT_ONCE_BYTES = 16 << 20
+"""Of many ranges that are read, so many at once: large enough to fill a link, small to wait for."""
+
+_SLOWEST_BYTES_PER_S = 1 << 20  # a link that is slower fails
+_PUT_S = 60.0  # what a server may wait for its stores
+_SECOND_NS = 1_000_000_000
+
+
+class RemoteObjects(ObjectStore):
+    """Chunks behind a server; they can be read, and put."""
+
+    fork_safe = True
+    batches_reads = True
+
+    def __init__(self, link: RpcClient) -> None:
+        self._link = link
+
+    @property
+    def store_id(self) -> UUID:  # type: ignore[override]  # known once a server has been asked
+        """The object store behind the server. Connects."""
+        return self._link.store_id
+
+    def put(self, name: str, parts: Sequence[Bytes]) -> None:
+        identity, _ = _of_chunk(name)
+        message: Message = {"do": "put", "identity": identity.bytes}
+        total = sum(len(part) for part in parts)
+        self._link.call(message, parts, deadline_s=_PUT_S + total / _SLOWEST_BYTES_PER_S)
+
+    def replace(self, name: str, parts: Sequence[Bytes]) -> None:
+        check_mutable(name)
+        content = b"".join(parts)
+        try:
+            lease = json.loads(content)
+            version, until = int(lease["version"]), float(lease["until"])
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{name} is no lease") from None
+        self._lease(name, version, max(until - time.time(), 1.0))
+
+    def delete(self, name: str) -> None:
+        if not MUTABLE_NAME.fullmatch(name):
+            raise _not_for_clients("deletes no objects")
+        self._lease(name, 0, 0)
+
+    def _lease(self, name: str, version: int, seconds: float) -> None:
+        identity = identity_of_object(name)
+        assert identity is not None
+        message: Message = {
+            "do": "lease",
+            "identity": identity.bytes,
+            "lease": name.rpartition("/")[2],
+            "version": version,
+            "seconds": int(seconds),
+        }
+        self._link.call(message)
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        check_range(name, start, length)
+        if length is None:
+            length = max(self.stat(name).bytes - start, 0)
+        found = bytearray(length)
+        self.read_into(name, start, found)
+        return found
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        check_range(name, start, len(buffer))
+        identity, chunk = _of_chunk(name)
+        self._read(identity, [(chunk, start, len(buffer))], memoryview(buffer))
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        check_range(name, start, len(buffer))
+        identity, chunk = _of_chunk(name)
+        part = chunk, start, len(buffer)
+        self._read(identity, [part], memoryview(buffer), fresh=True)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Many in one request."""
+        for some in batched_parts(parts, PARTS_MAX, AT_ONCE_BYTES):
+            yield from self._read_some(some)
+
+    def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        known = {name: _of_chunk(name) for name, _, _ in parts}
+        identities = {identity for identity, _ in known.values()}
+        if len(identities) != 1:
+            raise UsageError("parts of several datasets at once")
+        room = np.empty(sum(size for _, _, size in parts), np.uint8).data
+        wanted = [(known[name][1], start, size) for name, start, size in parts]
+        self._read(identities.pop(), wanted, room)
+        at = 0
+        for _, _, size in wanted:
+            yield room[at : at + size].toreadonly()
+            at += size
+
+    def _read(
+        self,
+        identity: UUID,
+        parts: Sequence[tuple[ChunkId, int, int]],
+        buffer: memoryview,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        message: Message = {
+            "do": "read",
+            "identity": identity.bytes,
+            "parts": parts_message(parts),
+            "fresh": fresh,
+        }
+        deadline_s = READ_DEADLINE_S + len(buffer) / _SLOWEST_BYTES_PER_S
+        answer = self._link.call(message, room=buffer, deadline_s=deadline_s)
+        if len(answer.payload) != len(buffer):
+            raise CorruptError(f"the server sent {len(answer.payload)} of {len(buffer)} bytes")
+
+    def stat(self, name: str) -> ObjectInfo:
+        identity, chunk = _of_chunk(name)
+        front = self.get(name, 0, PREAMBLE_BYTES)
+        preamble = parse_preamble(bytes(front), identity=identity, id=chunk)
+        return ObjectInfo(name, preamble.object_bytes, id_seconds(chunk) * _SECOND_NS)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        raise _not_for_clients("lists no objects")
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        raise _not_for_clients("lists no objects")
+
+    def discard(self, leftover: Leftover) -> None:
+        raise _not_for_clients("deletes no objects")
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        raise _not_for_clients("lists no objects")
+
+
+def _of_chunk(name: str) -> tuple[UUID, ChunkId]:
+    identity, chunk = identity_of_object(name), chunk_of_object(name)
+    if identity is None or chunk is None:
+        raise UsageError(f"{name!r} is not the name of a chunk")
+    return identity, chunk
+
+
+def _not_for_clients(what: str) -> UsageError:
+    return UsageError(f"a server {what} for its clients", advice="ask an administrator")

@@ -1,0 +1,404 @@
+"""A repository behind a server: the same operations, as requests (`WIRE.md`, section 5).
+
+Owned here: which requests an operation is, and when a snapshot is fetched (a private copy of the
+same version is not fetched again). Not owned: connections (`net/client.py`), the meaning of
+operations and all checks on what a client may do (the server's). Nothing is connected before
+something is asked.
+
+May be used from several threads and in forked children, as any `LocalRepository`.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Self
+from uuid import UUID
+
+import numpy as np
+
+from ..credentials import Credentials
+from ..errors import (
+    ConflictError,
+    CorruptError,
+    MetadataBehind,
+    MetadataError,
+    NoSuchDataset,
+    NoSuchPath,
+    UsageError,
+)
+from ..format.chunk import parse_header, parse_preamble
+from ..format.chunk_id import IdSource
+from ..format.entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
+from ..format.snapshot.entry_digest import EntryDigest
+from ..format.snapshot.reader import Snapshot, Stats
+from ..names import check_dataset_name, shown
+from ..net.client import Answer, RpcClient, ServerLink
+from ..net.messages import Fields, Message
+from ..repository.catalog import DatasetInfo
+from ..repository.local import LocalRepository, LocalWriteSession, ReportProgress, staleness_text
+from ..repository.retention import Deletion
+from ..repository.validation import ValidatedChunk, as_validated
+from ..repository.versions import (
+    NO_TALLIES,
+    KeptVersion,
+    VersionStore,
+    newest_private_copy,
+    open_private_copy,
+    write_private_copy,
+)
+from ..storage.metadata.store import DatasetHead, MetadataStore
+from ..urls import RepositoryUrl
+from .objects import RemoteObjects
+from .snapshot_transfer import SnapshotAssembler
+from .values import PATHS_MAX, parse_columns, parse_info, parse_list, paths_message
+
+_JOB_ANSWER_S = 60.0  # a server says every few seconds how far a job is
+_FINISH_S = 600.0  # the snapshot of a large dataset takes its time
+_FETCH_TRIES = 3
+_PATIENCE_S = 30.0  # with a metadata store that the server waits for, as without a server
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
+_IDS_AT_ONCE = 65_536
+
+
+class RemoteRepository(LocalRepository):
+    """Datasets behind a server."""
+
+    def __init__(
+        self, link: RpcClient, url: RepositoryUrl, credentials: Credentials | None
+    ) -> None:
+        objects = RemoteObjects(link)
+        super().__init__(objects, None, url=url)
+        self.credentials = credentials
+        self._link = link
+        self._versions = self.snapshots = RemoteVersionStore(objects, link)
+        self._identities: dict[str, UUID] = {}
+        self.metadata_error = (
+            ""  # why the server could not tell the last marker that it was asked for
+        )
+        self._clock_offset_s = 0.0  # by how much the server's clock is before ours
+        self.ids = IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid)
+
+    @classmethod
+    def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
+        """The repository behind the servers of a URL. Raises ConfigError."""
+        return cls(ServerLink.open(url, credentials), url, credentials)
+
+    def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
+        """The server's own affair."""
+
+    def close(self) -> None:
+        self._link.close_idle()
+
+    def _now_s(self) -> float:
+        """The time by the clock of the server, which judges the IDs that are made here."""
+        return time.time() + self._clock_offset_s
+
+    def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
+        return self._link.call({"do": do, **fields}, deadline_s=deadline_s)
+
+    # Finding datasets
+
+    def datasets(self) -> list[DatasetInfo]:
+        return [
+            parse_info(each) for each in parse_list(self._ask("datasets", {}).message, "datasets")
+        ]
+
+    def dataset(self, name: str) -> DatasetInfo:
+        return self._info("dataset", {"dataset": check_dataset_name(name)})
+
+    def _info(self, do: str, fields: Message) -> DatasetInfo:
+        try:
+            answer = self._ask(do, fields).message
+        except NoSuchDataset as error:
+            error.message = f"{error.message} in {self.url}"
+            raise
+        self.metadata_error = Fields(answer, "an answer").text("away", "")
+        self._clock_offset_s = Fields(answer, "an answer").number("now_s") - time.time()
+        info = parse_info(answer.get("info"))
+        self._identities[info.name] = info.identity
+        return info
+
+    def _identity(self, name: str) -> UUID:
+        check_dataset_name(name)
+        return self._identities.get(name) or self.dataset(name).identity
+
+    # Reading
+
+    def view_of(self, info: DatasetInfo) -> Snapshot:
+        return self._versions.current(info.identity)
+
+    def staleness_warning(self, view: Snapshot) -> str:
+        return (
+            staleness_text(view, f"the server says: {self.metadata_error}")
+            if self.metadata_error
+            else ""
+        )
+
+    def stat(self, name: str, path: bytes) -> Stat:
+        stats = self.stat_many(name, [check_path(path)], missing_ok=True)
+        found = next(iter(stats))
+        if found.kind not in _VISIBLE_KINDS:
+            raise NoSuchPath(f"no {shown(path)} in dataset {name!r}")
+        return found
+
+    def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
+        """The entries at `paths`, as they are now, many in one request. As `Snapshot.stat_many`."""
+        found = []
+        for start in range(0, len(paths), PATHS_MAX):
+            some = paths[start : start + PATHS_MAX]
+            answer = self._ask_about(name, "stat", {"paths": paths_message(some)})
+            found.append(parse_columns(Fields(answer.message, "an answer"), len(some)))
+        stats = _joined(found)
+        missing = ~np.isin(stats.kind, [int(kind) for kind in _VISIBLE_KINDS])
+        if not missing_ok and missing.any():
+            raise NoSuchPath(f"no such path: {shown(paths[int(missing.argmax())])}")
+        return stats
+
+    def list(self, name: str, folder: bytes = b"") -> Rows:
+        """What lies in a folder, as it is now: kinds, modes, sizes and times, no places."""
+        names: list[bytes] = []
+        found = []
+        check_path(folder)
+        while True:
+            after = names[-1] if names else b""
+            answer = self._ask_about(name, "list", {"folder": folder, "after": after})
+            fields = Fields(answer.message, "an answer")
+            packed = fields.octets("names")
+            some = packed.split(b"\0") if packed else []
+            if any(b"/" in each or a >= each for a, each in pairwise([after, *some])):
+                raise CorruptError("the server's list of names does not go on")
+            found.append(parse_columns(fields, len(some)))
+            names += some
+            if not fields.flag("more_names", default=False):
+                break
+            if not some:
+                raise CorruptError("the server's list of names ends early")
+        stats = _joined(found)
+        records = np.zeros(len(names), RECORD)
+        for column in ("kind", "mode", "size", "mtime_ns"):
+            records[column] = getattr(stats, column)
+        places = np.zeros(len(names), np.uint32)
+        return Rows([folder], places, names, records, places, [ChunkId(bytes(16))])
+
+    def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
+        """A request about a dataset that may have been made again since it was found."""
+        if name in self._identities:
+            with suppress(NoSuchDataset):
+                return self._ask(do, {"identity": self._identities[name].bytes, **fields})
+            del self._identities[name]
+        return self._ask(do, {"identity": self._identity(name).bytes, **fields})
+
+    # Writing
+
+    def begin(self, name: str, *, create: bool = True) -> "RemoteWriteSession":
+        check_dataset_name(name)
+        return RemoteWriteSession(self, self._info("begin", {"dataset": name, "create": create}))
+
+    def unreadable_paths(self, name: str) -> Sequence[bytes]:
+        message: Message = {"dataset": check_dataset_name(name), "unreadable": True}
+        return bytes(self._ask("begin", message).payload).split(b"\0")[:-1]
+
+    def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
+        """Have all that was committed survive, these chunks by all means; the version."""
+        version = 0
+        for start in range(0, len(chunks) or 1, _IDS_AT_ONCE):
+            packed = b"".join(chunks[start : start + _IDS_AT_ONCE])
+            answer = self._ask("finish", {"identity": identity.bytes, "chunks": packed}, _FINISH_S)
+            version = Fields(answer.message, "an answer").integer("version")
+        return version
+
+    def publish(self, name: str, *, full: bool = False) -> int:
+        return self.finish(self.dataset(name).identity)
+
+    def run_job(self, job: str, name: str, fields: Message, tell: ReportProgress) -> Message:
+        message: Message = {"do": job, "dataset": check_dataset_name(name), **fields}
+        answers = self._link.stream(message, deadline_s=_JOB_ANSWER_S)
+        result: Message | None = None
+        for answer in answers:
+            if answer.message.get("more") is True:
+                progress = Fields(answer.message, "progress")
+                tell(progress.integer("done"), progress.integer("total"))
+            else:
+                found = answer.message.get("result")
+                result = found if isinstance(found, dict) else None
+        if result is None:
+            raise CorruptError("the server ended a job without its result")
+        return result
+
+    def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
+        """The answer to a request about a task that reads a dataset (`peers/registration.py`)."""
+        return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
+
+    def check_no_overlap(self, source: object) -> None:
+        """The store is not here."""
+
+    def delete_dataset(self, name: str) -> Deletion:
+        self._identities.pop(name, None)
+        answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
+        fields = Fields(answer.message, "an answer")
+        done = Deletion(fields.integer("removed"), fields.integer("left", 0))
+        done.tell_left(name)
+        return done
+
+
+class RemoteWriteSession(LocalWriteSession):
+    """One writer on one dataset behind a server, which commits each chunk that is put."""
+
+    def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
+        super().__init__(repository, info)
+        self._remote = repository
+        self._finished = 0  # of `_own`, how many the server has acknowledged
+
+    def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """What a chunk brought that has been put: the server has checked and committed it."""
+        front = parse_preamble(preamble, identity=self.identity)
+        chunk = as_validated(parse_header(front, header))
+        self._committed(chunk)
+        return chunk
+
+    def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
+        return 0
+
+    def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        return self.validate_chunk(preamble, header)
+
+    def finish(self) -> int:
+        own = list(self._committed_ids)
+        version = self._remote.finish(self.identity, own[self._finished :])
+        self._finished = len(own)
+        return version
+
+    def _head(self) -> DatasetHead:
+        end_s, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S
+        while True:
+            try:
+                info = self._remote.dataset(self.name)
+            except NoSuchDataset:
+                info = None
+            if info is None or info.identity != self.identity:
+                raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
+            if info.head is not None:
+                return info.head
+            if not self._remote.metadata_error:
+                raise MetadataBehind(
+                    f"the server's metadata of {self.name!r} is behind its chunks",
+                    advice=f"run `dlcmd recover {self.name}`",
+                )
+            if time.monotonic() > end_s:
+                raise MetadataError(self._remote.metadata_error, advice="put again to go on")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+
+class RemoteVersionStore(VersionStore):
+    """Snapshots of the datasets behind a server, and this user's private copies of them."""
+
+    def __init__(self, objects: RemoteObjects, link: RpcClient) -> None:
+        super().__init__(objects)
+        self._link = link
+
+    def kept(self, identity: UUID) -> list[KeptVersion]:
+        """The versions that are kept, ascending."""
+        message: Message = {"do": "kept", "identity": identity.bytes}
+        found = []
+        for each in parse_list(self._link.call(message).message, "kept"):
+            if not isinstance(each, list) or [type(value) for value in each] != [int] * 4:
+                raise UsageError("a kept version is four numbers")
+            found.append(KeptVersion(*each))  # type: ignore[arg-type]  # just checked
+        return sorted(found)
+
+    def newest(self, identity: UUID) -> int:
+        message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
+        return Fields(self._link.call(message).message, "an answer").integer("newest")
+
+    def current(self, identity: UUID) -> Snapshot:
+        """The snapshot of the current version."""
+        return self._fetched(identity, 0, newest_private_copy(identity))
+
+    def load(self, identity: UUID, version: int) -> Snapshot:
+        return open_private_copy(identity, version) or self._fetched(identity, version, 0)
+
+    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
+        return self.load(identity, version)
+
+    def versions(self, identity: UUID) -> list[int]:
+        return [each.version for each in self.kept(identity)]
+
+    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
+        return self._fetched(identity, version, 0)
+
+    def load_current(
+        self, meta: MetadataStore, marker: DatasetHead, *, full: bool = False
+    ) -> Snapshot:
+        return self.current(marker.identity)
+
+    def publish(
+        self,
+        meta: MetadataStore,
+        marker: DatasetHead,
+        *,
+        full: bool = False,
+        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
+    ) -> int:
+        raise UsageError("the server publishes its snapshots itself")
+
+    def _fetched(self, identity: UUID, version: int, have: int) -> Snapshot:
+        """A version (0: the current one) from the server, unless it is the one that we `have`."""
+        tries = _FETCH_TRIES
+        while True:
+            tries -= 1
+            try:
+                current, parts = self._pieces(identity, version, have)
+            except MetadataError as error:  # a server that went while it sent
+                if not (error.retry and tries):
+                    raise
+                continue
+            if parts is not None:
+                return self._checked(identity, current, parts)
+            own = open_private_copy(identity, have)
+            if own is not None:
+                return own
+            have = 0  # somebody has cleaned up meanwhile
+
+    def _pieces(self, identity: UUID, version: int, have: int) -> tuple[int, memoryview | None]:
+        """The version that was sent, and its bytes; None where it is the one that we have."""
+        message: Message = {
+            "do": "snapshot", "identity": identity.bytes, "version": version, "have": have,
+        }  # fmt: skip
+        gathered = SnapshotAssembler()
+        for answer in self._link.stream(message):
+            fields = Fields(answer.message, "a snapshot's piece")
+            if answer.message.get("more") is True:
+                gathered.add(fields.integer("bytes"), answer.payload)
+                continue
+            sent, total = fields.integer("version"), fields.integer("total")
+            if not total and have and sent == have:
+                return sent, None
+            return sent, gathered.joined(total)
+        raise CorruptError("the server sent no end of a snapshot")
+
+    def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
+        found = Snapshot(content, verify=True)
+        if (found.identity, found.version) != (identity, version):
+            raise CorruptError("the server sent another snapshot than it says")
+        if not version:
+            return found  # of a dataset without any entry
+        return write_private_copy(identity, version, [content]) or found
+
+
+_VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)
+
+
+def _joined(stats: Sequence[Stats]) -> Stats:
+    if len(stats) == 1:
+        return stats[0]
+    columns = ("kind", "mode", "size", "mtime_ns")
+    if not stats:
+        return Stats(
+            np.zeros(0, np.uint8), np.zeros(0, np.uint16), np.zeros(0, np.uint64),
+            np.zeros(0, np.int64),
+        )  # fmt: skip
+    return Stats(*(np.concatenate([getattr(each, name) for each in stats]) for name in columns))

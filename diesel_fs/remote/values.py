@@ -1,0 +1,156 @@
+"""What requests and their answers hold (`WIRE.md`, section 5), as values, in both directions.
+
+Owned here: datasets, parts, columns and folders as they travel. Not owned: which requests there
+are and who may send them (the server), frames (`wire.py`). Values are checked where they arrive;
+all raise UsageError. Pure; safe from any thread.
+"""
+
+from collections.abc import Sequence
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import UsageError
+from ..format.entries import CHUNK_RANGE, ChunkId, ChunkRanges, Kind
+from ..format.snapshot.reader import Stats
+from ..names import check_dataset_name
+from ..net.frames import READ_BYTES_MAX
+from ..net.messages import Fields, Message, Value
+from ..repository.catalog import DatasetInfo
+from ..storage.metadata.store import DatasetHead
+
+PARTS_MAX = 65_536
+
+PATHS_MAX = 1 << 18
+NO_KIND = 255
+"""In a column of kinds: there is no such entry."""
+
+_COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8"))
+
+
+def info_message(info: DatasetInfo) -> Message:
+    """A dataset as it travels."""
+    found = info.head
+    head_message: Message | None = None
+    if found is not None:
+        head_message = {
+            "version": found.version,
+            "files": found.files,
+            "bytes": found.bytes,
+            "chunks": found.chunks,
+            "digest": found.digest.to_bytes(16, "big"),
+            "newest": found.newest,
+        }
+    return {
+        "name": info.name,
+        "identity": info.identity.bytes,
+        "created_ns": info.created_ns,
+        "marker": head_message,
+    }
+
+
+def parse_info(value: Value) -> DatasetInfo:
+    """The dataset that a message describes."""
+    fields = Fields(_map(value, "a dataset"), "a dataset")
+    name = check_dataset_name(fields.text("name"))
+    identity = parse_identity(fields)
+    created_ns = fields.integer("created_ns")
+    assert isinstance(value, dict)
+    described = value.get("marker")
+    head = None
+    if described is not None:
+        head_fields = Fields(_map(described, "a marker"), "a marker")
+        version, files, content, chunks = map(
+            head_fields.integer, ("version", "files", "bytes", "chunks")
+        )
+        digest, newest = (octets(head_fields, each, 16) for each in ("digest", "newest"))
+        head = DatasetHead(
+            identity, name, version, files, content, chunks, int.from_bytes(digest, "big"),
+            ChunkId(newest),
+        )  # fmt: skip
+    return DatasetInfo(name, identity, created_ns, head)
+
+
+def parse_identity(fields: Fields) -> UUID:
+    """The field `identity`."""
+    return UUID(bytes=octets(fields, "identity", 16))
+
+
+def octets(fields: Fields, name: str, length: int) -> bytes:
+    """Just so many bytes."""
+    found = fields.octets(name)
+    if len(found) != length:
+        fields.bad(name, f"it is {length} bytes")
+    return found
+
+
+def parse_list(answer: Message, name: str) -> list[Value]:
+    """A field that is a list."""
+    found = answer.get(name)
+    if not isinstance(found, list):
+        raise UsageError(f"an answer without the list {name!r}")
+    return found
+
+
+def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
+    """Parts (chunk, start, size) as they travel."""
+    found = np.zeros(len(parts), CHUNK_RANGE)
+    for i, (chunk, start, size) in enumerate(parts):
+        found[i] = (np.void(chunk), start, size)
+    return found.tobytes()
+
+
+def parse_parts(fields: Fields) -> ChunkRanges:
+    """The field `parts`."""
+    packed = fields.octets("parts")
+    count, rest = divmod(len(packed), CHUNK_RANGE.itemsize)
+    if rest or count > PARTS_MAX:
+        fields.bad("parts", f"it is at most {PARTS_MAX} records of {CHUNK_RANGE.itemsize} bytes")
+    found = np.frombuffer(packed, CHUNK_RANGE)
+    if int(found["size"].sum(dtype=np.uint64)) > READ_BYTES_MAX:
+        fields.bad("parts", f"they have at most {READ_BYTES_MAX} bytes together")
+    return found
+
+
+def paths_message(paths: Sequence[bytes]) -> bytes:
+    """Paths or names as they travel; at least one."""
+    return b"\0".join(paths)
+
+
+def parse_paths(fields: Fields) -> list[bytes]:
+    """The field `paths`."""
+    packed = fields.octets("paths")
+    if packed.count(b"\0") >= PATHS_MAX:
+        fields.bad("paths", f"they are at most {PATHS_MAX}")
+    return packed.split(b"\0")
+
+
+def columns_message(stats: Stats) -> Message:
+    """Entries as they travel; of one that is not there the kind is TOMBSTONE."""
+    kind = stats.kind.astype(np.uint8)
+    kind[kind == Kind.TOMBSTONE] = NO_KIND
+    return {
+        "kind": kind.tobytes(),
+        "mode": stats.mode.astype("<u2").tobytes(),
+        "size": stats.size.astype("<u8").tobytes(),
+        "mtime_ns": stats.mtime_ns.astype("<i8").tobytes(),
+    }
+
+
+def parse_columns(fields: Fields, count: int) -> Stats:
+    """The columns of `count` entries."""
+    found = {}
+    for name, kind in _COLUMNS:
+        packed = octets(fields, name, count * np.dtype(kind).itemsize)
+        found[name] = np.frombuffer(packed, kind)
+    kinds = found["kind"].copy()
+    kinds[kinds == NO_KIND] = Kind.TOMBSTONE
+    if count and int(kinds.max()) > Kind.TOMBSTONE:
+        fields.bad("kind", "it is of a known kind")
+    return Stats(kinds, found["mode"].copy(), found["size"].copy(), found["mtime_ns"].copy())
+
+
+def _map(value: Value, what: str) -> Message:
+    if not isinstance(value, dict):
+        raise UsageError(f"{what} is described by a map")
+    return value

@@ -1,0 +1,118 @@
+"""Which datasets an object store holds: their names and identities, and which are deleted.
+
+Owned here: the small objects that say so (FORMAT.md, section 2). The object store is the truth; a
+metadata store's markers are only put beside. Thread-safe; nothing is remembered between calls.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from uuid import UUID
+
+from ..errors import CorruptError, ObjectExists, ObjectMissing, UsageError
+from ..format.object_names import DATASETS, dataset_object, deleted_object, identity_of_object
+from ..names import check_dataset_name
+from ..storage.metadata.store import DatasetHead
+from ..storage.objects.store import ObjectStore
+
+_IDENTITY_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """A dataset as the object store knows it; without `head` the metadata store does not."""
+
+    name: str
+    identity: UUID
+    created_ns: int
+    head: DatasetHead | None
+
+
+class Catalogue:
+    """The datasets of one object store."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def all(
+        self, heads: Mapping[UUID, DatasetHead]
+    ) -> tuple[list[DatasetInfo], list[CorruptError]]:
+        """The datasets that are not deleted, by name; and what is wrong with those whose name
+        neither their object nor a marker tells."""
+        found: list[DatasetInfo] = []
+        damaged: list[CorruptError] = []
+        for identity in self._identities():
+            marker = heads.get(identity)
+            try:
+                info = self.describe(identity, marker)
+            except CorruptError as error:
+                info = None
+                if marker is None:
+                    damaged.append(error)
+                else:
+                    info = DatasetInfo(marker.name, identity, 0, marker)
+            if info is not None:
+                found.append(info)
+        return sorted(found, key=lambda info: (info.name, info.created_ns)), damaged
+
+    def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
+        """A dataset; None where it is deleted or was never finished. Raises CorruptError."""
+        if self.is_deleted(identity):
+            return None
+        described = self._described(identity)
+        return described and DatasetInfo(*described, head)
+
+    def deleted_dataset(self, identity: UUID) -> DatasetInfo | None:
+        """A deleted dataset of which objects are left, be it for its readers; None for any other.
+        Raises CorruptError."""
+        described = self._described(identity) if self.is_deleted(identity) else None
+        return described and DatasetInfo(*described, None)
+
+    def is_deleted(self, identity: UUID) -> bool:
+        """Whether a dataset has been deleted, for ever."""
+        try:
+            self._objects.stat(deleted_object(identity))
+        except ObjectMissing:
+            return False
+        return True
+
+    def deleted_named(self, name: str) -> Iterator[UUID]:
+        """Deleted datasets of this name of which objects are left, be it of a writer that had not
+        heard of it."""
+        for identity in self._identities():
+            with suppress(ObjectMissing):
+                if self._objects.get(deleted_object(identity)) == name.encode():
+                    yield identity
+
+    def add(self, name: str, identity: UUID, created_ns: int) -> None:
+        """Give a dataset its name. Idempotent; durable on return."""
+        described = {"name": name, "identity": identity.hex, "created_ns": created_ns}
+        with suppress(ObjectExists):
+            self._objects.put(dataset_object(identity), [json.dumps(described).encode() + b"\n"])
+
+    def mark_deleted(self, name: str, identity: UUID) -> None:
+        """Say that a dataset is deleted, for ever. Idempotent; durable on return."""
+        with suppress(ObjectExists):
+            self._objects.put(deleted_object(identity), [name.encode()])
+
+    def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
+        try:
+            described = json.loads(bytes(self._objects.get(dataset_object(identity))))
+            name, created_ns = described["name"], described["created_ns"]
+            if not isinstance(name, str) or not isinstance(created_ns, int):
+                raise TypeError("a field of another type")
+            return check_dataset_name(name), identity, created_ns
+        except ObjectMissing:
+            return None
+        except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
+            raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
+
+    def _identities(self) -> Iterator[UUID]:
+        """One listing per dataset, not of the chunks in it."""
+        after = DATASETS
+        while (name := next(iter(self._objects.names(DATASETS, after)), None)) is not None:
+            identity = identity_of_object(name)
+            if identity is not None:
+                yield identity
+            after = name[: len(DATASETS) + _IDENTITY_CHARS] + "0"  # behind every "<identity>/..."

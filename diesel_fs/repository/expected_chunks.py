@@ -1,0 +1,624 @@
+"""Which chunks the state of a dataset is made of, and reading their headers to fold it.
+
+A state is a fold over chunks, so a chunk that is overlooked makes its files "no such file". Absence
+needs proof (FORMAT.md, section 5): three sources say which chunks there must be (a listing of the
+object store, the live metadata, the newest published snapshot), and nothing is decided by one of
+them alone. A chunk that is named and cannot be had is a **loss**: it is reported, and no state is
+replaced by one without it unless the user accepts that.
+
+Damaged bytes and unreachable bytes are different things. The first are read again once and are a
+loss then; the second are tried again for some seconds, and end the work with the store's error.
+
+No state is kept between calls. One thread, beside which others read headers ahead.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol, Self, TypeVar
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import (
+    CorruptError,
+    DieselError,
+    FormatError,
+    MetadataBehind,
+    NewerVersionError,
+    ObjectMissing,
+    ObjectStoreError,
+)
+from ..format.chunk import ENTRIES_MAX, Header
+from ..format.chunk_id import LOWEST, chunk_id_text, id_seconds
+from ..format.entries import EXTENT, ChunkId, Kind
+from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
+from ..format.snapshot import layout as layout
+from ..format.snapshot.reader import Indices, Snapshot
+from ..names import shown
+from ..net.messages import Fields, Message
+from ..storage.metadata.store import DIGEST_MODULUS, Batch, DatasetHead, MetadataStore, chunk_digest
+from ..storage.objects.store import ObjectStore
+from .leases import purge_is_under_way
+from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
+from .versions import VersionStore
+
+log = logging.getLogger("diesel.repository")
+
+HEADERS_AHEAD = 16
+"""So many are asked for at once: a store that answers after 20 ms gives some hundreds a second."""
+
+FILES_NAMED_MAX = 1000
+"""Of all lost files, so many are named one by one; of the others it is said how many there are."""
+
+_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
+_PAUSES_S = (0.1, 0.5, 2.0)  # before a store that failed is asked again, beyond its own retries
+_NO_CHUNKS: frozenset[ChunkId] = frozenset()
+
+T = TypeVar("T")
+
+
+class ChunkReader(Protocol):
+    """What of a repository is needed here."""
+
+    objects: ObjectStore
+    snapshots: VersionStore
+
+    def read_header(self, identity: UUID, chunk: ChunkId) -> Header:
+        """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
+
+    def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
+        """The IDs of the durable chunks greater than `since`, ascending."""
+
+
+# Which chunks there must be
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedChunks:
+    """The chunks that a dataset's state is made of, by those who say so."""
+
+    live: frozenset[ChunkId] = _NO_CHUNKS
+    """Those that the metadata store knows and in which something is."""
+    empty: frozenset[ChunkId] = _NO_CHUNKS
+    """Those that the metadata store knows and of which each place is a hole."""
+    published: Snapshot | None = None
+    """The newest published snapshot that can be read."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Newer published versions than that, whose snapshots cannot be read, and why."""
+
+    @property
+    def needed(self) -> frozenset[ChunkId]:
+        """Those without which something would be missing. A published snapshot lists chunks of
+        tombstones, too; only the metadata store can tell that nothing is in a chunk any more."""
+        listed = self.published.chunk_ids if self.published else ()
+        return self.live.union(listed) - self.empty
+
+
+def expected_chunks(
+    shelf: VersionStore, meta: MetadataStore | None, identity: UUID
+) -> ExpectedChunks:
+    """What live metadata and the newest readable snapshot name. `meta` is None where the metadata
+    store does not know the dataset. Raises ObjectStoreError, MetadataError.
+    """
+    published, damaged = newest_readable(shelf, identity)  # first: what comes later is live, too
+    live, empty = set[ChunkId](), set[ChunkId]()
+    if meta is not None:
+        try:
+            for record in meta.chunks(identity):
+                (empty if record.holes == record.entries else live).add(record.id)
+        except (MetadataBehind, CorruptError) as error:
+            log.warning("the metadata store does not tell its chunks: %s", error.message)
+    return ExpectedChunks(frozenset(live), frozenset(empty), published, damaged)
+
+
+def newest_readable(shelf: VersionStore, identity: UUID) -> tuple[Snapshot | None, dict[int, str]]:
+    """The newest published snapshot that can be read; and why newer ones cannot."""
+    damaged = dict[int, str]()
+    for version in reversed(shelf.versions(identity)):
+        try:
+            return shelf.load_without_copy(identity, version), damaged
+        except ObjectMissing:  # removed since it was listed: there is a newer one
+            continue
+        except FormatError as error:
+            damaged[version] = error.message
+    return None, damaged
+
+
+def chunk_exists(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> bool:
+    """Whether the store has a chunk, whatever a listing said."""
+    try:
+        objects.stat(chunk_object(identity, chunk))
+    except ObjectMissing:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Needed chunks that a listing did not show."""
+
+    lost: frozenset[ChunkId]
+    """The store has them not."""
+    unlisted: frozenset[ChunkId]
+    """They are there all the same: the listing was short."""
+
+
+def absent_chunks(
+    reader: ChunkReader,
+    identity: UUID,
+    expected: ExpectedChunks,
+    listed: Collection[ChunkId],
+    reload_expected: Callable[[], ExpectedChunks],
+) -> Absent:
+    """Those of the needed chunks that were not listed. A purge forgets a chunk before it deletes
+    it, so one is lost only if it is still named after it was found to be gone (`reload_expected`).
+    """
+    absent = expected.needed.difference(listed)
+    unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
+    lost = absent - unlisted
+    if lost:
+        lost &= reload_expected().needed
+    return Absent(frozenset(lost), frozenset(unlisted))
+
+
+# What is lost with them
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A chunk that is named and cannot be had: why, and the files that are in it."""
+
+    chunk: ChunkId
+    why: str
+    files: Sequence[bytes] = ()
+
+    def __str__(self) -> str:
+        return f"{self.why}; files in it: {len(self.files)}"
+
+
+class LostChunks(CorruptError):
+    """Chunks that the metadata or the newest snapshot name are lost or damaged."""
+
+
+def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[Loss]:
+    """What is lost with chunks (and why each is), by views that may know what is in them."""
+    files = {chunk: list[bytes]() for chunk in chunks}
+    left = set(chunks)
+    for view in views if left else ():
+        known = left.intersection(view.chunk_ids)
+        if not known:
+            continue
+        left -= known
+        numbers, places = files_in(view, known)
+        for number, path in zip(numbers.tolist(), view.paths(places), strict=True):
+            files[view.chunk_ids[number]].append(path)
+    return [Loss(chunk, why, files[chunk]) for chunk, why in sorted(chunks.items())]
+
+
+def files_in(view: Snapshot, chunks: Collection[ChunkId]) -> tuple[Indices, Indices]:
+    """The files of a view of which a part is in these chunks: for each the number of such a chunk
+    in the view's table, and its index."""
+    wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
+    columns = view.columns
+    places = np.flatnonzero(layout.kinds(columns.flags) == Kind.FILE)
+    numbers = columns.chunk[places].astype(np.int64)
+    many = np.flatnonzero((columns.flags[places] & layout.MANY) != 0)
+    in_it = np.zeros(len(places), np.bool_)
+    plain = np.ones(len(places), np.bool_)
+    plain[many] = False
+    in_it[plain] = wanted[numbers[plain]]
+    for each in many.tolist():
+        start, count = int(numbers[each]), int(columns.offset[places[each]])
+        parts = columns.extents["chunk"][start : start + count]
+        of_them = parts[wanted[parts]]
+        if len(of_them):
+            in_it[each], numbers[each] = True, int(of_them[0])
+    return numbers[in_it], places[in_it]
+
+
+def loss_lines(losses: Sequence[Loss]) -> list[str]:
+    """A line for each chunk and, up to a limit, one for each file."""
+    lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
+    for loss in losses:
+        named = loss.files[:left]
+        left -= len(named)
+        text = chunk_id_text(loss.chunk)
+        lines += [f"lost with chunk {text}: {shown(path)}" for path in named]
+    more = sum(len(loss.files) for loss in losses) - (FILES_NAMED_MAX - left)
+    if more:
+        lines.append(f"and {more} more files")
+    return lines
+
+
+def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> LostChunks:
+    """Why a state is not replaced by one without these chunks; `text` where it is not for chunks
+    that anybody can name."""
+    files = [path for loss in losses for path in loss.files]
+    if not text:
+        some = ", ".join(shown(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
+        texts = ", ".join(chunk_id_text(loss.chunk) for loss in losses[:3])
+        more = ", ..." if len(losses) > 3 else ""
+        text = (
+            f"chunks of {name!r} are lost or damaged: {texts}{more}; files in them:"
+            f" {len(files)}{f' ({some})' if some else ''}"
+        )
+    return LostChunks(
+        f"{text}; nothing was changed",
+        advice=f"bring back what is missing, or accept the loss with"
+        f" `dlcmd recover --forget-lost {name}`, and put the files again",
+    )
+
+
+# Folding
+
+
+def silent(done: int, total: int) -> None:
+    """No progress."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a look at all chunks found: damage (`problems`), what the store would not give
+    (`unreachable`), and what is no damage (`notes`)."""
+
+    chunks: int = 0  # whose headers were read, or could not be
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+    folded: int = 0  # chunks that the metadata store did not know
+    problems: list[str] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all of it could be looked at, and nothing is damaged or lost."""
+        return not (self.problems or self.unreachable)
+
+    def to_message(self) -> Message:
+        """These findings as they travel."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {
+            **counts,
+            "problems": [*self.problems],
+            "unreachable": [*self.unreachable],
+            "notes": [*self.notes],
+        }
+
+    @classmethod
+    def from_message(cls, message: Message) -> Self:
+        """The findings that were sent. Raises UsageError for anything else."""
+        fields = Fields(message, "findings")
+        chunks, entries, files, content_bytes, folded = map(fields.integer, _COUNTS)
+        problems, notes = fields.texts("problems"), fields.texts("notes")
+        # Servers of version 0.1.0 and before do not tell it
+        unreachable = fields.texts("unreachable") if "unreachable" in message else []
+        return cls(chunks, entries, files, content_bytes, folded, problems, unreachable, notes)
+
+
+_COUNTS = ("chunks", "entries", "files", "bytes", "folded")
+
+
+class RebuildSource:
+    """Chunks on their way from the object store into a state that is built anew.
+
+    `since` and `late` are what `MetadataStore.rebuild` wants. They raise LostChunks where a needed
+    chunk cannot be had, after all others have been looked at, unless `forget_lost`; and
+    ObjectStoreError where it cannot be found out.
+    """
+
+    def __init__(
+        self,
+        reader: ChunkReader,
+        meta: MetadataStore,
+        name: str,
+        identity: UUID,
+        head: DatasetHead | None,
+        *,
+        forget_lost: bool = False,
+        progress: Callable[[int, int], None] = silent,
+        report: Findings | None = None,
+    ) -> None:
+        self._reader = reader
+        self._meta = meta
+        self._name = name
+        self._identity = identity
+        self._marker = head
+        self._forget_lost = forget_lost
+        self._tell = progress
+        self._report = report or Findings()
+        self._known: frozenset[ChunkId] = _NO_CHUNKS
+        self._folded: set[ChunkId] = set()
+        self._missing: set[ChunkId] = set()
+        self._unusable: dict[ChunkId, FormatError] = {}
+        self._expected = ExpectedChunks()
+        self._done = self._total = 0
+
+    def since(self, first: ChunkId) -> Iterator[Batch]:
+        """What the chunks after an ID bring, and those before it that the newest snapshot names
+        and the metadata store does not. They are listed when the first batch is asked for: a
+        rebuild has looked at what stands by then, and what is committed later comes late."""
+        self._expected = self._load_expected()
+        self._check_snapshots()
+        self._known = self._expected.live | self._expected.empty
+        listed = read_with_retries(lambda: set(self._reader.chunk_ids(self._identity)))
+        absent = absent_chunks(
+            self._reader, self._identity, self._expected, listed, self._load_expected
+        )
+        for chunk in sorted(absent.unlisted):
+            self._report.notes.append(
+                f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
+            )
+        self._missing.update(absent.lost)
+        published = self._expected.published
+        acknowledged = set(published.chunk_ids if published else ()) - self._known
+        wanted = listed | absent.unlisted
+        yield from self._read({each for each in wanted if each > first or each in acknowledged})
+
+    def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        """What chunks bring that writers have committed meanwhile."""
+        self._known |= frozenset(chunks)
+        yield from self._read(chunks)
+
+    def forget_deleted(self) -> None:
+        """Forget what a purge had forgotten, and has deleted since it was read here: else the
+        metadata would name chunks that nobody has. What it has not deleted yet it forgets again."""
+        objects, identity = self._reader.objects, self._identity
+        gone = self._folded.difference(self._reader.chunk_ids(identity))
+        deleted = [each for each in gone if not chunk_exists(objects, identity, each)]
+        if deleted:
+            self._meta.forget(identity, deleted, tombstones=True)
+
+    def _load_expected(self) -> ExpectedChunks:
+        meta = None if self._marker is None else self._meta
+        return expected_chunks(self._reader.snapshots, meta, self._identity)
+
+    def _check_snapshots(self) -> None:
+        """Raise LostChunks where only a damaged snapshot knew which chunks there must be."""
+        expected, report = self._expected, self._report
+        known = max(
+            self._marker.version if self._marker else 0,
+            expected.published.version if expected.published else 0,
+        )
+        for version, why in expected.damaged.items():
+            text = f"published version {version} cannot be read ({why})"
+            if version <= known:
+                report.notes.append(text)
+                continue
+            text += ": which chunks only it names cannot be told"
+            if not self._forget_lost:
+                report.problems.append(text)
+                raise lost_chunks_error(self._name, [], text)
+            report.notes.append(f"forgotten: {text}")
+
+    def _read(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        self._total += len(chunks)
+        report = self._report
+        outcomes = prefetch_headers(self._reader, self._identity, sorted(chunks))
+        with closing(outcomes):
+            for chunk, outcome in outcomes:
+                self._tell(self._done, self._total)
+                self._done += 1
+                report.chunks += 1
+                try:
+                    header = outcome()
+                    batch = batch_of(header, stored=True)
+                except ObjectMissing:
+                    self._missing.add(chunk)  # lost, or purged since it was listed
+                    continue
+                except FormatError as error:
+                    self._unusable[chunk] = error
+                    continue
+                report.notes += skipped_entries(header)
+                self._folded.add(chunk)
+                report.folded += chunk not in self._known
+                report.entries += len(header)
+                yield batch
+        self._judge()
+
+    def _judge(self) -> None:
+        """Whether to go on without what could not be read. Raises LostChunks."""
+        why = {chunk: lost_text(chunk) for chunk in self._missing}
+        for chunk, error in self._unusable.items():
+            why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
+        if not why:
+            return
+        needed, report = self._load_expected().needed, self._report
+        report.problems += [
+            f"{why[chunk]}; it is left out" for chunk in self._unusable if chunk not in needed
+        ]
+        losses = losses_in(
+            {chunk: text for chunk, text in why.items() if chunk in needed}, self._views()
+        )
+        newer = any(
+            isinstance(self._unusable.get(loss.chunk), NewerVersionError) for loss in losses
+        )
+        self._missing, self._unusable = set(), {}
+        if not losses:
+            return
+        if self._forget_lost and not newer:
+            report.notes += [f"forgotten: {loss}" for loss in losses]
+            return
+        report.problems += loss_lines(losses)
+        raise lost_chunks_error(self._name, losses)
+
+    def _views(self) -> Iterator[Snapshot]:
+        """Views that may know what was in a chunk."""
+        if self._expected.published is not None:
+            yield self._expected.published
+        if self._marker is not None:
+            with suppress(DieselError):
+                yield self._reader.snapshots.load_current(self._meta, self._marker)
+
+
+def lost_text(chunk: ChunkId) -> str:
+    """What is said of a chunk that is named and not there."""
+    return f"lost chunk {chunk_id_text(chunk)}: the store does not have it"
+
+
+def skipped_entries(header: Header) -> Iterator[str]:
+    """Notes about entries of a chunk that no reader shows, for their paths."""
+    text = chunk_id_text(header.preamble.id)
+    for place, fault in header.faults.items():
+        path = shown(header.path(place))
+        yield f"chunk {text}: entry {place} ({path}) is skipped: its path has {fault}"
+
+
+# Which chunks a metadata store ought to know, and does not
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownChunks:
+    """What a listing and the newest snapshot have beyond a dataset's live metadata."""
+
+    unknown: Sequence[ChunkId] = ()
+    """Durable chunks that the metadata store does not know and that no put under way can own."""
+    acknowledged: frozenset[ChunkId] = _NO_CHUNKS
+    """Chunks that the newest snapshot names: those of `unknown` among them must be read."""
+
+
+def find_unknown_chunks(
+    reader: ChunkReader, meta: MetadataStore, marker: DatasetHead, *, needs_repair: bool
+) -> UnknownChunks:
+    """What the metadata store lacks.
+
+    Older chunks than the put window that are unknown are orphans; younger ones belong to puts under
+    way, unless a published snapshot names them. While a purge is under way only those count: it has
+    forgotten what it is about to delete. `needs_repair`: the metadata store may have come back
+    older; then the snapshot is asked by all means. Raises LostChunks where a chunk that only the
+    newest snapshot names is not there.
+    """
+    identity, count, digest = marker.identity, 0, 0
+    for chunk in reader.chunk_ids(identity):
+        count, digest = count + 1, digest + chunk_digest(chunk)
+    is_behind = reader.snapshots.newest(identity) > marker.version
+    if not is_behind and (count, digest % DIGEST_MODULUS) == (marker.chunks, marker.digest):
+        return UnknownChunks()
+    records = meta.chunks(identity)
+    known = {record.id for record in records}
+    published: Snapshot | None = None
+    if needs_repair or is_behind:
+        published, damaged = newest_readable(reader.snapshots, identity)
+        if any(version > marker.version for version in damaged):
+            raise MetadataBehind(
+                f"the metadata of {marker.name!r} is behind a version whose snapshot is damaged",
+                advice=f"run `dlcmd recover {marker.name}`",
+            )
+    acknowledged = frozenset(published.chunk_ids if published else ())
+    # Asked after `known`: what was forgotten by then is deleted by now, or the purge goes on
+    is_purged = purge_is_under_way(reader.objects, identity)
+    limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
+    listed = set(reader.chunk_ids(identity))
+    held = {record.id for record in records if record.holes < record.entries}
+    expected = ExpectedChunks(frozenset(held), frozenset(known - held), published)
+    absent = absent_chunks(
+        reader, identity, expected, listed,
+        lambda: expected_chunks(reader.snapshots, meta, identity),
+    )  # fmt: skip
+    gone = absent.lost - known
+    if gone:
+        losses = losses_in(dict.fromkeys(gone, ""), [published] if published else [])
+        raise lost_chunks_error(marker.name, losses)
+    unknown = [
+        chunk
+        for chunk in sorted(listed | absent.unlisted)
+        if chunk not in known
+        and (chunk in acknowledged or _sealed_s(reader.objects, identity, chunk) < limit)
+    ]
+    return UnknownChunks(unknown, acknowledged)
+
+
+def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
+    """When a chunk was sealed: not later than it was written, whatever its ID says."""
+    if id_seconds(chunk) < time.time() + CLOCK_ALLOWANCE_S:
+        return id_seconds(chunk)
+    return objects.stat(chunk_object(identity, chunk)).modified_ns / 1e9
+
+
+def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
+    """The entries whose chunk the store does not have, or not in its full length, by what one
+    listing tells. Putting them again heals the dataset. Raises ObjectStoreError, MetadataError."""
+    records = [each for each in meta.chunks(identity) if each.holes < each.entries]
+    if not records:
+        return []
+    there = {
+        chunk_of_object(info.name): info.bytes
+        for info in reader.objects.list(chunk_prefix(identity))
+    }
+    damaged = {
+        record.id
+        for record in records
+        if there.get(record.id) != record.object_bytes
+        and (record.id in there or not chunk_exists(reader.objects, identity, record.id))
+    }
+    if not damaged:
+        return []
+    rows = meta.changes(identity, 0).rows
+    numbers = [number for number, chunk in enumerate(rows.chunks) if chunk in damaged]
+    found = set(np.flatnonzero(np.isin(rows.chunk, numbers)).tolist())
+    for i, tail in rows.tails.items():
+        if rows.records["extents"][i] > 1:
+            parts = np.frombuffer(tail, EXTENT)["chunk"]
+            if any(part.tobytes() in damaged for part in parts):
+                found.add(i)
+    return [rows.path(i) for i in sorted(found)]
+
+
+# Reading headers
+
+Outcome = Callable[[], Header]
+"""Gives the header, or raises why there is none."""
+
+
+def prefetch_headers(
+    reader: ChunkReader, identity: UUID, chunks: Iterable[ChunkId]
+) -> Generator[tuple[ChunkId, Outcome]]:
+    """Headers in the order of `chunks`, some of which are read while the caller is at work.
+
+    Fewer where they are large, which is only known of those before: at first few.
+    """
+    waiting, left, entries = deque[tuple[ChunkId, Future[Header]]](), iter(chunks), ENTRIES_MAX
+    threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
+
+    def read(chunk: ChunkId) -> Header:
+        return read_with_retries(lambda: reader.read_header(identity, chunk))
+
+    try:
+        while True:
+            most = min(HEADERS_AHEAD, _ENTRIES_AHEAD // max(entries, 1))
+            for chunk in islice(left, max(most - len(waiting), 0)):
+                waiting.append((chunk, threads.submit(read, chunk)))
+            if not waiting:
+                return
+            chunk, future = waiting.popleft()
+            yield chunk, future.result
+            if not future.exception():
+                entries = max(len(future.result()), entries // 2)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def read_with_retries(read: Callable[[], T]) -> T:
+    """What `read` gives. Damaged bytes are read once more, and a store that fails is asked again
+    for some seconds: a state must not be decided by one bad moment. Raises FormatError,
+    ObjectStoreError."""
+    is_damaged = False
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except (NewerVersionError, ObjectMissing):
+            raise
+        except FormatError:
+            if is_damaged:
+                raise
+            is_damaged = True
+        except ObjectStoreError as error:
+            log.info("asked again after %s s: %s", pause_s, error.message)
+            time.sleep(pause_s)
+    return read()

@@ -1,0 +1,191 @@
+"""Which chunks may be committed, and what of them a metadata store is given.
+
+Owned here: the checks of a committer (FORMAT.md, section 5: the put window, IDs from the future,
+stamps that a client may not choose), by which clock, and that a chunk which fails one is deleted.
+Not owned: the bytes of chunks (`chunk.py`), the fold (the metadata store's). Safe from any thread.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from ..errors import BusyError, CorruptError, NotFoundError, ObjectStoreRefused
+from ..format.chunk import Header, parse_header, parse_preamble
+from ..format.chunk_id import LOWEST, chunk_id_text, id_seconds, stamp_fields
+from ..format.entries import ChunkId, ChunkInfo, Kind
+from ..format.object_names import chunk_object
+from ..storage.metadata.store import COMMIT_LOCK_S_MAX, Batch, MetadataStore
+from ..storage.objects.store import ObjectStore
+
+PUT_WINDOW_S = 3600
+"""How long a chunk may take from its sealing to its commit; how far back recovery must look."""
+
+CLOCK_ALLOWANCE_S = 300
+"""How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
+
+FOLLOW_ALLOWANCE_S = 60
+"""How far it may be ahead of the newest committed ID, where that is ahead of the clock itself: a
+second or two is what following another writer takes."""
+
+
+class StoreClock:
+    """The time by the metadata store's clock, which is asked once and again where it matters; what
+    becomes of this host's clock meanwhile does not. Thread-safe."""
+
+    def __init__(self, read_clock: Callable[[], float]) -> None:
+        """`read_clock` gives seconds since 1970, as `MetadataStore.now_s`."""
+        self._read_remote_clock = read_clock
+        self._last_reading: tuple[float, float] | None = None  # and the monotonic time then
+
+    def now_s(self, *, refresh: bool = False) -> float:
+        """Seconds since 1970. Raises MetadataError."""
+        told = self._last_reading
+        if refresh or told is None:
+            asked_s = time.monotonic()  # before: what comes of a slow answer is a little early
+            told = self._last_reading = self._read_remote_clock(), asked_s
+        return told[0] + time.monotonic() - told[1]
+
+    def check_local_clock(self) -> None:
+        """Raise ObjectStoreRefused where this host's clock is ahead: everybody else's IDs would
+        have to follow those that it makes."""
+        own_s, right_s = time.time(), self.now_s(refresh=True)
+        if own_s > right_s + CLOCK_ALLOWANCE_S:
+            right = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(right_s))
+            raise ObjectStoreRefused(
+                f"the clock of this host is {own_s - right_s:.0f} s ahead of the repository's,"
+                f" by which it is {right}",
+                advice="nothing has been written; set the clock right",
+            )
+
+
+class StaleChunk(BusyError):
+    """A chunk was older than the put window at its commit; it has been deleted again."""
+
+    def __init__(self, message: str, paths: Sequence[bytes]) -> None:
+        super().__init__(message, advice="put these files again")
+        self.paths = paths
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedChunk:
+    """A chunk that may be committed, and what that brings: regular files (the last extent
+    counts) and their bytes."""
+
+    batch: Batch
+    files: int
+    content_bytes: int
+
+
+def validate_chunk(
+    objects: ObjectStore,
+    meta: MetadataStore,
+    clock: StoreClock,
+    identity: UUID,
+    preamble: bytes,
+    header: bytes,
+) -> ValidatedChunk:
+    """A chunk that is durable, from its preamble and stored header, to be committed soon.
+
+    Raises CorruptError for an ID from the future or stamps that a client may not choose,
+    StaleChunk for an ID older than the put window (the chunk is deleted).
+    """
+    front = parse_preamble(preamble, identity=identity)
+    parsed = parse_header(front, header)
+    try:
+        check_age(parsed)
+    except StaleChunk as stale:
+        _delete_stale(objects, meta, identity, parsed, stale)
+    try:
+        check_claims(parsed, meta, clock)
+    except CorruptError:  # nor may a later recovery take it for an orphan
+        objects.delete(chunk_object(identity, front.id))
+        raise
+    return as_validated(parsed)
+
+
+def check_age(header: Header) -> None:
+    """Raise StaleChunk where an ID is older than the put window."""
+    chunk = header.preamble.id
+    if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
+        paths = [header.path(place) for place in range(len(header))]
+        raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
+
+
+def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None:
+    """Raise CorruptError for an ID from the future, or stamps that a client may not choose.
+
+    Where a committed ID is from the future itself, what follows it has to be, too.
+    """
+    chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
+    if id_seconds(chunk) > limit_s:  # the two are asked only then
+        identity = header.preamble.identity
+        newest = next((m.newest for m in meta.heads() if m.identity == identity), LOWEST)
+        now_s = clock.now_s(refresh=True)
+        if id_seconds(chunk) > max(
+            now_s + CLOCK_ALLOWANCE_S, id_seconds(newest) + FOLLOW_ALLOWANCE_S
+        ):
+            raise CorruptError(
+                f"chunk {chunk_id_text(chunk)} is from the future"
+                f" by {id_seconds(chunk) - now_s:.0f} s",
+                advice="set the clocks of the writers right",
+            )
+    header.check_stamps(PUT_WINDOW_S)
+
+
+def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
+    """How many IDs are ahead of the clock by more than is allowed; nothing where none is."""
+    limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
+    ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
+    if not ahead:
+        return ""
+    ahead_s = math.ceil(id_seconds(max(ahead)) - clock.now_s())
+    return (
+        f"{len(ahead)} chunk{'s' * (len(ahead) > 1)} with an ID from the future, by {ahead_s} s at"
+        " most: the clock of a writer was wrong; later puts follow it, and `recover --since` always"
+        " reads these chunks"
+    )
+
+
+def as_validated(header: Header) -> ValidatedChunk:
+    """What a chunk brings that has passed the checks."""
+    files = header.records["kind"] == Kind.FILE
+    for place, part in header.extents.items():
+        files[place] = part.number == part.total - 1
+    content_bytes = int(header.records["size"][files].sum())
+    return ValidatedChunk(batch_of(header), int(files.sum()), content_bytes)
+
+
+def _delete_stale(
+    objects: ObjectStore, meta: MetadataStore, identity: UUID, header: Header, stale: StaleChunk
+) -> None:
+    """Delete a chunk that came after the put window, unless somebody has folded it in."""
+    chunk = header.preamble.id
+    with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):  # nobody folds it in between the two
+        try:
+            meta.holes(identity, chunk)
+        except NotFoundError:
+            objects.delete(chunk_object(identity, chunk))
+        else:
+            return
+    raise stale
+
+
+def batch_of(header: Header, *, stored: bool = False) -> Batch:
+    """What a metadata store commits of a chunk.
+
+    `stored`: of one that was found in the object store, where purge may have written it; its
+    stamps may be foreign, but are never greater than its ID (FORMAT.md, Z6 and Z12). Raises
+    CorruptError.
+    """
+    own = header.preamble.id
+    if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):
+        raise CorruptError(f"chunk {chunk_id_text(own)} has a stamp greater than its ID")
+    rows, stamps = header.rows()
+    return Batch(
+        chunk=ChunkInfo(own, header.preamble.object_bytes),
+        uploaded_ns=time.time_ns(),
+        rows=rows,
+        stamps=stamps,
+    )

@@ -1,0 +1,88 @@
+"""The table of accounts in Redis, beside the metadata.
+
+Owned here: how accounts stand under `USERS_KEY` (`storage/metadata/redis/keys.py`). Not owned:
+connections (`storage/metadata/redis/link.py`), what a change means (`accounts.py`).
+
+A change reads all accounts, and a script puts the difference in, if the token still is what it was;
+so changes are atomic, one after the other, and may be sent again. Safe from threads, processes and
+forked children.
+"""
+
+import functools
+import secrets
+from collections.abc import Callable
+from typing import Self
+from uuid import UUID
+
+from diesel_fs.errors import BusyError, CorruptError
+from diesel_fs.storage.accounts.account import Accounts, account_line, parse_account
+from diesel_fs.storage.accounts.store import NO_TOKEN, AccountState, AccountTable
+from diesel_fs.storage.metadata.redis.head import open_link
+from diesel_fs.storage.metadata.redis.head_scripts import SET_USERS
+from diesel_fs.storage.metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
+from diesel_fs.storage.metadata.redis.link import (
+    DEADLINE_S,
+    Command,
+    RedisLink,
+    ScriptCommand,
+    Word,
+)
+from diesel_fs.storage.metadata.redis.replies import packed_dict
+
+_TOKEN_BYTES = 16
+_TRIES_MAX = 50
+
+
+class RedisAccounts(AccountTable):
+    """A table in Redis. What survives a crash of it: as `storage/metadata/redis/store.py` says."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    @classmethod
+    def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
+        """The table at a URL, of the repository over that object store. Raises as `open_link`."""
+        return cls(open_link(url, deadline_s=deadline_s, store=store))
+
+    def __repr__(self) -> str:
+        return f"RedisAccounts({self._link.address})"
+
+    def read(self) -> AccountState:
+        (reply,) = self._ask("HGETALL", USERS_KEY)
+        fields = packed_dict(reply)
+        token = fields.pop(USERS_TOKEN, NO_TOKEN)
+        accounts = {}
+        for field, line in fields.items():
+            account = parse_account(line, f"{self._link.address}, {USERS_KEY.decode()}")
+            if account.name.encode() != field:
+                raise CorruptError(f"{self._link.address}: the account of another user")
+            accounts[account.name] = account
+        return AccountState(token, accounts)
+
+    def token(self) -> bytes:
+        (reply,) = self._ask("HGET", USERS_KEY, USERS_TOKEN)
+        return reply if isinstance(reply, bytes) else NO_TOKEN
+
+    def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
+        for _ in range(_TRIES_MAX):
+            before = self.read()
+            after = edit(before.accounts)
+            words: list[Word] = [SCHEMA, before.token, secrets.token_bytes(_TOKEN_BYTES)]
+            for name in sorted(before.accounts.keys() - after.keys()):
+                words += [name, ""]
+            for name in sorted(after):
+                if before.accounts.get(name) != after[name]:
+                    words += [name, account_line(after[name])]
+            run = ScriptCommand(SET_USERS, (SCHEMA_KEY, USERS_KEY), words)
+            reply = self._link.with_retries(functools.partial(self._link.run_scripts, [run]))[0]
+            assert isinstance(reply, list)
+            if reply[0] == b"ok":
+                self._link.with_retries(self._link.wait_durable)
+                return after
+        raise BusyError("the accounts are being changed by too many at once")
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, *words: Word) -> list[object]:
+        return self._link.with_retries(lambda: self._link.run([Command(USERS_KEY, words)]))

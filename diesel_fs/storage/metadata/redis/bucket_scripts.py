@@ -1,0 +1,318 @@
+"""What runs inside Redis over one bucket of a generation: the fold over pieces (FORMAT.md, section
+5). Each script is atomic, and touches the keys of one slot, all declared.
+
+Owned here: `APPLY`, `UNAPPLY` and what they read. Not owned: what is decided about datasets as
+wholes (`head_scripts.py`), how pieces are packed (`pieces.py`).
+
+Strings must not be compared with `<` in here: Lua asks the locale of the server then.
+"""
+
+from hashlib import sha1
+from typing import NamedTuple
+
+
+class Script(NamedTuple):
+    """A script and the name by which Redis knows it."""
+
+    source: bytes
+    sha: bytes
+
+
+SCRIPTS: list[Script] = []
+"""All scripts of this process: a Redis that does not know one is given every one of them."""
+
+
+def script(source: str) -> Script:
+    """A script from its source. It is added to `SCRIPTS`."""
+    packed = source.encode()
+    made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
+    SCRIPTS.append(made)
+    return made
+
+
+LESS = """
+local function less(a, b)
+  for i = 1, #a do
+    local x, y = a:byte(i), b:byte(i)
+    if x ~= y then return x < y end
+  end
+  return false
+end
+"""
+
+# x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece itself]
+# Numbers in a piece are little-endian. A piece is: count of folders (u16), so many folders (16),
+# then steps, each with the position of its folder (u16):
+#   F parent (16) name        the folder and its place in the tree, for the index
+#   S name                    a folder below
+#   N count (u16), files, tombstones (u32), bytes (u64), then (name, entry of 64) so often:
+#     regular: each name once, of one extent, not moved; the sums are those of them all
+#   G moved (u8), name, length of the entry (u32), entry
+#   H chunk (16), place (u32): a hole from the start (its folder means nothing)
+# A name is its length (u8) and its bytes. At the end: U, paths for `n`.
+APPLY = script(
+    LESS
+    + """
+local X, N, T, H, D, F, P, Q = unpack(KEYS, 1, 8)
+local call, pack, take = redis.call, struct.pack, struct.unpack
+if call('HEXISTS', N, ARGV[2]) == 1 then
+  call('HDEL', X, ARGV[1])
+  return call('HMGET', T, 'pieces', 'files', 'bytes')
+end
+local piece = ARGV[3]
+if not piece then
+  piece = call('HGET', X, ARGV[1])
+  if not piece then return false end
+end
+local count = (take('<I2', piece))
+if #KEYS ~= 8 + 2 * count then return redis.error_reply('ERR a piece of other folders') end
+call('HDEL', X, ARGV[1])  -- frees memory: where the piece was here, nothing is refused from now on
+call('HINCRBY', T, 'pieces', 1)
+local files, bytes, dead = 0, 0, {}
+
+local function folder(k) return piece:sub(k * 16 + 3, k * 16 + 18) end
+local function chunk_of(v) return v:sub(49, 64) end
+local function place_of(v) return (take('<I4', v, 37)) end
+local function extents_of(v) return (take('<I4', v, 41)) end
+local function stamp_of(v)
+  if #v == 64 then return v:sub(49, 64) .. v:sub(37, 40):reverse() end
+  return v:sub(65, 84)
+end
+
+local function hole(chunk, place)
+  local at = place % 1024
+  local field, byte = chunk .. pack('>I4', math.floor(place / 1024)), math.floor(at / 8) + 1
+  local map, bit = call('HGET', H, field) or string.rep('\\0', 128), 2 ^ (at % 8)
+  local value = map:byte(byte)
+  if math.floor(value / bit) % 2 == 0 then
+    call('HSET', H, field, map:sub(1, byte - 1) .. string.char(value + bit) .. map:sub(byte + 1))
+  end
+end
+
+local function add(k, v, sign)
+  local kind = v:byte(35)
+  if kind == 0 then
+    files, bytes = files + sign, bytes + sign * take('<I8', v)
+  elseif kind == 3 then
+    dead[k] = (dead[k] or 0) + sign
+  end
+end
+
+local function replace(k, name, old, v)
+  if old then
+    add(k, old, -1)
+    if extents_of(old) > 1 then
+      for at = 85, #old, 64 do hole(old:sub(at, at + 15), (take('<I4', old, at + 52))) end
+    else
+      hole(chunk_of(old), place_of(old))
+    end
+  end
+  call('HSET', KEYS[9 + 2 * k], name, v)
+  add(k, v, 1)
+end
+
+-- Incomplete versions of a path. `Q` has of each its stamp, how many extents are there, and the
+-- number of the one that came last; `P` has before each extent the number of the one that came
+-- before it. So all that are there are found, and nothing else is asked for.
+local NONE = 4294967295
+
+local function drop_part(k, name, stamp, number, is_hole)
+  local field = folder(k) .. stamp .. pack('>I4', number) .. name
+  local v = call('HGET', P, field)
+  if not v then return NONE end
+  if is_hole then hole(v:sub(53, 68), (take('<I4', v, 41))) end
+  call('HDEL', P, field)
+  return (take('>I4', v))
+end
+
+local function drop_parts(k, name, stamp, number, is_hole)
+  while number ~= NONE do number = drop_part(k, name, stamp, number, is_hole) end
+end
+
+local function write_waiting(k, name, waiting)
+  if waiting == '' then
+    call('HDEL', Q, folder(k) .. name)
+  else
+    call('HSET', Q, folder(k) .. name, waiting)
+  end
+end
+
+local function drop_older(k, name, stamp)
+  local waiting, left = call('HGET', Q, folder(k) .. name), {}
+  if not waiting then return end
+  for at = 1, #waiting, 28 do
+    local version = waiting:sub(at, at + 19)
+    if less(version, stamp) then
+      drop_parts(k, name, version, (take('>I4', waiting, at + 24)), true)
+    else
+      left[#left + 1] = waiting:sub(at, at + 27)
+    end
+  end
+  write_waiting(k, name, table.concat(left))
+end
+
+local function whole(k, name, v, moved)
+  local old, stamp, wins = call('HGET', KEYS[9 + 2 * k], name), stamp_of(v), not moved
+  if old then
+    local standing = stamp_of(old)
+    if stamp == standing then
+      wins = less(chunk_of(old), chunk_of(v))
+    else
+      wins = wins and less(standing, stamp)
+    end
+  end
+  if wins then replace(k, name, old, v) else hole(chunk_of(v), place_of(v)) end
+  if not moved then drop_older(k, name, stamp) end
+end
+
+local function swap(k, name, old, v)
+  local number = (take('<I4', v, 85 + 48))
+  local at = 85 + 64 * number
+  if extents_of(old) <= 1 or at > #old or not less(old:sub(at, at + 15), chunk_of(v)) then
+    return hole(chunk_of(v), place_of(v))
+  end
+  hole(old:sub(at, at + 15), (take('<I4', old, at + 52)))
+  local front = number == 0 and v or old
+  call('HSET', KEYS[9 + 2 * k], name,
+    front:sub(1, 84) .. old:sub(85, at - 1) .. v:sub(85, 148) .. old:sub(at + 64))
+end
+
+local function complete(k, name, old, stamp, extents, last)
+  local parts, tail = {}, {}
+  for number = 0, extents - 1 do
+    local v = call('HGET', P, folder(k) .. stamp .. pack('>I4', number) .. name)
+    if not v then return end
+    parts[1] = parts[1] or v
+    tail[#tail + 1] = v:sub(89, 152)
+  end
+  replace(k, name, old, parts[1]:sub(5, 88) .. table.concat(tail))
+  drop_parts(k, name, stamp, last, false)
+  local waiting, left = call('HGET', Q, folder(k) .. name), {}
+  for at = 1, #waiting, 28 do
+    if waiting:sub(at, at + 19) ~= stamp then left[#left + 1] = waiting:sub(at, at + 27) end
+  end
+  write_waiting(k, name, table.concat(left))
+  drop_older(k, name, stamp)
+end
+
+local function part(k, name, v, moved)
+  local old, stamp = call('HGET', KEYS[9 + 2 * k], name), v:sub(65, 84)
+  if old then
+    local standing = stamp_of(old)
+    if stamp == standing then return swap(k, name, old, v) end
+    if less(stamp, standing) then return hole(chunk_of(v), place_of(v)) end
+  end
+  local number = v:sub(133, 136):reverse()
+  local field = folder(k) .. stamp .. number .. name
+  local known = call('HGET', P, field)
+  if (not known and moved) or (known and less(chunk_of(v), known:sub(53, 68))) then
+    return hole(chunk_of(v), place_of(v))
+  end
+  if known then
+    call('HSET', P, field, known:sub(1, 4) .. v)
+    return hole(known:sub(53, 68), (take('<I4', known, 41)))
+  end
+  local waiting, there, before = call('HGET', Q, folder(k) .. name) or '', 1, pack('>I4', NONE)
+  for at = 1, #waiting, 28 do
+    if waiting:sub(at, at + 19) == stamp then
+      there, before = take('>I4', waiting, at + 20) + 1, waiting:sub(at + 24, at + 27)
+      waiting = waiting:sub(1, at - 1) .. waiting:sub(at + 28)
+      break
+    end
+  end
+  call('HSET', P, field, before .. v)
+  write_waiting(k, name, waiting .. stamp .. pack('>I4', there) .. number)
+  if there >= extents_of(v) then
+    complete(k, name, old, stamp, extents_of(v), (take('>I4', number)))
+  end
+end
+
+local function many(k, at)
+  local rows, new_files, new_dead, new_bytes, next_at = take('<I2I4I4I8', piece, at)
+  local pairs_of = {take(string.rep('Bc0c64', rows), piece, next_at)}
+  local key, clear = KEYS[9 + 2 * k], call('EXISTS', Q) == 0
+  if clear and call('EXISTS', key) == 1 then
+    local names = {}
+    for i = 1, rows do names[i] = pairs_of[2 * i - 1] end
+    for _, there in ipairs(call('HMGET', key, unpack(names))) do
+      if there then clear = false break end
+    end
+  end
+  if clear then
+    call('HSET', key, unpack(pairs_of, 1, 2 * rows))
+    files, bytes = files + new_files, bytes + new_bytes
+    if new_dead > 0 then dead[k] = (dead[k] or 0) + new_dead end
+  else
+    for i = 1, rows do whole(k, pairs_of[2 * i - 1], pairs_of[2 * i], false) end
+  end
+  return pairs_of[2 * rows + 1]
+end
+
+local at = 3 + 16 * count
+while true do
+  local step, k, next_at = take('<c1I2', piece, at)
+  local parent, name, moved, v
+  if step == 'F' then
+    parent, name, at = take('<c16Bc0', piece, next_at)
+    call('HSET', F, folder(k), parent .. name)
+  elseif step == 'S' then
+    name, at = take('<Bc0', piece, next_at)
+    call('SADD', KEYS[10 + 2 * k], name)
+  elseif step == 'N' then
+    at = many(k, next_at)
+  elseif step == 'G' then
+    moved, name, v, at = take('<BBc0I4c0', piece, next_at)
+    local place = extents_of(v) > 1 and part or whole
+    place(k, name, v, moved == 1)
+  elseif step == 'H' then
+    parent, v, at = take('<c16I4', piece, next_at)
+    hole(parent, v)
+  else
+    call('HSET', N, ARGV[2], piece:sub(next_at))
+    break
+  end
+end
+for k, more in pairs(dead) do call('HINCRBY', D, folder(k), string.format('%.0f', more)) end
+call('HINCRBY', T, 'files', string.format('%.0f', files))
+call('HINCRBY', T, 'bytes', string.format('%.0f', bytes))
+return call('HMGET', T, 'pieces', 'files', 'bytes')
+"""
+)
+
+# As APPLY | field in x, field in n. The piece: count of folders (u16), so many folders (16), how
+# many fields of `h` the chunk has here (u32), then tombstones to drop: position of the folder
+# (u16), length of the name (u8), name, length of the entry (u32), entry.
+UNAPPLY = script(
+    """
+local X, N, T, H, D = unpack(KEYS, 1, 5)
+local call, take = redis.call, struct.unpack
+local piece = call('HGET', X, ARGV[1])
+if not piece then return 0 end
+local count = (take('<I2', piece))
+if #KEYS ~= 8 + 2 * count then return redis.error_reply('ERR a piece of other folders') end
+call('HDEL', X, ARGV[1])
+call('HDEL', N, ARGV[2])
+local blocks, at = take('<I4', piece, 3 + 16 * count)
+for block = 0, blocks - 1 do
+  call('HDEL', H, ARGV[2]:sub(1, 16) .. struct.pack('>I4', block))
+end
+while at <= #piece do
+  local k, name, entry, next_at = take('<I2Bc0I4c0', piece, at)
+  at = next_at
+  if call('HGET', KEYS[9 + 2 * k], name) == entry then
+    call('HDEL', KEYS[9 + 2 * k], name)
+    call('HINCRBY', D, piece:sub(k * 16 + 3, k * 16 + 18), -1)
+  end
+end
+return 1
+"""
+)
+
+# x | field in x: how the piece begins, up to the end of its list of folders
+READ_PIECE_FOLDERS = script(
+    """
+local piece = redis.call('HGET', KEYS[1], ARGV[1])
+if not piece or #piece < 2 then return piece end
+return piece:sub(1, 2 + 16 * struct.unpack('<I2', piece))
+"""
+)

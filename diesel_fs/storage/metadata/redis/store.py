@@ -1,0 +1,618 @@
+"""The shared metadata store: a Redis, its replicas under sentinels, or a Redis Cluster.
+
+Owned here: datasets and holds, and that whoever reads gets one state. Not owned: keys
+(`keys.py`), how chunks get in (`transactions.py`) and rebuilds (`shadow_state.py`),
+the fold itself (`head_scripts.py`), reading entries (`rows.py`), connections and errors
+(`link.py`).
+
+Every question starts with the head of its dataset, in whose name what is committed and not yet
+applied is applied first, and ends with asking whether generation and version still stand: an answer
+is of one state, and "no such file" is never said out of ignorance. It starts again where they have
+moved, and holds commits back after some tries. An export proves itself by the marker's counts.
+
+Who looks is told within 10 s that Redis is away; who commits waits for it for 30 s.
+
+What survives a power cut: with `appendonly yes` on Redis 7.2 or later, everything that was
+committed before `sync` returned. Older ones cannot say when their log is on disk (with
+`appendfsync everysec` within some two seconds, with `always` at once), and one without a log
+forgets what came after its last snapshot. The chunks keep it all: the marker then differs from
+their listing, and what is missing is folded in.
+
+Safe from threads, processes and forked children.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Self, TypeVar, cast
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    MetadataBehind,
+    NoSuchDataset,
+    NotFoundError,
+    UsageError,
+)
+from diesel_fs.format.chunk_id import chunk_id_text
+from diesel_fs.format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
+from diesel_fs.storage.metadata.commit_lock import RenewingCommitLock
+from diesel_fs.storage.metadata.rebuild import rebuild
+from diesel_fs.storage.metadata.redis.chunk_removal import (
+    Candidate,
+    PathListMissing,
+    in_portions,
+    plan_removals,
+)
+from diesel_fs.storage.metadata.redis.head import (
+    RedisHead,
+    ScriptRejected,
+    UnknownDataset,
+    lost_data_error,
+    no_such_dataset_error,
+    open_link,
+)
+from diesel_fs.storage.metadata.redis.head_scripts import CREATE, DROP, LOCK_COMMITS
+from diesel_fs.storage.metadata.redis.keys import (
+    DEAD_KEY,
+    HOLES_PER_FIELD,
+    NAMES_KEY,
+    ChunkFacts,
+    DatasetKeys,
+    FolderId,
+    entry_stamp,
+    folder_id,
+    hole_fields,
+    piece_names,
+    unpack_chunk,
+)
+from diesel_fs.storage.metadata.redis.link import (
+    DEADLINE_S,
+    METADATA_READ_S,
+    Command,
+    RedisLink,
+    log,
+)
+from diesel_fs.storage.metadata.redis.pieces import unpack_paths
+from diesel_fs.storage.metadata.redis.replies import identity_of, listed, octets, packed_dict
+from diesel_fs.storage.metadata.redis.rows import (
+    FolderEntries,
+    GenerationReader,
+    PartialScan,
+    chunks_of,
+    columns,
+    kind_of,
+)
+from diesel_fs.storage.metadata.redis.shadow_state import (
+    RedisShadowState,
+    new_generation,
+    remove_abandoned,
+)
+from diesel_fs.storage.metadata.redis.transactions import (
+    BegunTransaction,
+    ChunkRemoval,
+    PendingCommits,
+    RedisTransactions,
+)
+from diesel_fs.storage.metadata.store import (
+    COMMIT_LOCK_S_MAX,
+    Batch,
+    ChunkRecord,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
+    MetadataStore,
+    ReadCommitted,
+    StampedRows,
+)
+
+_CLUSTER_BUCKETS = 64
+"""Enough to spread over the nodes of a cluster, few enough to ask them all at once."""
+
+_HOLD_POLL_S = 0.02
+_TRIES_WITHOUT_HOLD = 3
+_QUICK_TRIES_WITHOUT_HOLD = 8
+_TRIES_MAX = 20
+_PARTIAL_SCANS_MAX = 4
+"""So often in a row nobody has restarted Redis, or moved a slot, in the middle of one answer."""
+
+_REPAIR_ENTRIES = 1 << 20
+"""What has been lost is folded in at once up to here: until all is, some of it is missed."""
+
+_RELEASE_S = 1.0
+_PATHS_AT_ONCE = 10_000
+_FIELDS_AT_ONCE = 500
+
+T = TypeVar("T")
+
+
+class _GenerationGone(Exception):
+    """What was being read is not there any more."""
+
+
+class RedisMetadata(MetadataStore):
+    """A metadata store in Redis."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        clock_ns: Callable[[], int] = time.time_ns,
+        *,
+        buckets: int = 0,
+    ) -> None:
+        self._link = link
+        self._clock_ns = clock_ns
+        self._buckets = buckets or (_CLUSTER_BUCKETS if link.is_cluster else 1)
+        self._commits = RedisTransactions(link, clock_ns)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        deadline_s: float = DEADLINE_S,
+        clock_ns: Callable[[], int] = time.time_ns,
+        environment: Mapping[str, str] | None = None,
+        buckets: int = 0,
+        store: UUID | None = None,
+    ) -> Self:
+        """Open the store at a URL; an empty Redis is an empty store. `buckets` is over how many
+        slots new datasets spread. The rest, and what it raises: see `open_link`."""
+        link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
+        return cls(link, clock_ns, buckets=buckets)
+
+    def __repr__(self) -> str:
+        return f"RedisMetadata({self._link.address})"
+
+    def close(self) -> None:
+        self._link.close()
+
+    def now_s(self) -> float:
+        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ("TIME",))]))
+        seconds, microseconds = cast(tuple[int, int], reply)
+        return seconds + microseconds / 1e6
+
+    # Datasets
+
+    def heads(self) -> list[DatasetHead]:
+        def look() -> list[DatasetHead]:
+            self._link.check_policy()
+            return self._heads()
+
+        return sorted(self._with_read_deadline(look), key=lambda marker: marker.name)
+
+    def _heads(self) -> list[DatasetHead]:
+        identities, found = [*self._names().values()], []
+        heads = self._commits.read_heads(identities)
+        whole = [head for head in heads if isinstance(head, RedisHead)]
+        lost = self._commits.have_lost_pieces(whole)
+        clean = {h.dataset.identity for h, gone in zip(whole, lost, strict=True) if not gone}
+        for identity, head in zip(identities, heads, strict=True):
+            self._link.extend_deadline()
+            if isinstance(head, RedisHead) and identity in clean and not head.pending:
+                found.append(head.dataset)
+                continue
+            try:
+                found.append(self._apply_pending(identity).dataset)
+            except NoSuchDataset:
+                continue
+            except (MetadataBehind, CorruptError) as error:
+                # One dataset's fault hides no other; its own calls say so
+                log.warning("%s", error.message)
+                if isinstance(head, RedisHead):
+                    found.append(head.dataset)
+        return found
+
+    def _with_read_deadline(self, work: Callable[[], T]) -> T:
+        return self._link.with_retries(work, METADATA_READ_S)
+
+    def head(self, name: str) -> DatasetHead:
+        return self._with_read_deadline(lambda: self._head(name))
+
+    def _head(self, name: str) -> DatasetHead:
+        (reply,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
+        if reply is None:
+            raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
+        return self._apply_pending(identity_of(reply)).dataset
+
+    def _names(self) -> dict[bytes, UUID]:
+        (reply,) = self._link.run([Command(NAMES_KEY, ("HGETALL", NAMES_KEY))])
+        return {
+            name: UUID(bytes=identity)
+            for name, identity in packed_dict(reply).items()
+            if len(identity) == 16  # its own calls say so
+        }
+
+    def _apply_pending(self, identity: UUID) -> RedisHead:
+        """The head after all that is committed has been applied; no bucket has lost anything."""
+        with RenewingCommitLock(self, identity) as holding:
+            for _ in range(_TRIES_MAX):
+                try:
+                    head = self._commits.apply_pending(identity)
+                except PendingCommits:
+                    holding.lock()
+                    continue
+                if self._commits.is_live_generation(identity, head):
+                    return head
+        raise _changing_error(identity)
+
+    def create(self, name: str, identity: UUID) -> DatasetHead:
+        self._link.with_retries(lambda: self._create(name, identity))
+        self._clean()
+        return self._with_read_deadline(lambda: self._apply_pending(identity)).dataset
+
+    def _create(self, name: str, identity: UUID) -> None:
+        generation = new_generation(self._buckets)
+        keys = [NAMES_KEY, DatasetKeys(identity).head]
+        words = name, identity.bytes, generation.name, generation.buckets
+        self._commits.run_head_script(CREATE, keys, *words)
+
+    def drop(self, identity: UUID) -> None:
+        keys = DatasetKeys(identity)
+        own = [keys.head, keys.chunks, keys.counts, keys.pending, keys.begun, keys.commit_locks]
+        self._link.with_retries(
+            lambda: self._commits.run_head_script(DROP, [NAMES_KEY, DEAD_KEY, *own])
+        )
+        self._clean()
+
+    def rebuild(
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
+    ) -> int:
+        building = RedisShadowState(
+            self._link,
+            self._commits,
+            new_generation(self._buckets),
+            name,
+            identity,
+            self._clock_ns,
+            newer_than,
+        )
+        version = rebuild(self, identity, building, batches, read_committed)
+        self._clean()
+        return version
+
+    def _clean(self) -> None:
+        try:
+            self._link.with_retries(lambda: remove_abandoned(self._link, self._commits))
+        except DieselError as error:
+            log.info("what dropped datasets have left stays for now: %s", error)
+
+    # Commits
+
+    def commit(self, identity: UUID, *batches: Batch) -> int:
+        return self._commit(identity, batches)
+
+    def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
+        by_chunk = {batch.check().chunk.id: batch for batch in batches}
+        end, before = time.monotonic() + self._link.deadline_s, list[BegunTransaction]()
+        return self._link.with_retries(
+            lambda: self._commits.commit(identity, by_chunk, end, before, run)
+        )
+
+    def needs_repair(self, identity: UUID) -> str:
+        def ask() -> str:
+            self._link.check_policy()
+            return self._commits.needs_repair(identity)
+
+        return self._link.with_retries(ask)
+
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
+        waiting, entries = list[Batch](), 0
+        for batch in batches:
+            waiting.append(batch)
+            entries += len(batch.rows)
+            if entries >= _REPAIR_ENTRIES:
+                self._commit(identity, waiting, run_id)
+                waiting, entries = [], 0
+        if waiting:
+            self._commit(identity, waiting, run_id)
+        self._link.with_retries(lambda: self._commits.confirm(identity, run_id))
+
+    def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        keys = DatasetKeys(identity)
+        portions = [chunks[i : i + _PATHS_AT_ONCE] for i in range(0, len(chunks), _PATHS_AT_ONCE)]
+        asked = [Command(keys.chunks, ("HMGET", keys.chunks, *some)) for some in portions]
+        there = Command(keys.head, ("EXISTS", keys.head))
+        *replies, exists = self._link.with_retries(lambda: self._link.run([*asked, there]))
+        if not exists:
+            raise no_such_dataset_error(identity)
+        known = [record for reply in replies for record in listed(reply)]
+        return [chunk for chunk, record in zip(chunks, known, strict=True) if record is None]
+
+    def forget(
+        self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
+    ) -> frozenset[ChunkId]:
+        wanted = sorted(set(chunks))
+        end = time.monotonic() + self._link.deadline_s
+        for some in in_portions(wanted):
+            attempt = partial(self._forget, identity, some, end, tombstones=tombstones)
+            while not self._link.with_retries(attempt):
+                pass
+        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+
+    def _forget(
+        self, identity: UUID, chunks: Sequence[ChunkId], end: float, *, tombstones: bool
+    ) -> bool:
+        """One try; whether it was not in vain."""
+
+        def read(
+            head: RedisHead, reader: GenerationReader
+        ) -> tuple[RedisHead, dict[ChunkId, ChunkRemoval]]:
+            key = DatasetKeys(identity).chunks
+            (packed,) = self._link.run([Command(key, ("HMGET", key, *chunks))])
+            candidates = {}
+            for chunk, each in zip(chunks, listed(packed), strict=True):
+                if each is not None and chunk != head.dataset.newest:
+                    record = _facts(head, each)
+                    holes = frozenset(self._holes(head, chunk, record).tolist())
+                    candidates[chunk] = Candidate(record.entries, record.piece_counts, holes)
+            try:
+                return head, plan_removals(
+                    self._link, head.generation, reader, candidates, tombstones=tombstones
+                )
+            except PathListMissing:
+                raise _GenerationGone from None
+
+        head, going = self._read_once(identity, read, until_empty=False)
+        if not going:
+            return True
+        try:
+            self._commits.forget(identity, head.generation, going)
+        except UnknownDataset:
+            raise no_such_dataset_error(identity) from None
+        except ScriptRejected as refused:
+            if time.monotonic() > end:
+                raise BusyError(f"dataset {identity} does not hold still") from None
+            if refused.word == "held":
+                time.sleep(_HOLD_POLL_S)
+            return False
+        return True
+
+    def sync(self) -> None:
+        self._link.with_retries(self._link.wait_durable)
+
+    def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
+        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
+            raise UsageError(f"commits cannot be held back for {seconds:g} s")
+        token, keys = secrets.token_bytes(16), DatasetKeys(identity)
+        words = token, seconds, COMMIT_LOCK_S_MAX
+        try:
+            self._link.with_retries(
+                lambda: self._commits.run_head_script(
+                    LOCK_COMMITS, [keys.head, keys.commit_locks], *words
+                )
+            )
+        except UnknownDataset:
+            raise no_such_dataset_error(identity) from None
+
+        def release() -> None:
+            gone = Command(keys.commit_locks, ("HDEL", keys.commit_locks, token))
+            try:
+                self._link.with_retries(lambda: self._link.run([gone]), _RELEASE_S)
+            except DieselError as error:  # it ends by itself; what it was for is done
+                log.info("commits stay held back for now: %s", error.message)
+
+        return CommitLock(release)
+
+    # Reading
+
+    def lookup(
+        self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
+    ) -> StampedRows:
+        wanted = [*dict.fromkeys(paths)]
+
+        def read(_: RedisHead, reader: GenerationReader) -> list[bytes | None]:
+            found = list[bytes | None]()
+            for start in range(0, len(wanted), _PATHS_AT_ONCE):
+                found += _find(reader, wanted[start : start + _PATHS_AT_ONCE])
+            return found
+
+        entries = self._read(identity, read)
+        chosen = [
+            (path, entry)
+            for path, entry in zip(wanted, entries, strict=True)
+            if entry is not None and (tombstones or kind_of(entry) != Kind.TOMBSTONE)
+        ]
+        rows = columns((split(path)[0], [split(path)[1]], [entry]) for path, entry in chosen)
+        stamps: list[Stamp] = [entry_stamp(entry) for _, entry in chosen]
+        return StampedRows.of(rows, stamps)
+
+    def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
+        def read(_: RedisHead, reader: GenerationReader) -> dict[bytes, bytes]:
+            return reader.children(folder_id(folder))
+
+        rows = self._read(identity, read)
+        names = sorted(
+            name for name, entry in rows.items() if tombstones or kind_of(entry) != Kind.TOMBSTONE
+        )
+        return columns([(folder, names, [rows[name] for name in names])] if names else [])
+
+    def changes(self, identity: UUID, since: int) -> MetadataChanges:
+        def read(head: RedisHead, reader: GenerationReader) -> MetadataChanges:
+            chunks = self._chunk_table(head, reader)
+            if since > 0:
+                rows = columns(list(self._newer(head, reader, chunks, since)), list(chunks))
+            else:
+                rows = columns(list(reader.everything()), list(chunks))
+                _check_counts(head.dataset, rows)
+            infos = [ChunkInfo(chunk, chunks[chunk].object_bytes) for chunk in sorted(chunks)]
+            return MetadataChanges(head.dataset, rows, infos)
+
+        return self._read(identity, read, until_empty=True)
+
+    def _newer(
+        self,
+        head: RedisHead,
+        reader: GenerationReader,
+        chunks: Mapping[ChunkId, ChunkFacts],
+        since: int,
+    ) -> Iterator[FolderEntries]:
+        """The entries, tombstones too, of which a chunk was committed after version `since`."""
+        new = {chunk for chunk, record in chunks.items() if record.version > since}
+        commands = []
+        for chunk in new:
+            for name in piece_names(chunk, chunks[chunk].piece_counts):
+                key = head.generation.key(name.bucket, b"n")
+                commands.append(Command(key, ("HGET", key, name.field)))
+        named: dict[FolderId, dict[bytes, None]] = {}
+        for start in range(0, len(commands), _FIELDS_AT_ONCE):
+            self._link.extend_deadline()
+            for reply in self._link.run(commands[start : start + _FIELDS_AT_ONCE]):
+                if not isinstance(reply, bytes):
+                    raise _GenerationGone
+                for folder, names in unpack_paths(reply):
+                    named.setdefault(folder, {}).update(dict.fromkeys(names))
+        rows: dict[FolderId, list[tuple[bytes, bytes]]] = {}
+        asked = {folder: [*names] for folder, names in named.items()}
+        for folder, base, entry in reader.entries(asked):
+            if not new.isdisjoint(chunks_of(entry)):
+                rows.setdefault(folder, []).append((base, entry))
+        paths = reader.paths(rows)
+        for folder, some in rows.items():
+            yield paths[folder], [base for base, _ in some], [entry for _, entry in some]
+
+    def chunks(self, identity: UUID) -> list[ChunkRecord]:
+        def read(head: RedisHead, reader: GenerationReader) -> list[ChunkRecord]:
+            chunks = self._chunk_table(head, reader)
+            holes = dict.fromkeys(chunks, 0)
+            for bucket in range(head.generation.buckets):
+                for page in reader.hash_pages(bucket, b"h"):
+                    for field, bitmap in page.items():
+                        chunk = ChunkId(field[:16])
+                        if chunk in holes:
+                            holes[chunk] += int.from_bytes(bitmap, "little").bit_count()
+            return [
+                ChunkRecord(
+                    chunk, record.object_bytes, record.uploaded_ns, record.entries, holes[chunk]
+                )
+                for chunk, record in sorted(chunks.items())
+            ]
+
+        return self._read(identity, read, until_empty=True)
+
+    def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
+        def read(head: RedisHead, _: GenerationReader) -> npt.NDArray[np.uint32]:
+            key = DatasetKeys(identity).chunks
+            (packed,) = self._link.run([Command(key, ("HGET", key, chunk))])
+            if packed is None:
+                raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
+            return self._holes(head, chunk, _facts(head, packed))
+
+        return self._read(identity, read)
+
+    def _holes(self, head: RedisHead, chunk: ChunkId, record: ChunkFacts) -> npt.NDArray[np.uint32]:
+        found = [np.zeros(0, np.uint32)]
+        for bucket, _pieces in record.piece_counts:
+            key = head.generation.key(bucket, b"h")
+            fields = [*hole_fields(chunk, record.entries)]
+            (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
+            for block, bitmap in enumerate(listed(bitmaps)):
+                if bitmap is not None:
+                    packed = np.frombuffer(octets(bitmap), np.uint8)
+                    bits = np.unpackbits(packed, bitorder="little")
+                    places = np.flatnonzero(bits) + block * HOLES_PER_FIELD
+                    found.append(places.astype(np.uint32))
+        return np.sort(np.concatenate(found))
+
+    def _chunk_table(self, head: RedisHead, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
+        found = dict[ChunkId, ChunkFacts]()
+        for page in reader.pages_of(DatasetKeys(head.dataset.identity).chunks):
+            for chunk, packed in page.items():
+                found[ChunkId(octets(chunk, 16))] = _facts(head, packed)
+        if len(found) != head.dataset.chunks:
+            raise PartialScan
+        return found
+
+    def _read(
+        self,
+        identity: UUID,
+        read: Callable[[RedisHead, GenerationReader], T],
+        *,
+        until_empty: bool = False,
+    ) -> T:
+        """What `read` finds in one state; `until_empty`: of which the head has all counts.
+
+        Where commits keep moving the version, they are held back.
+        """
+        return self._with_read_deadline(
+            lambda: self._read_once(identity, read, until_empty=until_empty)
+        )
+
+    def _read_once(
+        self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
+    ) -> T:
+        patience = _TRIES_WITHOUT_HOLD if until_empty else _QUICK_TRIES_WITHOUT_HOLD
+        partial_scans = 0
+        with RenewingCommitLock(self, identity) as holding:
+
+            def on_the_way() -> None:
+                holding.renew()
+                self._link.extend_deadline()
+
+            for tries in range(_TRIES_MAX):
+                if tries - partial_scans >= patience:
+                    holding.lock()
+                try:
+                    head = self._commits.apply_pending(identity, until_empty=until_empty)
+                except PendingCommits:
+                    continue
+                reader = GenerationReader(self._link, head.generation, on_the_way)
+                try:
+                    found = read(head, reader)
+                except _GenerationGone:
+                    continue
+                except PartialScan:
+                    if self._commits.is_unchanged(identity, head):
+                        partial_scans += 1
+                        if partial_scans == _PARTIAL_SCANS_MAX:
+                            raise lost_data_error(head.dataset.name) from None
+                    continue
+                except DieselError:
+                    if self._commits.is_unchanged(identity, head):
+                        raise
+                    continue  # half of it was of another state
+                if self._commits.is_unchanged(identity, head):
+                    return found
+        raise _changing_error(identity)
+
+
+def _facts(head: RedisHead, packed: object) -> ChunkFacts:
+    return unpack_chunk(octets(packed), head.first, head.generation.buckets)
+
+
+def _check_counts(marker: DatasetHead, rows: Rows) -> None:
+    """Raise Torn where rows are not all files of a marker."""
+    is_file = rows.records["kind"] == Kind.FILE
+    counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
+    if counts != (marker.files, marker.bytes):
+        raise PartialScan
+
+
+def _changing_error(identity: UUID) -> BusyError:
+    return BusyError(f"dataset {identity} does not hold still")
+
+
+def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
+    """The entry at each path."""
+    folders: dict[bytes, FolderId] = {}
+    asked: dict[FolderId, list[bytes]] = {}
+    keys = []
+    for path in paths:
+        folder, name = split(path)
+        if folder not in folders:
+            folders[folder] = folder_id(folder)
+        asked.setdefault(folders[folder], []).append(name)
+        keys.append((folders[folder], name))
+    found = {(folder, name): entry for folder, name, entry in reader.entries(asked)}
+    return [found.get(key) for key in keys]

@@ -1,0 +1,447 @@
+"""An SQLite database file that many threads, processes and forked children share.
+
+Owned here: connections, transactions, what SQLite's errors mean to a user, and which journal the
+file system allows. Not owned: tables and their meaning (`store.py`), the lease of a network file
+system (`host_lease.py`).
+
+Concurrency: a connection is lent to one thread for one transaction. SQLite must not be carried
+across a fork, and cannot even be opened anew in a child whose parent has it open: it would take the
+parent's locks for its own. So before a fork all transactions are waited for and all connections
+closed; parent and child open new ones when they need them. And no code of ours may open the file by
+itself: closing it would drop the locks of every connection of this process.
+"""
+
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    ForeignError,
+    MetadataBehind,
+    MetadataError,
+    NewerVersionError,
+    NoSpaceError,
+    PermissionDenied,
+)
+from diesel_fs.storage.metadata.sqlite.host_lease import HostLease, file_system_of, locks_fault
+
+DEADLINE_S = 30.0
+LEASE_NAME = "meta.lease"
+
+_CACHE_KIB = 16 << 10
+_CHECKPOINT_PAGES = 4000  # 16 MB: fewer syncs in a long put than SQLite's 1,000
+_WAL_BYTES_KEPT = 64 << 20
+_IDLE_MAX = 4
+_FORK_WAIT_S = 10.0
+_POLL_S = 0.02
+_PROBE_S = 2.0
+"""How long to wait for the first look at a file on a network: a snapshot answers as well."""
+
+_RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
+
+
+class SqliteFile:
+    """One database file; `application_id` and `schema_version` stand in its header.
+
+    Where it is not writable, even reading would not be safe (a WAL needs shared memory beside it):
+    PermissionDenied, and the caller goes by a snapshot. A file that has been replaced or removed is
+    noticed at the next transaction.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        schema: str,
+        *,
+        application_id: int,
+        schema_version: int,
+        create: bool,
+        readonly: bool = False,
+        deadline_s: float = DEADLINE_S,
+        host: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.deadline_s = deadline_s
+        self._schema = schema
+        self._application_id = application_id
+        self._schema_version = schema_version
+        self._readonly = readonly
+        self._lease = HostLease(self.path.with_name(LEASE_NAME), host, clock)
+        self._network = file_system_of(self.path).is_network
+        self._rollback = False  # the mode of the connections that are open
+        self._locks_checked = False
+        self._change = threading.Condition()  # guards all below
+        self._idle: list[sqlite3.Connection] = []
+        self._lent = 0
+        self._file: tuple[int, int] | None = None  # device and inode that `_idle` are open on
+        self._forking = False
+        self._unusable = ""
+        with self._errors():
+            self._check_place(create)
+            self._idle.append(self._open(create))
+        with _FORK_LOCK:
+            _FILES.add(self)
+
+    def now_s(self) -> float:
+        """The time by the clock of the file system: over a network, that of its server."""
+        with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
+            return os.fstat(file.fileno()).st_mtime
+
+    # Transactions
+
+    @property
+    def durable_commits(self) -> bool:
+        """Whether every commit is synced: in rollback mode."""
+        return self._rollback
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One consistent state."""
+        with self._errors(), self._borrowed() as connection:
+            connection.execute("BEGIN")
+            yield connection
+
+    @contextmanager
+    def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
+        """One atomic change, which is committed at the end; `sync`: with all before it."""
+        if self._readonly:
+            raise PermissionDenied(f"{self.path} was opened for reading")
+        with self._errors(), self._borrowed() as connection:
+            if sync and not self._rollback:
+                connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("BEGIN IMMEDIATE")
+            self._keep_lease()
+            yield connection
+            self._keep_lease()
+            connection.execute("COMMIT")
+            if sync and not self._rollback:
+                connection.execute("PRAGMA synchronous=NORMAL")
+
+    def close(self) -> None:
+        """Close idle connections now and lent ones when they come back. Repeatable."""
+        with self._change:
+            self._unusable = self._unusable or "it has been closed"
+            self._close_idle()
+        self._lease.release()
+
+    def _wants_rollback(self) -> bool:
+        return self._network or self._lease_exists()
+
+    def _lease_exists(self) -> bool:
+        """Whether another host has ever written over a network: then all stay in rollback mode."""
+        return self.path.with_name(LEASE_NAME).exists()
+
+    def _keep_lease(self) -> None:
+        if self._rollback:
+            if not self._locks_checked and (fault := locks_fault(self.path.parent)):
+                raise MetadataError(
+                    f"{self.path.parent} is on a network file system without sound locks: {fault}",
+                    advice="use ?meta=redis:// for writing; reading works without",
+                )
+            self._locks_checked = True
+            self._lease.keep()
+
+    # Lending
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[sqlite3.Connection]:
+        connection = self._borrow()
+        sound = False
+        try:
+            try:
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            sound = True
+        except DieselError:
+            sound = True  # ours: SQLite has done as it was told
+            raise
+        finally:
+            self._give_back(connection, sound=sound)
+
+    def _borrow(self) -> sqlite3.Connection:
+        with self._change:
+            if not self._change.wait_for(lambda: not self._forking, self.deadline_s):
+                raise BusyError(f"{self.path} waits for a fork of this process")
+            if self._unusable:
+                raise MetadataError(f"cannot use {self.path}: {self._unusable}")
+            replaced = self._file != self._identity()  # then these are open on a dead one
+            if replaced or (not self._rollback and self._lease_exists()):
+                self._close_idle()
+            connection = self._idle.pop() if self._idle else None
+            self._lent += 1
+        try:
+            return connection if connection is not None else self._open(create=False)
+        except BaseException:
+            self._give_back(None, sound=False)
+            raise
+
+    def _give_back(self, connection: sqlite3.Connection | None, *, sound: bool) -> None:
+        with self._change:
+            if connection is not None:
+                if sound and not self._unusable and len(self._idle) < _IDLE_MAX:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+            self._lent -= 1
+            self._change.notify_all()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    # Opening
+
+    def _check_place(self, create: bool) -> None:
+        folder = self.path.parent
+        if not self.path.exists():
+            if not create:
+                raise MetadataBehind(f"there is no metadata store at {self.path}", advice=_RECOVER)
+            if not folder.is_dir():
+                raise MetadataError(f"there is no folder {folder}")
+        writable = os.access(folder, os.W_OK | os.X_OK, effective_ids=True) and (
+            not self.path.exists() or os.access(self.path, os.W_OK, effective_ids=True)
+        )
+        if not writable:
+            raise PermissionDenied(
+                f"{self.path} cannot be used: it or its folder is not writable",
+                advice="reading by snapshot works without",
+            )
+
+    def _open(self, create: bool) -> sqlite3.Connection:
+        mode = "rwc" if create else "rw"
+        if not create and not self.path.exists():
+            raise MetadataBehind(f"the metadata store {self.path} has gone", advice=_RECOVER)
+        self._rollback = self._wants_rollback()
+        connection = sqlite3.connect(
+            f"file:{quote(str(self.path))}?mode={mode}",
+            uri=True,
+            timeout=min(self.deadline_s, _PROBE_S) if self._rollback else self.deadline_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            self._set_up(connection, create)
+        except BaseException:
+            connection.close()
+            raise
+        self._file = self._identity()
+        return connection
+
+    def _set_up(self, connection: sqlite3.Connection, create: bool) -> None:
+        if self._rollback:
+            # Keeps SQLite from sharing memory with another host before we know the journal's mode.
+            # First of all: even setting the cache's size reads the file.
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("PRAGMA trusted_schema=OFF")  # no functions from a foreign file
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+        connection.execute("PRAGMA temp_store=MEMORY")
+        made = self._is_made(connection)
+        if not made and not create:
+            raise MetadataBehind(f"the metadata store {self.path} is empty", advice=_RECOVER)
+        if self._rollback:
+            self._set_rollback(connection)
+        else:
+            self._set_wal(connection)
+        if not made:
+            self._make(connection)
+        connection.execute(f"PRAGMA busy_timeout={self.deadline_s * 1000:.0f}")
+        if self._readonly:
+            connection.execute("PRAGMA query_only=ON")
+        if not self._rollback and self._lease_exists():
+            raise BusyError(f"another host has begun to write to {self.path}")
+
+    def _is_made(self, connection: sqlite3.Connection) -> bool:
+        """Whether our tables are there. Raises for another program's file, or another schema."""
+        (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if application_id != self._application_id:
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if application_id or version or tables:
+                raise ForeignError(f"{self.path} is another application's database")
+            return False
+        if version > self._schema_version:
+            raise NewerVersionError(
+                f"{self.path} has schema {version}, this program knows {self._schema_version}",
+                advice="use a newer diesel-fs",
+            )
+        if version < self._schema_version:
+            raise MetadataError(
+                f"{self.path} has schema {version}, this program needs {self._schema_version}",
+                advice=_RECOVER,
+            )
+        return True
+
+    def _set_wal(self, connection: sqlite3.Connection) -> None:
+        # NORMAL: a commit survives a crash of the process; a power cut may undo the last ones,
+        # never half of one. `writing(sync=True)` is the sync.
+        self._set_journal(connection, "wal")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA journal_size_limit={_WAL_BYTES_KEPT}")
+
+    def _set_rollback(self, connection: sqlite3.Connection) -> None:
+        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+        if mode != "delete":
+            if self._readonly:
+                raise MetadataError(
+                    f"{self.path} was written on its own host, and this is a network file system",
+                    advice="reading by snapshot works without",
+                )
+            self._keep_lease()
+            self._set_journal(connection, "delete")
+        connection.execute("PRAGMA locking_mode=NORMAL")
+        # A commit ends with the journal's unlink: EXTRA syncs its folder, too, or the journal would
+        # come back after a power cut and take the commit with it.
+        connection.execute("PRAGMA synchronous=EXTRA")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # lets go of the lock
+
+    def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
+        """Change the journal. SQLite does not wait here for others to let go, so we do."""
+        deadline = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                (mode,) = connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()
+            except sqlite3.OperationalError as error:
+                if _primary(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_S)
+                continue
+            if mode != wanted:
+                raise MetadataError(f"{self.path} cannot use journal mode {wanted}: it is {mode}")
+            return
+
+    def _make(self, connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        if not self._is_made(connection):  # nobody else was faster
+            if self._rollback:
+                self._keep_lease()
+            for statement in filter(str.strip, self._schema.split(";\n")):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id={self._application_id}")
+            connection.execute(f"PRAGMA user_version={self._schema_version}")
+        connection.execute("COMMIT")
+
+    # Errors
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._translate_error(error) from error
+        except PermissionError as error:
+            raise PermissionDenied(f"{self.path}: {error.strerror}") from error
+        except OSError as error:
+            raise MetadataError(f"{self.path}: {error.strerror}") from error
+
+    def _translate_error(self, error: sqlite3.Error) -> DieselError:
+        code = _primary(error)
+        name = getattr(error, "sqlite_errorname", "")
+        what = f"{self.path}: {error}"
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            writer_pids = _lock_holders([self.path, self.path.with_name(self.path.name + "-shm")])
+            return BusyError(
+                f"{self.path} stayed locked for {self.deadline_s:g} s",
+                advice=f"process {', '.join(map(str, writer_pids))} is writing"
+                if writer_pids
+                else "",
+            )
+        if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
+            return NoSpaceError(what, advice="make room on its disk")
+        if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
+            # SQLite opens for reading what it cannot open for writing, and does not say why
+            return MetadataError(
+                f"{self.path} could not be opened for writing, though that is allowed",
+                advice="look whether its disk fails (`dmesg`), then try again",
+            )
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+            return PermissionDenied(what)
+        if code == sqlite3.SQLITE_CORRUPT:
+            return CorruptError(what, advice=_RECOVER)
+        if code == sqlite3.SQLITE_NOTADB:
+            return ForeignError(
+                f"{self.path} is not a database", advice=f"move it away, {_RECOVER}"
+            )
+        return MetadataError(f"{what} ({name})" if name else what)
+
+    def _may_be_written(self) -> bool:
+        """Not by opening it: closing it again would drop this process's locks."""
+        return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+
+    # Forks
+
+    def before_fork(self) -> None:
+        """Wait for transactions and close everything; holds all others back until `after_fork`."""
+        self._change.acquire()
+        self._forking = True
+        self._change.wait_for(lambda: not self._lent, _FORK_WAIT_S)
+        self._close_idle()
+
+    def after_fork(self, *, child: bool) -> None:
+        """Go on; a child only if nothing was open."""
+        if child and self._lent:
+            self._unusable = "this process was forked in the middle of a transaction"
+        self._forking = False
+        self._change.notify_all()
+        self._change.release()
+
+
+def _primary(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
+
+
+def _lock_holders(files: list[Path]) -> list[int]:
+    """The processes of this host that hold a write lock on one of `files` (proc(5), locks)."""
+    try:
+        inodes = {str(os.stat(file).st_ino) for file in files if file.exists()}
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    locks = [line.split() for line in lines if " WRITE " in line and "->" not in line]
+    found = {int(lock[4]) for lock in locks if lock[5].rpartition(":")[2] in inodes}
+    return sorted(found - {os.getpid(), 0, -1})
+
+
+_FILES: "weakref.WeakSet[SqliteFile]" = weakref.WeakSet()
+_FORK_LOCK = threading.Lock()
+_forked: list[SqliteFile] = []
+
+
+def _before_fork() -> None:
+    _FORK_LOCK.acquire()
+    _forked.extend(_FILES)
+    for file in _forked:
+        file.before_fork()
+
+
+def _after_fork(*, child: bool) -> None:
+    while _forked:
+        _forked.pop().after_fork(child=child)
+    _FORK_LOCK.release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=lambda: _after_fork(child=False),
+    after_in_child=lambda: _after_fork(child=True),
+)

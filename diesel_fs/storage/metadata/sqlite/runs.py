@@ -1,0 +1,214 @@
+"""Runs: the plain files that one chunk has in one folder, as one row instead of hundreds.
+
+A put of 200,000 files is 200,000 entries, but some 1,000 runs: inserting and reading them costs a
+tenth. Owned here: the table `run` and its invariant, which keeps every question about a path
+simple:
+
+    In each folder, no run's range of names (first to last, both included) overlaps another run's,
+    and no row of `entry` or `part` has a name within one.
+
+So a path is in one place. Whoever wants to put a row where a run reaches calls `split_runs` first:
+it turns the run into rows of `entry`. A run holds regular files of one extent, with their own
+stamps (the run's chunk, and the record's place), which therefore need no column. Everything happens
+inside the caller's transaction, in one thread.
+"""
+
+import operator
+import sqlite3
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.errors import CorruptError
+from diesel_fs.format.chunk_id import stamp
+from diesel_fs.format.entries import RECORD, ChunkId, Kind, Names
+from diesel_fs.storage.metadata.store import Batch
+
+ENTRIES_MIN = 8
+"""Fewer entries of a folder are inserted one by one: looking for runs in the way costs as much."""
+
+_RECORD_BYTES = RECORD.itemsize
+
+
+class EntryRun(NamedTuple):
+    """One row of `run`, decoded: names ascending, packed records in their order."""
+
+    chunk: int
+    names: Names
+    records: bytes
+
+    def record(self, i: int) -> bytes:
+        """The packed record of the i-th name."""
+        return self.records[i * _RECORD_BYTES : (i + 1) * _RECORD_BYTES]
+
+
+class Segment(NamedTuple):
+    """Entries of a batch that may become a run: rows of one folder, and their names, ascending."""
+
+    folder: int
+    rows: npt.NDArray[np.int64]
+    names: list[bytes]
+
+
+def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
+    """The parts of a batch that runs can hold; `folders` are the numbers of its folders.
+
+    They may stand in any order in the batch: a tar has names as its file system gave them.
+    """
+    rows = batch.rows
+    if batch.by_purge or len(rows) < ENTRIES_MIN:
+        return
+    all_names, records = Names.of(rows.names), rows.records
+    fit = (records["kind"] == Kind.FILE) & (records["extents"] <= 1)
+    fit[list(batch.stamps)] = False
+    order = np.argsort(rows.folder, kind="stable")
+    changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
+    for here in np.split(order, changes) if len(order) >= ENTRIES_MIN else ():
+        plain = here[fit[here]]
+        if len(plain) < ENTRIES_MIN:
+            continue
+        names = _names_at(all_names, plain)
+        if not all(map(operator.lt, names, names[1:])):
+            by_name = sorted(range(len(names)), key=names.__getitem__)
+            plain, names = plain[by_name], [names[i] for i in by_name]
+            if any(map(operator.eq, names, names[1:])):
+                continue  # a run has a name once
+        others = _names_at(all_names, here[~fit[here]]) if len(plain) < len(here) else []
+        # A run ends beside each name that does not fit
+        cuts = sorted({0, len(names), *(bisect_left(names, other) for other in others)})
+        for start, end in pairwise(cuts):
+            if end - start >= ENTRIES_MIN:
+                yield Segment(folders[rows.folder[here[0]]], plain[start:end], names[start:end])
+
+
+def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
+    """The names of rows, which mostly stand one behind the other."""
+    first, behind = int(rows[0]), int(rows[-1]) + 1
+    if behind - first == len(rows) and (np.diff(rows) == 1).all():
+        return [*names[first:behind]]
+    return names.take(rows)
+
+
+def insert_runs(
+    db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
+) -> bool:
+    """Insert a segment as runs; False, and nothing done, where something is in its way.
+
+    `into_empty`: nothing is, nor anything else in the folder.
+    """
+    folder, rows, names = segment
+    cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
+    for start, end in pairwise(cuts):
+        if start < end:
+            piece = names[start:end]
+            records = batch.rows.records[rows[start:end]].tobytes()
+            db.execute(
+                "INSERT INTO run (folder, first, last, chunk, names, records)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (folder, piece[0], piece[-1], chunk, b"\0".join(piece), records),
+            )
+    return bool(cuts)
+
+
+def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
+    """Where names have to be cut into runs that overlap no other; empty where none can be made."""
+    reach = (folder, names[0], names[-1])
+    for table in ("entry", "part"):
+        there = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
+        if db.execute(there, reach).fetchone():
+            return []
+    cuts = [0]
+    for first, last in _ranges(db, *reach):
+        before, behind = bisect_left(names, first), bisect_right(names, last)
+        if before != behind:
+            return []
+        cuts.append(before)  # the other run lies between two of our names
+    return [*cuts, len(names)]
+
+
+def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
+    """Turn the runs that reach over any of `names` into rows of `entry`."""
+    wanted = sorted(names)
+    if not wanted:
+        return
+    for first, last in _ranges(db, folder, wanted[0], wanted[-1]):
+        if bisect_left(wanted, first) != bisect_right(wanted, last):
+            _split_run(db, folder, first)
+
+
+def _ranges(
+    db: sqlite3.Connection, folder: int, first: bytes, last: bytes
+) -> list[tuple[bytes, bytes]]:
+    """First and last names of the runs that overlap a range, ascending."""
+    found = db.execute(
+        "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
+        " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",
+        (folder, first, last),
+    )
+    return [each for each in found if each[1] >= first]
+
+
+def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
+    run = _decoded(
+        db.execute(
+            "DELETE FROM run WHERE folder = ? AND first = ? RETURNING chunk, names, records",
+            (folder, first),
+        ).fetchone()
+    )
+    (chunk_id,) = db.execute("SELECT id FROM chunk WHERE number = ?", (run.chunk,)).fetchone()
+    places = np.frombuffer(run.records, RECORD)["place"].tolist()
+    db.executemany(
+        "INSERT INTO entry (folder, name, stamp, chunk, record) VALUES (?, ?, ?, ?, ?)",
+        [
+            (folder, name, stamp(ChunkId(chunk_id), place), run.chunk, run.record(i))
+            for i, (name, place) in enumerate(zip(run.names, places, strict=True))
+        ],
+    )
+
+
+def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
+    """The chunk's number and the record of a path in a run; None where no run has it."""
+    row = db.execute(
+        "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
+        " ORDER BY first DESC LIMIT 1",
+        (folder, name),
+    ).fetchone()
+    if row is None or row[3] < name:
+        return None
+    run = _decoded(row[:3])
+    at = bisect_left(run.names, name)
+    return (run.chunk, run.record(at)) if run.names[at] == name else None
+
+
+def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
+    """The runs of a folder, in order of their names."""
+    select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
+    return [_decoded(row) for row in db.execute(select, (folder,))]
+
+
+def runs_since(
+    db: sqlite3.Connection, dataset: int, version: int
+) -> Iterator[tuple[int, EntryRun]]:
+    """The runs of chunks that were committed after a version, with their folders."""
+    select = (
+        "SELECT run.folder, run.chunk, run.names, run.records"
+        " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"
+        " WHERE chunk.dataset = ? AND chunk.version > ?"
+    )
+    for folder, *row in db.execute(select, (dataset, version)):
+        yield folder, _decoded(row)
+
+
+def _decoded(row: Sequence[object]) -> EntryRun:
+    chunk, names, records = row
+    assert isinstance(chunk, int)
+    assert isinstance(names, bytes)
+    assert isinstance(records, bytes)
+    count, rest = divmod(len(records), _RECORD_BYTES)
+    if rest or names.count(b"\0") != count - 1:
+        raise CorruptError("a run's names and records differ", advice="run `dlcmd recover`")
+    return EntryRun(chunk, Names(names, count), records)

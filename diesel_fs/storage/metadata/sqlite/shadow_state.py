@@ -1,0 +1,187 @@
+"""States of datasets in the embedded metadata store that are nobody's: being built, or to go.
+
+Owned here: the table `aside`, building a state in it, putting that in a dataset's place, and
+removing what is left, some rows at a time, so that other writers get their turns. Not owned: when
+what is folded in (`storage/metadata/rebuild.py`), the fold (`fold.py`).
+
+The rows of such a state are in the tables of all others, under a number that no dataset has: so
+nobody sees them. A state that is being built says so again and again; where it does not, it is
+removed by the next rebuild or deletion, and who still builds it notices. One thread for each state.
+"""
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from uuid import UUID
+
+from diesel_fs.errors import BusyError, DieselError
+from diesel_fs.format.chunk_id import LOWEST
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.storage.metadata.rebuild import NO_LIVE_STATE, LiveState, ShadowState
+from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
+from diesel_fs.storage.metadata.sqlite.datasets import DatasetRow, dataset_of, insert, new_number
+from diesel_fs.storage.metadata.sqlite.fold import fold_chunks
+from diesel_fs.storage.metadata.sqlite.schema import SHADOW_TABLE
+from diesel_fs.storage.metadata.store import Batch, DatasetHead, rebuilt_version
+
+log = logging.getLogger("diesel.metadata")
+
+_ROWS_AT_ONCE = 16_384  # a transaction of some 0.1 s
+_HEARTBEAT_S = 20.0
+_ABANDONED_S = 600.0
+_ABANDONED_BEAT = 0.0
+_CLEAN_S = 3.0
+_FOLDERS_AT_ONCE = 256
+_CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
+
+ClockNs = Callable[[], int]
+
+
+class SqliteShadowState(ShadowState):
+    """One rebuild of a dataset."""
+
+    def __init__(
+        self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
+    ) -> None:
+        self._above = newer_than
+        self._file = file
+        self._clock_ns = clock_ns
+        self._number = 0
+        self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
+        self._waiting: list[Batch] = []
+        self._rows = 0
+        self._heartbeat_s = 0.0
+
+    def begin(self) -> None:
+        with self._file.writing() as db:
+            dataset_of(db, self._head.name, self._head.identity)
+            self._number = new_number(db)
+            _set_aside(db, self._number, self._clock_ns() / 1e9)
+        self._heartbeat_s = time.monotonic()
+
+    def live_state(self) -> LiveState:
+        with self._file.reading() as db:
+            found = dataset_of(db, self._head.name, self._head.identity)
+            if found is None:
+                return NO_LIVE_STATE
+            chunks = db.execute("SELECT id FROM chunk WHERE dataset = ?", (found.number,))
+            return LiveState(_mark(found), frozenset(ChunkId(id_) for (id_,) in chunks))
+
+    def add(self, batch: Batch) -> None:
+        self._waiting.append(batch)
+        self._rows += len(batch.rows)
+        if self._rows >= _ROWS_AT_ONCE or time.monotonic() > self._heartbeat_s + _HEARTBEAT_S:
+            self.flush()
+
+    def flush(self) -> None:
+        with self._file.writing() as db:
+            self._heartbeat(db)
+            self._head = fold_chunks(db, self._number, self._head, self._waiting, version=0)
+        self._waiting, self._rows = [], 0
+
+    def _heartbeat(self, db: sqlite3.Connection) -> None:
+        """Say that this is being built."""
+        beat = (self._clock_ns() / 1e9, self._number)
+        there = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
+        if not db.execute(there, beat).rowcount:
+            raise BusyError("the rebuild was taken for dead, and removed", advice="run it again")
+        self._heartbeat_s = time.monotonic()
+
+    def become_live(self, expected: LiveState) -> int | None:
+        with self._file.writing() as db:
+            self._heartbeat(db)
+            old = dataset_of(db, self._head.name, self._head.identity)
+            if _mark(old) != expected.revision:
+                return None
+            before = old.head.version if old else 0
+            version = rebuilt_version(before, self._above, self._head.chunks, self._clock_ns())
+            # Later than any that was given out meanwhile: all of it is news to whoever has that
+            own = (version, self._number)
+            db.execute("UPDATE chunk SET version = ? WHERE dataset = ?", own)
+            if old:
+                abandon_rows(db, old.number)
+                move = "UPDATE hold SET dataset = ? WHERE dataset = ?"
+                db.execute(move, (self._number, old.number))
+            insert(db, replace(self._head, version=version), self._number)
+            db.execute("DELETE FROM aside WHERE dataset = ?", (self._number,))
+        return version
+
+    def discard(self) -> None:
+        self._waiting = []
+        try:
+            with self._file.writing() as db:  # unless it has become the dataset's
+                db.execute(SHADOW_TABLE)
+                db.execute(
+                    "UPDATE aside SET beat = ? WHERE dataset = ?", (_ABANDONED_BEAT, self._number)
+                )
+            remove_abandoned(self._file, self._clock_ns, _CLEAN_S)
+        except DieselError as error:
+            log.info("the rest of a rebuild stays until the next one: %s", error.message)
+
+
+def _mark(found: DatasetRow | None) -> tuple[bytes, ...]:
+    return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
+
+
+def abandon_rows(db: sqlite3.Connection, number: int) -> None:
+    """Leave a dataset's rows to nobody; `remove_abandoned` removes them."""
+    db.execute("DELETE FROM dataset WHERE number = ?", (number,))
+    _set_aside(db, number, _ABANDONED_BEAT)
+
+
+def _set_aside(db: sqlite3.Connection, number: int, beat: float) -> None:
+    db.execute(SHADOW_TABLE)
+    db.execute("INSERT OR REPLACE INTO aside (dataset, beat) VALUES (?, ?)", (number, beat))
+
+
+def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
+    """Remove states that are nobody's, as far as that is done within so many seconds."""
+    end_s = time.monotonic() + seconds
+    now_s = clock_ns() / 1e9
+    with file.writing() as db:
+        db.execute(SHADOW_TABLE)
+        # Who is building one still is told so by this
+        db.execute(
+            "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
+            (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
+        )
+        found = db.execute(
+            "SELECT dataset FROM aside WHERE beat = ?", (_ABANDONED_BEAT,)
+        ).fetchall()
+    for number in found:
+        while time.monotonic() < end_s:
+            with file.writing() as db:
+                if not _remove_some(db, *number):
+                    db.execute("DELETE FROM aside WHERE dataset = ?", number)
+                    break
+
+
+def _remove_some(db: sqlite3.Connection, number: int) -> bool:
+    """Remove some rows of a state; whether there were any."""
+    select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
+    folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
+    left = _ROWS_AT_ONCE
+    for folder in folders:
+        if left <= 0:
+            return True
+        left -= db.execute("DELETE FROM run WHERE folder = ?", folder).rowcount
+        left -= db.execute("DELETE FROM part WHERE folder = ?", folder).rowcount
+        some = "SELECT name FROM entry WHERE folder = ? LIMIT ?"
+        entries = db.execute(
+            f"DELETE FROM entry WHERE folder = ? AND name IN ({some})",  # noqa: S608  # a constant
+            (*folder, *folder, _ROWS_AT_ONCE),
+        ).rowcount
+        left -= entries
+        if entries < _ROWS_AT_ONCE:
+            db.execute("DELETE FROM folder WHERE number = ?", folder)
+    if folders:
+        return True
+    select = "SELECT number FROM chunk WHERE dataset = ? LIMIT ?"
+    chunks = db.execute(select, (number, _CHUNKS_AT_ONCE)).fetchall()
+    for chunk in chunks:
+        db.execute("DELETE FROM span WHERE chunk = ?", chunk)
+        db.execute("DELETE FROM hole WHERE chunk = ?", chunk)
+        db.execute("DELETE FROM chunk WHERE number = ?", chunk)
+    return bool(chunks)

@@ -1,0 +1,352 @@
+"""The embedded metadata store: one SQLite file beside the chunks.
+
+Owned here: commits and holds, and what is one transaction. Not owned: tables (`schema.py`),
+markers (`datasets.py`), folding a chunk in (`fold.py`), rebuilding
+(`shadow_state.py`), reading entries (`rows.py`), connections, locks and errors
+(`database_file.py`). Safe from threads, processes and forked children; writers of all datasets
+of a repository take turns, readers (in WAL mode) wait for nobody.
+"""
+
+# Statements are put together from constants only; values always travel as parameters.
+# ruff: noqa: S608
+
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Self, TypeVar
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.errors import (
+    BusyError,
+    DieselError,
+    NoSuchDataset,
+    NotFoundError,
+    UsageError,
+)
+from diesel_fs.format.chunk_id import LOWEST, chunk_id_text, stamp
+from diesel_fs.format.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
+from diesel_fs.storage.metadata.rebuild import rebuild
+from diesel_fs.storage.metadata.sqlite.database_file import DEADLINE_S, SqliteFile
+from diesel_fs.storage.metadata.sqlite.datasets import (
+    all_datasets,
+    dataset_by_identity,
+    dataset_by_name,
+    dataset_of,
+    insert,
+    write,
+)
+from diesel_fs.storage.metadata.sqlite.fold import fold_chunks
+from diesel_fs.storage.metadata.sqlite.rows import (
+    COLUMNS,
+    FolderNumbers,
+    Row,
+    RowCollector,
+    all_chunks,
+    empty_chunks,
+    everything,
+    forget_chunk,
+    implied,
+    kind_of,
+    named_chunks,
+    newer,
+)
+from diesel_fs.storage.metadata.sqlite.runs import find, runs_in
+from diesel_fs.storage.metadata.sqlite.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from diesel_fs.storage.metadata.sqlite.shadow_state import (
+    SqliteShadowState,
+    abandon_rows,
+    remove_abandoned,
+)
+from diesel_fs.storage.metadata.store import (
+    COMMIT_LOCK_S_MAX,
+    DIGEST_MODULUS,
+    Batch,
+    ChunkRecord,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
+    MetadataStore,
+    ReadCommitted,
+    StampedRows,
+    chunks_digest,
+    next_version,
+)
+
+log = logging.getLogger("diesel.metadata")
+
+_HOLD_POLL_S = 0.02
+
+T = TypeVar("T")
+
+
+class SqliteMetadata(MetadataStore):
+    """A metadata store in one file."""
+
+    def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._file = file
+        self._clock_ns = clock_ns
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        create: bool = False,
+        readonly: bool = False,
+        *,
+        deadline_s: float = DEADLINE_S,
+        clock_ns: Callable[[], int] = time.time_ns,
+        host: str = "",
+    ) -> Self:
+        """Open the store at `path`, or make it. `readonly` refuses changes and takes no lease.
+
+        Raises MetadataBehind where there is none, PermissionDenied where the file or its folder is
+        not writable (readers go by a snapshot then), ForeignError, NewerVersionError, CorruptError.
+        """
+        file = SqliteFile(
+            path,
+            SCHEMA,
+            application_id=APPLICATION_ID,
+            schema_version=SCHEMA_VERSION,
+            create=create and not readonly,
+            readonly=readonly,
+            deadline_s=deadline_s,
+            host=host,
+            clock=lambda: clock_ns() / 1e9,
+        )
+        return cls(file, clock_ns)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def now_s(self) -> float:
+        return self._file.now_s()
+
+    # Datasets
+
+    def heads(self) -> list[DatasetHead]:
+        with self._file.reading() as db:
+            return [found.head for found in all_datasets(db)]
+
+    def head(self, name: str) -> DatasetHead:
+        with self._file.reading() as db:
+            return dataset_by_name(db, name).head
+
+    def create(self, name: str, identity: UUID) -> DatasetHead:
+        with self._file.writing() as db:
+            found = dataset_of(db, name, identity)
+            if found is None:
+                insert(db, DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST))
+            return found.head if found else dataset_by_identity(db, identity).head
+
+    def drop(self, identity: UUID) -> None:
+        with self._file.writing() as db, suppress(NoSuchDataset):
+            number = dataset_by_identity(db, identity).number
+            abandon_rows(db, number)
+            db.execute("DELETE FROM hold WHERE dataset = ?", (number,))
+        self._clean()
+
+    def rebuild(
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
+    ) -> int:
+        aside = SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
+        version = rebuild(self, identity, aside, batches, read_committed)
+        self._clean()
+        return version
+
+    def _clean(self) -> None:
+        try:
+            remove_abandoned(self._file, self._clock_ns)
+        except DieselError as error:
+            log.info("what was replaced or deleted takes room for now: %s", error.message)
+
+    # Commits
+
+    def commit(self, identity: UUID, *batches: Batch) -> int:
+        by_chunk = {batch.check().chunk.id: batch for batch in batches}
+        return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
+
+    def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
+        """What an attempt gives, which is None while somebody holds commits back."""
+        deadline = time.monotonic() + self._file.deadline_s
+        while (found := attempt()) is None:
+            if time.monotonic() > deadline:
+                raise BusyError(f"an export holds commits to dataset {identity} back")
+            time.sleep(_HOLD_POLL_S)
+        return found
+
+    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
+        """The version after the commit; None while somebody holds commits back."""
+        with self._file.writing() as db:
+            number, marker = dataset_by_identity(db, identity)
+            known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
+            new = [
+                batch
+                for chunk, batch in batches.items()
+                if db.execute(known, (number, chunk)).fetchone() is None
+            ]
+            if not new:
+                return marker.version
+            if self._is_locked(db, number):
+                return None
+            version = next_version(marker.version, self._clock_ns())
+            folded = fold_chunks(db, number, marker, new, version)
+            write(db, number, folded)
+        return folded.version
+
+    def forget(
+        self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
+    ) -> frozenset[ChunkId]:
+        wanted = sorted(set(chunks))
+        self._when_unlocked(
+            identity, lambda: self._try_forget(identity, wanted, tombstones=tombstones)
+        )
+        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+
+    def _try_forget(
+        self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
+    ) -> int | None:
+        """How many chunks are forgotten now; None while somebody holds commits back."""
+        with self._file.writing() as db:
+            number, marker = dataset_by_identity(db, identity)
+            others = (chunk for chunk in chunks if chunk != marker.newest)
+            empty = empty_chunks(db, number, others, tombstones=tombstones)
+            if not empty:
+                return 0
+            if self._is_locked(db, number):
+                return None
+            for chunk in empty.values():
+                forget_chunk(db, chunk)
+            digest = marker.digest - chunks_digest(empty)
+            left = replace(
+                marker,
+                version=next_version(marker.version, self._clock_ns()),
+                chunks=marker.chunks - len(empty),
+                digest=digest % DIGEST_MODULUS,
+            )
+            write(db, number, left)
+        return len(empty)
+
+    def sync(self) -> None:
+        if not self._file.durable_commits:
+            with self._file.writing(sync=True) as db:
+                db.execute("UPDATE sync SET count = count + 1")
+
+    def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
+        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
+            raise UsageError(f"commits cannot be held back for {seconds:g} s")
+        token = secrets.token_bytes(16)
+        now = self._now()
+        with self._file.writing() as db:
+            number, _ = dataset_by_identity(db, identity)
+            over = "DELETE FROM hold WHERE until < ? OR until > ?"
+            db.execute(over, (now, now + COMMIT_LOCK_S_MAX))
+            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
+
+        def release() -> None:
+            with self._file.writing() as db:
+                db.execute("DELETE FROM hold WHERE token = ?", (token,))
+
+        return CommitLock(release)
+
+    def _is_locked(self, db: sqlite3.Connection, number: int) -> bool:
+        held = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
+        now = self._now()
+        return db.execute(held, (number, now, now + COMMIT_LOCK_S_MAX)).fetchone() is not None
+
+    def _now(self) -> float:
+        return self._clock_ns() / 1e9
+
+    # Reading
+
+    def lookup(
+        self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
+    ) -> StampedRows:
+        select = f"SELECT {COLUMNS}, entry.stamp FROM entry WHERE folder = ? AND name = ?"
+        found, stamps = RowCollector(), []
+        with self._file.reading() as db:
+            folders = FolderNumbers(db, dataset_by_identity(db, identity).number)
+            for path in dict.fromkeys(paths):
+                folder, name = split(path)
+                number = folders.number(folder)
+                row = db.execute(select, (number, name)).fetchone()
+                if row is None:
+                    row = self._in_run(db, number, name)
+                if row is not None and (tombstones or kind_of(row[2]) != Kind.TOMBSTONE):
+                    found.add(folder, [row[:4]])
+                    stamps.append(Stamp(row[4]))
+            rows = found.rows(named_chunks(db, found.chunks))
+        return StampedRows.of(rows, stamps)
+
+    def _in_run(
+        self, db: sqlite3.Connection, folder: int | None, name: bytes
+    ) -> tuple[bytes, int, bytes, None, Stamp] | None:
+        """`COLUMNS` and stamp of an entry that a run holds."""
+        found = find(db, folder, name)
+        if found is None:
+            return None
+        chunk, record = found
+        ((id_, _),) = named_chunks(db, [chunk]).infos
+        place = int(np.frombuffer(record, RECORD)["place"][0])
+        return name, chunk, record, None, stamp(id_, place)
+
+    def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
+        select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
+        found = RowCollector()
+        with self._file.reading() as db:
+            folders = FolderNumbers(db, dataset_by_identity(db, identity).number)
+            number = folders.number(folder)
+            if number is not None:
+                rows: dict[bytes, Row] = {row[0]: row for row in db.execute(select, (number,))}
+                for run in runs_in(db, number):
+                    for i, name in enumerate(run.names):
+                        rows[name] = (name, run.chunk, run.record(i), None)
+                for name, child in folders.below(number):
+                    own = kind_of(rows[name][2]) if name in rows else None
+                    if own != Kind.FOLDER and folders.has_entries(child):
+                        rows[name] = implied(name)
+                alive = (r for r in rows.values() if tombstones or kind_of(r[2]) != Kind.TOMBSTONE)
+                found.add(folder, sorted(alive, key=lambda row: row[0]))
+            return found.rows(named_chunks(db, found.chunks))
+
+    def changes(self, identity: UUID, since: int) -> MetadataChanges:
+        with self._file.reading() as db:
+            number, marker = dataset_by_identity(db, identity)
+            table = all_chunks(db, number)
+            found = newer(db, number, since) if since > 0 else everything(db, number)
+        return MetadataChanges(marker, found.rows(table), table.infos)
+
+    def chunks(self, identity: UUID) -> list[ChunkRecord]:
+        with self._file.reading() as db:
+            number = dataset_by_identity(db, identity).number
+            return [
+                ChunkRecord(ChunkId(row[0]), *row[1:])
+                for row in db.execute(
+                    "SELECT id, object_bytes, uploaded_ns, entries,"
+                    " (SELECT count(*) FROM hole WHERE hole.chunk = chunk.number)"
+                    " FROM chunk WHERE dataset = ? ORDER BY id",
+                    (number,),
+                )
+            ]
+
+    def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
+        with self._file.reading() as db:
+            number = dataset_by_identity(db, identity).number
+            select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
+            found = db.execute(select, (number, chunk)).fetchone()
+            if found is None:
+                raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
+            places = db.execute("SELECT place FROM hole WHERE chunk = ? ORDER BY place", found)
+            return np.fromiter((place for (place,) in places), np.uint32)

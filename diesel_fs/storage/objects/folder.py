@@ -1,0 +1,529 @@
+"""The object store on a POSIX folder: one file an object, durable when `put` returns.
+
+Owns: the write order (temporary, fsync, link, fsync of the folder), temporaries' names, what an
+OSError means. Does not own: names of objects and the marker's content (`objects`), how large
+objects go past the page cache (`direct_writes`), and what lies beside the objects and is passed
+over: `meta.sqlite`, `accounts`.
+
+Concurrency: any thread, any process, any host that shares the folder. The file system decides
+races (link and rename are atomic); the shared fields are a set of folders known to be durable and
+what is known of their file systems, which only save work. Nothing is open between calls, so a fork
+or an umount finds nothing; a thread that has written a large object keeps a buffer.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+
+from diesel_fs.errors import (
+    ConflictError,
+    DieselError,
+    NoSpaceError,
+    ObjectExists,
+    ObjectMissing,
+    ObjectStoreError,
+    PermissionDenied,
+    TruncatedError,
+    UsageError,
+)
+from diesel_fs.format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
+
+from ...format.entries import Bytes
+from .direct_writes import takes_direct, write_direct
+from .nowait_reads import read_nowait_at
+from .store import (
+    MARKER_BYTES_MAX,
+    Leftover,
+    ObjectInfo,
+    ObjectStore,
+    check_deletable,
+    check_mutable,
+    check_name,
+    check_prefix,
+    check_range,
+    encode_marker,
+    parse_marker,
+)
+
+_WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
+_BESIDE = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
+# mkfs puts this into the root of a new file system, so a store's new home may hold it.
+_OF_THE_FILE_SYSTEM = "lost+found"
+# The kernel may have thrown the pages away (EIO), or the folder went (ENOENT, ESTALE): a second
+# fsync would prove nothing, a second file does.
+_WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
+# O_NONBLOCK: a pipe that somebody left under an object's name must not hang its reader.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_Publish = Callable[[str, str], None]
+
+
+class _Sort(Enum):
+    OBJECT = 1
+    LEFTOVER = 2
+    FOREIGN = 3
+
+
+class FolderStore(ObjectStore):
+    """Objects as files below `root`, which is a real absolute path."""
+
+    def __init__(self, root: str, store_id: uuid.UUID) -> None:
+        """For `open` and `create`, which know that the folder is a store."""
+        self.root = root
+        self.store_id = store_id
+        self._durable = {""}
+        self._direct: dict[str, bool] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
+        """The store at `path`. Raises ObjectMissing where there is none: a folder without the
+        marker may be the mount point of a store that is not mounted."""
+        root = _real_path(path)
+        try:
+            return cls(root, _read_marker(root))
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "open the store", root) from error
+        raise ObjectMissing(
+            f"{root}: no DIESEL-FS store is here (no {STORE_MARKER})",
+            advice="check the path, and that what should be mounted there is mounted",
+        )
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
+        """Make a store of a folder that is absent or empty; open the one that is there.
+
+        Raises ConflictError where the folder holds anything else. Of several that create one
+        store at once one succeeds and the others open it.
+        """
+        root = _real_path(path)
+        try:
+            _make_root(root)
+            content = os.listdir(root)
+        except OSError as error:
+            raise _store_error(error, "create a store", root) from error
+        ours = {STORE_MARKER, _OF_THE_FILE_SYSTEM}
+        if STORE_MARKER not in content:
+            strange = any(name not in ours and not _TEMPORARY.fullmatch(name) for name in content)
+            # Looked at again: another put may have made the store since, and written into it.
+            if strange and not os.path.lexists(os.path.join(root, STORE_MARKER)):
+                raise ConflictError(
+                    f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
+                    advice="name a folder that is empty or does not exist",
+                )
+            store_id = uuid.uuid4()
+            with contextlib.suppress(ObjectExists):  # another put was first: its store is as good
+                cls(root, store_id)._write(STORE_MARKER, [encode_marker(store_id)], _link)
+        return cls.open(root)
+
+    # Writing
+
+    def put(self, name: str, parts: Sequence[Bytes]) -> None:
+        check_name(name)
+        self._write(name, parts, _link)
+
+    def replace(self, name: str, parts: Sequence[Bytes]) -> None:
+        check_mutable(name)
+        self._write(name, parts, _rename_over)
+
+    def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
+        """Write, and once more under a new temporary name where the first may not be believed."""
+        try:
+            self._write_once(name, parts, publish)
+            return
+        except FileExistsError as error:
+            raise ObjectExists(f"{name}: exists already") from error
+        except OSError as error:
+            self._durable = {""}  # folders may have been removed, or all be unmounted
+            self._direct = {}
+            if error.errno not in _WRITE_AGAIN:
+                raise _store_error(error, "write", name) from error
+        try:
+            self._write_once(name, parts, publish)
+        except OSError as error:  # FileExistsError too: it may be what is left of the first try
+            raise _store_error(error, "write, in a second try", name) from error
+
+    def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
+        folder = name.rpartition("/")[0]
+        self._make_folder(folder)
+        temporary = os.path.join(self.root, folder, object_temporary_name())
+        final = os.path.join(self.root, name)
+        try:
+            _write_file(temporary, parts, direct=self._takes_direct(folder))
+            publish(temporary, final)
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
+        try:
+            fsync_folder(os.path.dirname(final))
+        except OSError:
+            # Visible, but nobody knows for how long, and it has not been acknowledged.
+            if publish is _link:
+                _unlink_quietly(final)
+            raise
+
+    def _takes_direct(self, folder: str) -> bool:
+        """Whether large objects in a folder, which may be a link, go past the page cache."""
+        if folder not in self._direct:
+            self._direct[folder] = takes_direct(os.path.join(self.root, folder))
+        return self._direct[folder]
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder and those above it, durably: each one's parent is synced."""
+        if folder in self._durable:
+            return
+        self._check_store_present()  # never fill an empty mount point
+        upper = folder.rpartition("/")[0]
+        if upper:
+            self._make_folder(upper)
+        _make_folder_durably(os.path.join(self.root, folder))
+        self._durable.add(folder)
+
+    def delete(self, name: str) -> None:
+        check_deletable(name)
+        path = os.path.join(self.root, name)
+        try:
+            self._check_regular(name, os.lstat(path))
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "delete", name) from error
+            self._check_store_present()
+        try:
+            # Also where it was absent: whoever unlinked it may have died before this.
+            fsync_folder(os.path.dirname(path))
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "delete", name) from error
+
+    def discard(self, leftover: Leftover) -> None:
+        folder, _, last = leftover.name.rpartition("/")
+        if not _TEMPORARY.fullmatch(last) or (folder and not FOLDER_NAME.fullmatch(folder)):
+            raise UsageError(f"{leftover.name!r} is not the name of a leftover")
+        try:
+            os.unlink(os.path.join(self.root, leftover.name))
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "remove", leftover.name) from error
+
+    # Reading
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        check_range(name, start, length)
+        with self._opened(name) as (fd, size):
+            if start + (length or 0) > size:
+                raise _too_short(name, start + (length or 0), size)
+            content = bytearray(size - start if length is None else length)
+            _read_full(fd, name, start, memoryview(content))
+        return content
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        check_range(name, start, None)
+        with self._opened(name) as (fd, size):
+            view = memoryview(buffer).cast("B")
+            if start + len(view) > size:
+                raise _too_short(name, start + len(view), size)
+            _read_full(fd, name, start, view)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """Opens the object once."""
+        with self._opened(name) as (fd, length):
+            for start, size in ranges:
+                check_range(name, start, size)
+                if start + size > length:
+                    raise _too_short(name, start + size, length)
+                _read_full(fd, name, start, room[:size])
+                yield room[:size].toreadonly()
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        check_range(name, start, None)
+        try:
+            return read_nowait_at(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
+        except OSError:
+            return False
+
+    def stat(self, name: str) -> ObjectInfo:
+        check_name(name)
+        try:
+            found = os.lstat(os.path.join(self.root, name))
+        except OSError as error:
+            raise self._missing_or(error, "stat", name) from error
+        self._check_regular(name, found)
+        return ObjectInfo(name, found.st_size, found.st_mtime_ns)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        """A descriptor and the object's size; what fails until it is closed is the store's."""
+        try:
+            fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
+        except OSError as error:
+            raise self._missing_or(error, "open", name) from error
+        try:
+            try:
+                found = os.fstat(fd)
+                self._check_regular(name, found)
+                yield fd, found.st_size
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise _store_error(error, "read", name) from error
+
+    def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
+        """ObjectMissing only where the store is there to say so."""
+        if error.errno not in _MISSING:
+            return _store_error(error, doing, name)
+        self._check_store_present()
+        return ObjectMissing(f"{name}: no such object in {self.root}")
+
+    def _check_store_present(self) -> None:
+        """Raise ObjectStoreError where the folder no longer is the store that was opened."""
+        try:
+            store_id = _read_marker(self.root)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "read", f"{self.root}/{STORE_MARKER}") from error
+            raise ObjectStoreError(
+                f"{self.root}: the store has gone (no {STORE_MARKER})",
+                advice="check that it is still mounted",
+            ) from error
+        if store_id != self.store_id:
+            raise ObjectStoreError(f"{self.root}: another store is in this place now")
+
+    @staticmethod
+    def _check_regular(name: str, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise ObjectStoreError(f"{name}: not a regular file, so not an object of ours")
+
+    # Listing
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        for name in self.names(prefix, after):
+            try:
+                yield self.stat(name)
+            except ObjectMissing:
+                continue  # deleted since its folder was read
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        check_prefix(prefix)
+        return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        check_prefix(prefix)
+        for name, sort in self._walk(prefix, ""):
+            match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
+            if sort is not _Sort.LEFTOVER or match is None:
+                continue
+            try:
+                found = os.lstat(os.path.join(self.root, name))
+            except OSError as error:
+                if error.errno in _MISSING:
+                    continue  # its put has ended
+                raise _store_error(error, "stat", name) from error
+            host, pid = match["host"], int(match["pid"])
+            yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        check_prefix(prefix)
+        return (name for name, sort in self._walk(prefix, "") if sort is _Sort.FOREIGN)
+
+    def _walk(self, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
+        """All that lies under `prefix`, in byte order of whole names, one folder at a time."""
+        return self._walk_folder(prefix.rpartition("/")[0], prefix, after)
+
+    def _walk_folder(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
+        for name in self._folder_content(folder):
+            if not name.startswith(prefix):
+                continue
+            if name <= after and not (name[-1] == "/" and after.startswith(name)):
+                continue
+            if name[-1] == "/" and FOLDER_NAME.fullmatch(name, 0, len(name) - 1):
+                yield from self._walk_folder(name[:-1], prefix, after)
+            elif OBJECT_NAME.fullmatch(name):
+                yield name, _Sort.OBJECT
+            elif _TEMPORARY.fullmatch(name, len(folder) + 1 if folder else 0):
+                yield name, _Sort.LEFTOVER
+            elif folder or not (_BESIDE.fullmatch(name) or name == _OF_THE_FILE_SYSTEM + "/"):
+                yield name.removesuffix("//"), _Sort.FOREIGN
+
+    def _folder_content(self, folder: str) -> Sequence[str]:
+        """Names in a folder, sorted as whole names are: a folder's with its slash. What is neither
+        file nor folder ends in "//", so that it is never taken for an object."""
+        above = f"{folder}/" if folder else ""
+        try:
+            with os.scandir(os.path.join(self.root, folder)) as entries:
+                return sorted(above + entry.name + _ending(entry) for entry in entries)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "list", folder or self.root) from error
+        self._check_store_present()
+        return ()  # never made, or removed since its parent was read
+
+
+def _ending(entry: os.DirEntry[str]) -> str:
+    if entry.is_file(follow_symlinks=False):
+        return ""
+    # A folder may be a link: people move folders of chunks to a larger disk.
+    return "/" if entry.is_dir() else "//"
+
+
+def _real_path(path: str | os.PathLike[str]) -> str:
+    """One name for a folder, however it was spelled, before the working directory changes."""
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise UsageError(f"{text!r} is not a path of a store")
+    return os.path.realpath(text)
+
+
+def _read_marker(root: str) -> uuid.UUID:
+    fd = os.open(os.path.join(root, STORE_MARKER), _READ_FLAGS)
+    try:
+        return parse_marker(os.read(fd, MARKER_BYTES_MAX))
+    finally:
+        os.close(fd)
+
+
+def _make_root(root: str) -> None:
+    """Make `root` and what is missing above it; what is there already is not touched."""
+    missing = []
+    while not os.path.isdir(root):
+        missing.append(root)
+        root = os.path.dirname(root)
+    for path in reversed(missing):
+        _make_folder_durably(path)
+
+
+def _make_folder_durably(path: str) -> None:
+    """Make a folder if it is absent and sync its parent in any case: who made it may have died
+    in between."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    try:
+        fsync_folder(os.path.dirname(path))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # so that the next try makes it anew rather than syncs it again
+        raise
+
+
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable, as far as its file system lets one ask for it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:  # those write folders through (CIFS, some FUSE)
+            raise
+    finally:
+        os.close(fd)
+
+
+def object_temporary_name() -> str:
+    """`.tmp-<host>-<pid>-<random>`: says whose it is, to whoever finds it."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
+    return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
+    """Write a new file and sync it. An error of close counts: NFS reports there."""
+    fd = os.open(path, _CREATE_FLAGS, 0o644)
+    try:
+        left = write_direct(fd, parts) if direct else parts
+        _write_parts(fd, [memoryview(part).cast("B") for part in left if len(part)])
+        os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+
+
+def _write_parts(fd: int, views: list[memoryview]) -> None:
+    """writev all of it, however little each call takes."""
+    first = 0
+    while first < len(views):
+        taken = os.writev(fd, views[first : first + _WRITEV_PARTS_MAX])
+        while first < len(views) and taken >= len(views[first]):
+            taken -= len(views[first])
+            first += 1
+        if taken:
+            views[first] = views[first][taken:]
+
+
+def _link(temporary: str, final: str) -> None:
+    """Give the file its name, unless the name is taken (FileExistsError)."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost; then the name is taken by ourselves.
+        if not os.path.samestat(os.lstat(final), os.lstat(temporary)):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _rename_to_new(temporary, final)
+        return
+    _unlink_quietly(temporary)
+
+
+def _rename_to_new(temporary: str, final: str) -> None:
+    """renameat2(RENAME_NOREPLACE), for file systems without hard links (exFAT, some FUSE)."""
+    at_cwd, rename_noreplace = -100, 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(temporary), os.fsencode(final)
+    if libc.renameat2(at_cwd, names[0], at_cwd, names[1], rename_noreplace) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), final)
+
+
+def _rename_over(temporary: str, final: str) -> None:
+    os.rename(temporary, final)
+
+
+def _unlink_quietly(path: str) -> None:
+    """Remove what nobody needs; where that fails it stays as a leftover."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
+    """Fill `view`, however little each call gives."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], start + done)
+        if got == 0:
+            raise _too_short(name, start + len(view), start + done)
+        done += got
+
+
+def _too_short(name: str, end: int, size: int) -> TruncatedError:
+    return TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
+
+
+def _store_error(error: OSError, doing: str, what: str) -> DieselError:
+    """What an OSError means to the user."""
+    number = error.errno or 0
+    code = errno.errorcode.get(number, str(number))
+    message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"
+    if number in _NO_SPACE:
+        return NoSpaceError(message, advice="free some space, or raise the quota")
+    if number == errno.EROFS:
+        return PermissionDenied(message, advice="the file system is mounted read-only")
+    if number in _NOT_ALLOWED:
+        return PermissionDenied(message)
+    return ObjectStoreError(message)

@@ -1,0 +1,267 @@
+"""Files under names that users give: written whole or not at all.
+
+Owned here: the temporary file and its rename, what is not replaced but written to, and that what a
+killed writer left goes with the next one. Not owned: what is in the files, and who may be told of
+one.
+
+What is neither missing nor a regular file (a device, a fifo, the pipe behind /dev/stdout) is
+written to as it is: to rename a file over /dev/null would break the machine. A link is followed,
+but none that may have been planted, nor is anything written to that may have been: what somebody
+else made where others may write, as in /tmp. Whoever may plant a link there would choose which
+file of ours is overwritten.
+
+Concurrency: any thread; of several writers of one name the last rename wins.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from ..errors import DieselError, NoSpaceError, PermissionDenied, UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Named(io.FileIO):
+    """A file whose errors name it as its user did: those of write(2) name none."""
+
+    def __init__(self, descriptor: int, shown: str) -> None:
+        super().__init__(descriptor, "wb")
+        self._shown = shown
+
+    def write(self, data: "ReadableBuffer") -> int:
+        with _naming(self._shown):
+            return super().write(data)
+
+
+@contextmanager
+def _naming(shown: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = shown
+        raise
+
+
+_LINKS_MAX = 40  # as the kernel's own limit
+
+
+def named_file(descriptor: int, shown: str) -> BinaryIO:
+    """A file to write, which is closed with the descriptor; its errors name it."""
+    return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
+
+
+def write_error(file: Path | str, error: OSError) -> DieselError:
+    """Why a file cannot be written, as an error of ours."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
+
+
+_TEMPORARY = re.compile(
+    r"\.dlcmd-(?:(?P<where>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
+)
+_STRANGERS_S = 86_400
+
+
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
+
+    A new file has `mode`, less the umask. Raises OSError with `path` as its file name, UsageError
+    for a folder, and PermissionDenied for what may have been planted.
+    """
+    with _naming(str(path)):
+        check_links(path)
+    place = _replaceable(path)
+    if place is None:
+        check_file(path, os.stat(path))
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        with named_file(descriptor, str(path)) as file:
+            yield file
+        return
+    remove_leftovers(place.parent)
+    temporary = place.with_name(temporary_name())
+    with _naming(str(path)):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with named_file(fd, str(path)) as file:
+            yield file
+            file.flush()
+            with _naming(str(path)):
+                if sync:
+                    os.fsync(fd)
+        with _naming(str(path)):
+            temporary.rename(place)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        _sync_folder(place.parent)
+
+
+def check_links(path: Path) -> None:
+    """Raises PermissionDenied where a link on the way to `path`, or `path` itself, may have been
+    planted, and OSError where links lead in a circle.
+    """
+    here, left, links = "/", _parts(os.path.join(os.getcwd(), path)), 0
+    while left:
+        part = left.pop()
+        if part == "..":
+            here = os.path.dirname(here)
+            continue
+        at = os.path.join(here, part)
+        try:
+            target = os.readlink(at)
+        except OSError:  # no link, or nothing: whoever opens it will see
+            here = at
+            continue
+        if here.startswith("/proc/"):  # the kernel's own, which leads to what is open
+            return
+        links += 1
+        if links > _LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if _may_be_planted(os.lstat(at), here, is_last=not left):
+            raise _planted(f"{at} is a link", at)
+        here = "/" if target.startswith("/") else here
+        left += _parts(target)
+
+
+def check_file(path: Path, found: os.stat_result) -> None:
+    """For a file that is written to as it is: raises PermissionDenied where that may have been
+    planted, be it as another name of a file of ours.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    if folder.startswith("/proc/"):  # what is open in this process
+        return
+    is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
+    if _may_be_planted(found, folder, is_last=True) or (is_linked and _others_write(folder)):
+        raise _planted(f"{path} is a file", str(path))
+
+
+def temporary_name() -> str:
+    """`.dlcmd-<where>-<pid>-<start>-<random>`: says which process makes the file."""
+    pid = os.getpid()
+    return f".dlcmd-{_where()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(folder: Path | int) -> None:
+    """Remove the temporary files in a folder (or its descriptor) whose process has gone.
+
+    Those of another machine, of an earlier start of this one, or of another namespace of processes
+    go when they are a day old: nobody can ask for their process here.
+    """
+    at, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if found := _TEMPORARY.fullmatch(name):
+                with suppress(OSError):
+                    if _is_left(found, path / name, at):
+                        os.unlink(path / name, dir_fd=at)
+
+
+def _is_left(found: re.Match[str], path: Path, folder: int | None) -> bool:
+    if found["where"] == _where():
+        return _start(int(found["pid"])) != found["start"]
+    changed_s = os.stat(path, dir_fd=folder, follow_symlinks=False).st_ctime
+    return time.time() - changed_s > _STRANGERS_S
+
+
+@cache
+def _where() -> str:
+    """Where numbers of processes mean the same: this start of this machine, and this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
+
+
+@cache
+def _own_start(pid: int) -> str:
+    return _start(pid)
+
+
+def _start(pid: int) -> str:
+    """When a process began, in ticks (proc(5)); nothing where there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return status.rpartition(b")")[2].split()[19].decode()
+
+
+def close_folder(descriptor: int) -> None:
+    """Close the descriptor of a folder. That nothing was written through it leaves its errors
+    without a meaning, and whoever closes it has what it was opened for."""
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether a name leads to this process's standard output, as /dev/stdout does."""
+    try:
+        return path.is_symlink() and os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
+
+
+def _replaceable(path: Path) -> Path | None:
+    """Where a file that replaces the one at `path` is to lie; None for what is written to."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{path} is a folder", advice="name a file")
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    place = Path(os.path.realpath(path))
+    # A file that is open and has no name any more (/dev/fd/3) is written to. One that another
+    # process has just replaced has a name: writing to it would truncate what others have mapped.
+    return place if place.exists() else None
+
+
+def _parts(path: str) -> list[str]:
+    """The names in a path, the last first."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+
+
+def _may_be_planted(found: os.stat_result, folder: str, *, is_last: bool) -> bool:
+    """Whether somebody else may have put something there to lead us astray. On the way to the last
+    name that is so only where anybody may write: people who share folders link them, too.
+    """
+    if found.st_uid in (0, os.geteuid()):
+        return False
+    above = os.stat(folder)
+    return bool(above.st_mode & stat.S_IWOTH) or (is_last and _others_write(folder))
+
+
+def _others_write(folder: str) -> bool:
+    above = os.stat(folder)
+    shared = stat.S_IWOTH | stat.S_IWGRP
+    return bool(above.st_mode & shared) or above.st_uid not in (0, os.geteuid())
+
+
+def _planted(what: str, at: str) -> PermissionDenied:
+    return PermissionDenied(
+        f"{what} that somebody else may have planted: others may write to {os.path.dirname(at)}",
+        advice="write to a folder of your own",
+    )
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

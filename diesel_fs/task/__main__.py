@@ -1,8 +1,0 @@
-"""`python -m diesel_fs.task`: a master (`daemon.py`)."""
-
-import sys
-
-from .daemon import main
-
-if __name__ == "__main__":
-    sys.exit(main())

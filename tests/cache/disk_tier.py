@@ -1,0 +1,55 @@
+"""What tests of a disk shelf share."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from uuid import UUID
+
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.tiers import ChunkKey
+
+STORE = UUID(int=7)
+Chunks = dict[ChunkKey, bytes]
+
+
+def tier_at(place: Path, limit_bytes: int | None = 1 << 30) -> DiskTier:
+    return DiskTier(place, STORE, limit_bytes)
+
+
+def put(shelf: DiskTier, key: ChunkKey, content: bytes) -> None:
+    kept = shelf.reserve(key, len(content))
+    assert kept is not None
+    kept.commit(memoryview(content))
+
+
+def content_of(shelf: DiskTier, key: ChunkKey) -> bytes | None:
+    found = shelf.find(key)
+    if found is None:
+        return None
+    with found:
+        room = bytearray(found.bytes)
+        found.read_into(0, memoryview(room))
+        return bytes(room)
+
+
+def file_of(place: Path, key: ChunkKey) -> Path:
+    (file,) = place.glob(f"*/{key.identity.hex}/{key.id.hex()}")
+    return file
+
+
+def files(place: Path) -> list[Path]:
+    return [path for path in place.glob("*/*/*") if path.name != ".used"]
+
+
+def counted(shelf: DiskTier) -> int:
+    with shelf._locked() as marker:
+        return disk_shelf._counted(marker)
+
+
+def idle(place: Path) -> None:
+    """As if nobody had read for an hour."""
+    for path in place.glob("*/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (time.time() - 3600,) * 2)

@@ -1,0 +1,381 @@
+"""`CoalescingReader`: every stored byte of many entries, checked, in few reads, and nothing
+kept."""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from diesel_fs.cache import coalescing_reader as extents_module
+from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
+from diesel_fs.errors import ObjectMissing, ObjectStoreError
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+from tests.storage.objects.faulty_store import Fault, FaultyStore
+
+from .conftest import FILES, Counting
+
+
+def contents(
+    reader: CoalescingReader, entries: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> dict[int, bytes]:
+    """The contents as the parts make them up; no byte may come twice."""
+    found: dict[int, dict[int, bytes]] = defaultdict(dict)
+    for batch in reader.batches(entries):
+        places = zip(batch.entries.tolist(), batch.starts.tolist(), batch.contents, strict=True)
+        for entry, start, part in places:
+            assert start not in found[entry]
+            found[entry][start] = bytes(part)
+    whole = {}
+    for entry, pieces in found.items():
+        at = min(pieces)
+        for start in sorted(pieces):
+            assert start == at, "pieces leave no gap"
+            at += len(pieces[start])
+        whole[entry] = b"".join(pieces[start] for start in sorted(pieces))
+    return whole
+
+
+def expected(view: Snapshot) -> dict[int, bytes]:
+    """What every file with content holds, by index."""
+    return {view.lookup(name.encode()): content for name, content in FILES.items() if content}
+
+
+@pytest.mark.parametrize("span_bytes", [1, 10_000, 8 << 20])
+@pytest.mark.parametrize("gap_bytes", [0, 64 << 10])
+def test_everything_is_there_once(
+    store: Counting,
+    view: Snapshot,
+    span_bytes: int,
+    gap_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extents_module, "SPAN_BYTES", span_bytes)
+    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", gap_bytes)
+    reader = CoalescingReader(view, store)
+    every = np.arange(view.entry_count)
+    assert contents(reader, np.random.default_rng(1).permutation(every)) == expected(view)
+    assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
+
+
+def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapshot) -> None:
+    files = view.files()
+    chunk = int(np.bincount(view.chunk_of(files)).argmax())
+    inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
+    assert len(inside) > 20
+    reader = CoalescingReader(view, store)
+    assert len(contents(reader, inside)) == len(inside)
+    assert len(store.reads) == 1
+    assert reader.stats()["fetches"] == 1
+
+
+def test_what_lies_far_apart_is_read_alone(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", 500)
+    files = view.files()
+    chunk = int(np.bincount(view.chunk_of(files)).argmax())
+    inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
+    places = inside[np.argsort(view.columns.offset[inside])][::4]  # three files lie between
+    assert len(contents(CoalescingReader(view, store), places)) == len(places) == len(store.reads)
+
+
+def test_nothing_for_folders_links_and_empty_files(store: Counting, view: Snapshot) -> None:
+    reader = CoalescingReader(view, store)
+    assert contents(reader, np.array([0, view.lookup(b"empty")])) == {}
+    assert contents(reader, np.zeros(0, np.int64)) == {}
+    assert store.reads == []
+
+
+def test_B4_damage_on_the_way_is_healed_by_one_more_read(store: Counting, view: Snapshot) -> None:
+    def flip_once(name: str, buffer: memoryview) -> None:
+        buffer[len(buffer) // 2] ^= 1
+        store.change = lambda name, buffer: None
+
+    store.change = flip_once
+    reader = CoalescingReader(view, store)
+    assert contents(reader, view.files()) == expected(view)
+    assert reader.stats()["healed"] == 1
+
+
+def test_B3_what_is_damaged_is_left_out_and_named(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = view.lookup(b"n007")
+    [extent] = view.extents(damaged)
+
+    def flip(name: str, buffer: memoryview) -> None:
+        _, start, size = store.reads[-1]
+        at = extent.offset - start
+        if name.endswith(last) and 0 <= at < size:
+            buffer[at] ^= 1
+
+    last = CoalescingReader(view, store)._name(extent.chunk)
+    store.change = flip
+    reader = CoalescingReader(view, store)
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    assert found == {entry: each for entry, each in expected(view).items() if entry != damaged}
+    assert reader.stats()["damaged"] == 1
+    assert "ds/n007" in caplog.text
+
+
+def lose(store: Counting, lost: str) -> None:
+    def missing(name: str, buffer: memoryview) -> None:
+        if name == lost:
+            raise ObjectMissing(f"no object {name}")
+
+    store.change = missing
+
+
+def test_a_chunk_that_is_lost_costs_its_own_files_alone(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = CoalescingReader(view, store)
+    [extent] = view.extents(view.lookup(b"n007"))
+    lost = reader._name(extent.chunk)
+    lose(store, lost)
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    inside = {
+        entry
+        for entry in expected(view)
+        if any(part.chunk == extent.chunk for part in view.extents(entry))
+    }
+    assert 0 < len(inside) < len(expected(view))
+    assert found.keys() >= expected(view).keys() - inside
+    assert all(found[entry] == expected(view)[entry] for entry in found.keys() - inside)
+    assert reader.stats()["lost"] == 1
+    assert lost in caplog.text
+
+
+def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None:
+    fault = Fault("read_into", error=ObjectStoreError("gone"))
+    with FaultyStore(store, fault) as faulty, pytest.raises(ObjectStoreError):
+        contents(CoalescingReader(view, faulty), view.files())
+
+
+class Slow(StoreWrapper):
+    """Answers after a while, and counts how many wait at once."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.waiting = self.most = self.reads = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        with self._lock:
+            self.waiting += 1
+            self.reads += 1
+            self.most = max(self.most, self.waiting)
+        time.sleep(0.03)
+        with self._lock:
+            self.waiting -= 1
+        self.inner.read_into(name, start, buffer)
+
+
+def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view: Snapshot) -> None:
+    """As soon as it is known to be slow; the pieces come in the same order, each read once."""
+    slow = Slow(store)
+    reader = CoalescingReader(view, slow)
+    files = view.files()
+    few = files[files == view.lookup(b"small")]
+    while not reader._is_slow:
+        assert contents(reader, few) == {int(few[0]): FILES["small"]}
+    before = slow.reads
+    assert slow.most == 1
+    assert contents(reader, files) == expected(view)
+    assert slow.most >= FETCH_THREADS // 2
+    assert slow.reads - before == len(reader._parts(files).spans)
+
+
+def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
+    store: Counting, view: Snapshot
+) -> None:
+    slow = Slow(store)
+    reader = CoalescingReader(view, slow)
+    reader._read_s = 1.0
+    large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
+    reader.prefetch([large, text])
+    reader.prefetch([text, small])  # the plan has changed
+    assert set(reader._in_flight) == {
+        span for each in (text, small) for span in reader._parts(each).spans
+    }
+    flights = [each.contents for each in reader._in_flight.values()]
+    wait(flights, timeout=10)
+    before = slow.reads
+    for entry, name in ((text, "text"), (small, "small")):
+        assert contents(reader, entry) == {int(entry[0]): FILES[name]}
+    assert slow.reads == before
+    assert not reader._in_flight
+
+
+def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot) -> None:
+    reader = CoalescingReader(view, store)
+    reader.prefetch([view.files()])
+    assert contents(reader, view.files()) == expected(view)
+    reader.prefetch([view.files()])
+    assert reader._threads is None
+
+
+class BatchingStore(StoreWrapper):
+    """Takes many parts in one request, and counts those."""
+
+    batches_reads = True
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.requests: list[list[tuple[str, int, int]]] = []
+        self.delay_s = 0.0
+        self.waiting = self.most = 0
+        self._lock = threading.Lock()
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        with self._lock:
+            self.requests.append(list(parts))
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.waiting -= 1
+        return super().read_parts(parts)
+
+
+def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) -> None:
+    joining = BatchingStore(store)
+    reader = CoalescingReader(view, joining)
+    order = np.random.default_rng(1).permutation(view.files())
+    for unit in np.array_split(order, 4):
+        whole = contents(reader, unit)
+        assert whole == {each: expected(view)[each] for each in whole}
+    assert len(joining.requests) == 4
+    assert contents(reader, view.files()) == expected(view)
+    assert len(joining.requests) == 5
+    assert reader._threads is None
+
+
+def test_groups_have_limits_and_several_are_under_way(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "BATCH_BYTES_MAX", 100_000)
+    monkeypatch.setattr(extents_module, "BATCH_PARTS_MAX", 20)
+    monkeypatch.setattr(extents_module, "SPAN_BYTES", 30_000)
+    joining = BatchingStore(store)
+    joining.delay_s = 0.03
+    reader = CoalescingReader(view, joining)
+    assert contents(reader, view.files()) == expected(view)
+    assert joining.most > 2
+    for parts in joining.requests:
+        assert len(parts) <= 20
+        assert len(parts) == 1 or sum(size for _, _, size in parts) <= 100_000
+    assert not reader._in_flight
+
+
+def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None:
+    """Each piece once, also where the plan changes; what nobody wants any more is let go of."""
+    joining = BatchingStore(store)
+    reader = CoalescingReader(view, joining)
+    small = np.random.default_rng(2).permutation(view.files())
+    one, other, third, rest = small[:40], small[40:80], small[80:90], small[90:]
+    reader.prefetch([one, other])
+    wait([each.contents for each in reader._in_flight.values()], timeout=10)
+    assert len(joining.requests) == 1
+    assert len(contents(reader, one)) == len(one)
+    reader.prefetch([other, third])
+    wait([each.contents for each in reader._in_flight.values()], timeout=10)
+    assert len(joining.requests) == 2
+    assert len(contents(reader, other)) + len(contents(reader, third)) == 50
+    assert len(joining.requests) == 2
+    reader.prefetch([rest])
+    reader.prefetch([one])
+    assert set(reader._in_flight) == set(reader._parts(one).spans)
+    assert len(contents(reader, one)) == len(one)
+    assert not reader._in_flight
+
+
+def test_units_that_stay_ahead_are_looked_at_once(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = CoalescingReader(view, BatchingStore(store))
+    looked: list[int] = []
+    parts = reader._parts
+
+    def counted(entries: npt.NDArray[np.int64]) -> object:
+        looked.append(len(entries))
+        return parts(entries)
+
+    monkeypatch.setattr(reader, "_parts", counted)
+    units = np.array_split(np.random.default_rng(3).permutation(view.files()), 12)
+    for first in range(len(units)):
+        reader.prefetch(units[first : first + 5])
+        assert contents(reader, units[first])
+    assert looked == [len(unit) for unit in units]
+
+
+def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents_module, "AHEAD_BYTES_MAX", 200_000)
+    reader = CoalescingReader(view, BatchingStore(store))
+    whole, draw = expected(view), np.random.default_rng(4)
+    units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
+    most = 0
+    for _ in range(60):
+        some = [units[at] for at in draw.choice(len(units), 6)]
+        reader.prefetch(some)
+        flying_bytes = sum(size for _, _, size in reader._in_flight)
+        most = max(most, flying_bytes)
+        assert flying_bytes == reader._flying_bytes <= 200_000
+        wanted = some[int(draw.integers(3))]  # not always the first
+        there = {each: whole[each] for each in wanted.tolist() if each in whole}
+        assert contents(reader, wanted) == there
+    assert most > 100_000
+    reader.prefetch([])
+    assert (reader._in_flight, reader._flying_bytes) == ({}, 0)
+
+
+def test_a_lost_chunk_among_others_costs_its_own_files_alone(
+    store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = CoalescingReader(view, BatchingStore(store))
+    [extent] = view.extents(view.lookup(b"n007"))
+    lost = reader._name(extent.chunk)
+    lose(store, lost)
+    with caplog.at_level(logging.ERROR):
+        found = contents(reader, view.files())
+    outside = {
+        entry
+        for entry in expected(view)
+        if all(part.chunk != extent.chunk for part in view.extents(entry))
+    }
+    assert outside <= set(found)
+    assert len(outside) < len(expected(view))
+    assert all(found[entry] == expected(view)[entry] for entry in outside)
+    assert reader.stats()["lost"] >= 1
+    assert lost in caplog.text
+
+
+def test_damage_among_others_is_read_again_from_the_store(store: Counting, view: Snapshot) -> None:
+    again: list[str] = []
+
+    class Damaging(BatchingStore):
+        def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+            for content in super().read_parts(parts):
+                damaged = bytearray(content)
+                damaged[-1] ^= 1
+                yield memoryview(damaged)
+
+        def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+            again.append(name)
+            self.inner.read_into(name, start, buffer)
+
+    reader = CoalescingReader(view, Damaging(store))
+    assert contents(reader, view.files()) == expected(view)
+    assert reader.stats()["healed"] == len(again) > 3

@@ -1,0 +1,478 @@
+"""`DiskTier`: a folder of checked chunks within its limits, whatever happens to it."""
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
+from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.storage.objects.store import StoreWrapper
+
+from ..small_disks import remount, small_disk
+from .disk_tier import Chunks, content_of, counted, file_of, files, idle, put, tier_at
+
+
+def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: Chunks) -> None:
+    one, other = tier_at(place), tier_at(place)
+    for key, content in chunks.items():
+        assert content_of(one, key) is None
+        put(one, key, content)
+        assert content_of(one, key) == content_of(other, key) == content
+        assert one.reserve(key, len(content)) is None
+    assert counted(other) == sum(map(len, chunks.values()))
+    key = next(iter(chunks))
+    found = one.find(key)
+    assert found is not None
+    with found:
+        other.drop(key)
+        assert content_of(one, key) is None
+        room = memoryview(bytearray(10))
+        found.read_into(0, room)
+        assert room == chunks[key][:10]
+        with pytest.raises(EOFError):
+            found.read_into(len(chunks[key]) - 5, room)
+
+
+def test_J11_files_are_their_user_s_alone(place: Path, chunks: Chunks) -> None:
+    shelf = tier_at(place)
+    put(shelf, *next(iter(chunks.items())))
+    for path in place.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
+    one, other = tier_at(place), tier_at(place)
+    key, content = next(iter(chunks.items()))
+    first = one.reserve(key, len(content))
+    assert first is not None
+    assert one.reserve(key, len(content)) is other.reserve(key, len(content)) is None
+    assert content_of(other, key) is None
+    first.cancel()
+    assert counted(other) == 0
+    put(other, key, content)
+    assert content_of(one, key) == content
+
+
+def test_who_decides_itself_what_stands_here(place: Path, chunks: Chunks) -> None:
+    """It sees what is whole, lets go of it, and has its room at once."""
+    limit_bytes = sum(map(len, chunks.values()))
+    shelf = tier_at(place, limit_bytes)
+    assert shelf.list_chunks(next(iter(chunks)).identity) == []
+    assert shelf.free_bytes() == limit_bytes
+    for key, content in chunks.items():
+        put(shelf, key, content)
+    one, other, third, *_ = chunks
+    assert sorted(shelf.list_chunks(one.identity)) == sorted(key.id for key in chunks)
+    assert shelf.free_bytes() == 0
+    shelf.evict([one, other, one])
+    freed_bytes = len(chunks[one]) + len(chunks[other])
+    assert shelf.free_bytes() == freed_bytes == limit_bytes - counted(shelf)
+    on_its_way = shelf.reserve(one, len(chunks[one]))
+    assert on_its_way is not None
+    assert sorted(shelf.list_chunks(one.identity)) == sorted({key.id for key in [*chunks][2:]})
+    on_its_way.cancel()
+    assert shelf.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
+    idle(place)
+    assert shelf.make_room(freed_bytes + 1) > freed_bytes
+    shutil.rmtree(place)
+    assert shelf.free_bytes() == shelf.make_room(1) == 0
+    shelf.evict([third])
+
+
+# Which folders
+
+
+def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
+    writable = tmp_path / "writable"
+    writable.mkdir()
+    writable.chmod(0o777)
+    with pytest.raises(PermissionDenied, match="others can write"):
+        prepare_cache_folder(writable)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").touch()
+    with pytest.raises(ConflictError, match="neither empty nor a cache"):
+        prepare_cache_folder(full)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(PermissionDenied):
+        prepare_cache_folder(file)
+    marked = tmp_path / "marked"
+    marked.mkdir()
+    (marked / ".diesel-cache").write_text("something else")
+    with pytest.raises(ConflictError, match="not the marker"):
+        prepare_cache_folder(marked)
+    (marked / ".diesel-cache").unlink()
+    os.mkfifo(marked / ".diesel-cache")
+    with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
+        prepare_cache_folder(marked)
+    assert list(full.iterdir()) == [full / "thesis.tex"]
+
+
+def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
+    for number in range(20):
+        path = tmp_path / f"{number}"
+        ready = threading.Barrier(4)
+
+        def make(path: Path = path, ready: threading.Barrier = ready) -> Path:
+            ready.wait(20)
+            return prepare_cache_folder(path)
+
+        with ThreadPoolExecutor(4) as pool:
+            made = [pool.submit(make) for _ in range(4)]
+            assert {each.result(20) for each in made} == {path}
+        assert [found.name for found in path.iterdir()] == [".diesel-cache"]
+    killed = tmp_path / "killed"
+    killed.mkdir(mode=0o700)
+    (killed / ".diesel-cache-12-34").touch()  # by who made it and was killed
+    prepare_cache_folder(killed)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's folder")
+def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    os.chown(other, 12345, 12345)
+    with pytest.raises(PermissionDenied, match="not a folder of this user"):
+        prepare_cache_folder(other)
+
+
+def test_a_cache_and_its_store_lie_apart(tmp_path: Path) -> None:
+    store = FolderStore.create(tmp_path / "outer" / "store")
+    link = tmp_path / "link"
+    link.symlink_to(store.root)
+    for bad in ("outer/store", "outer/store/cache", "outer", "link/x", "outer/../outer/store/"):
+        with pytest.raises(ConflictError, match="lie in each other"):
+            prepare_cache_folder(tmp_path / bad, StoreWrapper(StoreWrapper(store)))
+    assert not (tmp_path / "outer" / "store" / "cache").exists()
+    prepare_cache_folder(tmp_path / "outer" / "beside", store)
+
+
+def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) -> None:
+    (tmp_path / "real folder").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real folder")
+    key, content = next(iter(chunks.items()))
+    put(tier_at(prepare_cache_folder(tmp_path / "link")), key, content)
+    relative = os.path.relpath(tmp_path / "real folder") + "/"
+    assert content_of(tier_at(prepare_cache_folder(Path(relative))), key) == content
+
+
+# Limits
+
+
+def test_nothing_goes_for_others_while_it_is_in_use(place: Path, chunks: Chunks) -> None:
+    """Whatever is larger than the limit fills it once, and then stays: nothing is thrashed."""
+    limit = 5 * max(map(len, chunks.values()))
+    shelf, refused = tier_at(place, limit), 0
+    for key, content in chunks.items():
+        try:
+            put(shelf, key, content)
+        except NoSpaceError:
+            refused += 1
+    assert 0 < refused < len(chunks)
+    assert shelf.evictions == 0
+    assert counted(shelf) == sum(path.stat().st_size for path in files(place)) <= limit
+
+
+def test_the_longest_unused_goes_first(place: Path, chunks: Chunks) -> None:
+    """Of datasets that nobody reads any more."""
+    (one, two, three, four), size = list(chunks)[:4], max(map(len, chunks.values()))
+    shelf = tier_at(place, 3 * size)
+    for key in (one, two, three):
+        put(shelf, key, chunks[key])
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(four, size)
+    idle(place)
+    os.utime(file_of(place, one))
+    put(shelf, four, chunks[four])
+    assert content_of(shelf, two) is None
+    assert content_of(shelf, one) == chunks[one]
+    assert 1 <= shelf.evictions <= 2
+
+
+def test_a_dataset_in_use_keeps_what_it_has_not_read_for_long(place: Path, chunks: Chunks) -> None:
+    one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
+    shelf = tier_at(place, 2 * max(map(len, chunks.values())))
+    put(shelf, one, chunks[one])
+    put(shelf, two, chunks[two])
+    idle(place)
+    assert content_of(tier_at(place, 1 << 30), one) == chunks[one]  # by another process
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(other, 60_000)
+    long_ago = time.time() - 2 * disk_shelf.CHUNK_IDLE_S
+    os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
+    reserved = shelf.reserve(other, 60_000)
+    assert reserved is not None
+    reserved.cancel()
+    assert content_of(shelf, two) is None
+
+
+def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
+    shelf = tier_at(place)
+    for key, content in chunks.items():
+        put(shelf, key, content)
+    limit = 3 * max(map(len, chunks.values()))
+    assert 0 < counted(tier_at(place, limit)) <= limit
+    assert sum(path.stat().st_size for path in files(place)) <= limit
+
+
+def test_without_a_limit_it_is_half_of_what_the_cache_could_have(
+    tmp_path: Path, chunks: Chunks
+) -> None:
+    """What it holds already is not free, and is its own: a restart leaves a warm cache alone."""
+    disk_bytes = 3 * sum(map(len, chunks.values()))
+    with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
+        place = prepare_cache_folder(point)
+        limit_bytes = 0
+        for start in range(4):
+            shelf = tier_at(place, None)
+            assert len(files(place)) == (len(chunks) if start else 0)
+            if start:
+                assert abs(shelf.limit_bytes - limit_bytes) < 50_000  # folders and pages
+            limit_bytes = shelf.limit_bytes
+            for key, content in chunks.items():
+                if not start:
+                    put(shelf, key, content)
+            assert all(content_of(shelf, key) == content for key, content in chunks.items())
+            shelf.close()
+        for key in list(chunks)[: len(chunks) // 2]:  # its own count is not needed for that
+            file_of(place, key).unlink()
+        assert abs(tier_at(place, None).limit_bytes - limit_bytes) < 50_000
+        (point / "lost+found").write_bytes(bytes(2 * shelf.limit_bytes - disk_bytes // 2))
+        assert tier_at(place, None).limit_bytes < 0.8 * limit_bytes, "others need it"
+        shelf.make_room(1 << 40)
+        assert shelf.limit_bytes == limit_bytes, "it stays what it was at the start"
+    assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
+
+
+def test_J1_a_twentieth_of_the_disk_stays_free(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = tier_at(place)
+    disk = os.statvfs(place)
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
+    with pytest.raises(NoSpaceError):
+        shelf.reserve(key, len(content))
+    monkeypatch.undo()
+    put(shelf, key, content)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
+def test_J6_whatever_a_crash_left_is_not_served(
+    damage: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, other = list(chunks)[:2]
+    put(tier_at(place), key, chunks[key])
+    content = bytearray(chunks[key])
+    if damage == "flipped":
+        content[len(content) - 3] ^= 16
+    path = file_of(place, key)
+    damaged: dict[str, bytes | bytearray] = {
+        "empty": b"",
+        "short": content[:-1],
+        "long": content + b"\0",
+        "flipped": content,
+        "zeros": bytes(len(content)),
+        "foreign": chunks[other],
+    }
+    path.write_bytes(damaged[damage])
+    later = tier_at(place)
+    assert content_of(later, key) is None
+    assert not path.exists()
+    assert "damaged" in caplog.text
+    put(later, key, chunks[key])
+    assert content_of(later, key) == chunks[key]
+
+
+def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = tier_at(place)
+    put(shelf, key, content)
+    path = file_of(place, key)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert content_of(tier_at(place), key) is None
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB with few inodes."""
+    with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
+        yield point
+
+
+def test_J1_a_full_disk_is_no_error_of_a_reader(
+    small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it fills up under our feet."""
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
+    place = prepare_cache_folder(small)
+    shelf = tier_at(place)
+    (small / "lost+found").write_bytes(bytes(3 << 19))
+    kept = 0
+    for key, content in chunks.items():
+        reserved = shelf.reserve(key, len(content)) if not shelf._writes.is_open else None
+        if reserved is not None:
+            reserved.commit(memoryview(content))
+        found = content_of(shelf, key)
+        assert found in (None, content)
+        kept += found is not None
+    assert 0 < kept < len(chunks), "or this test shows nothing"
+    assert not [path for path in files(place) if path.name[0] == "."], "partial files"
+    assert counted(shelf) == sum(path.stat().st_size for path in files(place))
+
+
+def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
+    shelf = tier_at(prepare_cache_folder(small))
+    with contextlib.suppress(OSError):
+        for number in range(30):
+            (small / f"other{number}").touch()
+    assert os.statvfs(small).f_favail == 0
+    key, content = next(iter(chunks.items()))
+    for _ in range(5):
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert content_of(shelf, key) is None
+
+
+def failing(number: int) -> "type[object]":
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail  # type: ignore[return-value]  # a stand-in for a function
+
+
+def test_J2_a_disk_that_fails_rests_and_is_tried_again(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, content = next(iter(chunks.items()))
+    shelf = tier_at(place)
+    put(shelf, key, content)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.preadv", failing(errno.EIO))
+        for _ in range(3):
+            found = shelf.find(key)
+            assert found is not None
+            with found, pytest.raises(OSError, match="Input/output"):
+                found.read_into(0, memoryview(bytearray(5)))
+        assert shelf.find(key) is None, "it rests"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert shelf.find(key) is None
+    shelf._reads._until = 0.0
+    assert content_of(shelf, key) == content
+    assert "works again" in caplog.records[-1].message
+
+
+def test_J2_EIO_of_a_write_leaves_nothing(
+    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = tier_at(place)
+    key, content = next(iter(chunks.items()))
+    written = os.pwrite
+
+    def fail(file: int, data: bytes, at: int) -> int:
+        if len(data) > 1000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return written(file, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", fail)
+        for _ in range(3):
+            reserved = shelf.reserve(key, len(content))
+            assert reserved is not None
+            reserved.commit(memoryview(content))
+            assert files(place) == []
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert counted(shelf) == 0
+    assert len(caplog.records) == 1
+    shelf._writes._until = 0.0
+    put(shelf, key, content)
+    assert content_of(shelf, key) == content
+
+
+def test_J4_a_folder_that_is_removed_is_passed_by(
+    place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = tier_at(place)
+    (key, content), (other, more), *_ = chunks.items()
+    put(shelf, key, content)
+    reserved = shelf.reserve(other, len(more))
+    assert reserved is not None
+    shutil.rmtree(place)
+    reserved.commit(memoryview(more))
+    assert content_of(shelf, key) is None
+    for _ in range(3):
+        with pytest.raises(NoSpaceError):
+            shelf.reserve(key, len(content))
+    assert not place.exists(), "it is not made again: it may be a mount point"
+    assert "passed by" in caplog.text
+    place.mkdir(mode=0o700)
+    shelf._writes._until = 0.0
+    put(shelf, key, content)
+    assert content_of(shelf, key) == content
+
+
+def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -> None:
+    shelf = tier_at(place)
+    key, content = next(iter(chunks.items()))
+    put(shelf, key, content)
+    for path in place.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    assert content_of(shelf, key) is None
+    put(shelf, key, content)
+    assert content_of(shelf, key) == content
+    assert counted(shelf) == len(content)
+
+
+def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks: Chunks) -> None:
+    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
+        shelf = tier_at(prepare_cache_folder(point))
+        key, content = next(iter(chunks.items()))
+        put(shelf, key, content)
+        subprocess.run(["umount", "-l", str(point)], check=True)
+        try:
+            assert content_of(shelf, key) is None
+            for _ in range(4):
+                with pytest.raises(NoSpaceError):
+                    shelf.reserve(key, len(content))
+            assert list(point.iterdir()) == []
+        finally:
+            command = ["mount", "-t", "tmpfs", "diesel-test", str(point)]
+            subprocess.run(command, check=True)
+
+
+def test_J4_a_file_system_that_becomes_read_only_still_serves(
+    tmp_path: Path, chunks: Chunks
+) -> None:
+    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
+        shelf = tier_at(prepare_cache_folder(point))
+        (key, content), (other, more), *_ = chunks.items()
+        put(shelf, key, content)
+        remount(point, "ro")
+        for _ in range(4):
+            with pytest.raises(NoSpaceError):
+                shelf.reserve(other, len(more))
+            assert content_of(shelf, key) == content
+        shelf.drop(key)

@@ -1,0 +1,139 @@
+"""`DiskTier`: one folder and several processes, some of which are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.tiers import verify_chunk
+
+from .disk_tier import Chunks, content_of, counted, files, idle, put, tier_at
+
+WRITER = """if True:
+    import os, sys, random
+    from pathlib import Path
+    from uuid import UUID
+    from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
+    from diesel_fs.cache.shelves import ChunkKey
+    from diesel_fs.errors import NoSpaceError
+    place, source, limit, seed = sys.argv[1:]
+    draw = random.Random(int(seed))
+    shelf = DiskShelf(cache_place(Path(place)), UUID(int=7), int(limit))
+    chunks = {}
+    for path in Path(source).iterdir():
+        identity, chunk = path.name.split(",")
+        chunks[ChunkKey(UUID(hex=identity), bytes.fromhex(chunk))] = path.read_bytes()
+    print("ready", flush=True)
+    while True:
+        key = draw.choice(list(chunks))
+        held = shelf.find(key)
+        if held is not None:
+            with held:
+                room = bytearray(held.bytes)
+                held.read_into(0, memoryview(room))
+                assert room == chunks[key]
+            if draw.random() < 0.3:
+                shelf.drop(key)
+            continue
+        try:
+            place = shelf.reserve(key, len(chunks[key]))
+        except NoSpaceError:
+            continue
+        if place is not None:
+            place.fill(memoryview(chunks[key])) if draw.random() < 0.9 else place.give_up()
+"""
+
+
+def test_J6_processes_that_share_a_folder_and_are_killed(
+    place: Path, chunks: Chunks, tmp_path: Path
+) -> None:
+    """At any moment all that is found is whole, the limit holds, and what the dead left goes."""
+    source = tmp_path / "chunks"
+    source.mkdir()
+    for key, content in chunks.items():
+        (source / f"{key.identity.hex},{key.id.hex()}").write_bytes(content)
+    limit = 6 * max(map(len, chunks.values()))
+    draw = np.random.default_rng(5)
+
+    def start(seed: int) -> "subprocess.Popen[str]":
+        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", textwrap.dedent(WRITER)]
+        command += [str(place), str(source), str(limit), str(seed)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    shelf = tier_at(place, limit)
+    seen = 0
+    for number in range(8):
+        pair = [start(2 * number), start(2 * number + 1)]
+        until = time.monotonic() + draw.uniform(0.05, 0.4)
+        while time.monotonic() < until:
+            idle(place)  # else nothing goes
+            assert counted(shelf) <= limit
+            for key in chunks:
+                found = content_of(shelf_at_once(shelf), key)
+                assert found in (None, chunks[key])
+                seen += found is not None
+        ended = [process.poll() for process in pair]
+        for process in pair:
+            process.send_signal(signal.SIGKILL)
+            assert ended == [None, None], process.communicate(timeout=20)[1]
+            process.communicate(timeout=20)
+    assert seen > 20, "or this test shows nothing"
+    after = tier_at(place, limit)
+    assert not [path for path in files(place) if path.name[0] == "."], "what the dead left"
+    assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
+    for path in files(place):
+        key = next(key for key in chunks if path.name == key.id.hex())
+        verify_chunk(key, memoryview(path.read_bytes()))
+
+
+def shelf_at_once(shelf: DiskTier) -> DiskTier:
+    """As a process that has checked nothing yet."""
+    shelf._known.clear()
+    return shelf
+
+
+def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
+    one, other = tier_at(place), tier_at(place)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.note_reading(begins=True)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.close()
+    assert not other.others_read()
+    one.note_reading(begins=False)
+    other.close()
+
+
+def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
+    place: Path, chunks: Chunks
+) -> None:
+    key, content = next(iter(chunks.items()))
+    dead = tier_at(place)
+    reserved = dead.reserve(key, len(content))
+    assert isinstance(reserved, disk_shelf._FilePlace)
+    os.close(reserved._file)  # as a kill does
+    shelf = tier_at(place)
+    for _ in range(3):
+        again = shelf.reserve(key, len(content))
+        assert isinstance(again, disk_shelf._FilePlace)
+        os.close(again._file)
+    assert counted(shelf) == len(content)
+    put(shelf, key, content)
+    assert counted(shelf) == len(content)

@@ -1,0 +1,369 @@
+"""An order that is followed: each chunk is loaded once, and two groups at most are in memory."""
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from diesel_fs.cache.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.errors import UsageError
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.store import StoreWrapper
+
+from ..trees import write
+
+FILES = {
+    f"d{number % 9}/{number:04}": os.urandom(3000 + number % 977)
+    for number in range(1000)
+} | {f"empty/{number}": b"" for number in range(30)}  # fmt: skip
+GROUP = 5
+
+
+def half_random(number: int) -> bytes:
+    """4,000 bytes that lz4 makes half as long."""
+    return np.random.default_rng(number).bytes(2000) + bytes(2000)
+
+
+Read = Callable[[EntryReader, npt.NDArray[np.int64]], Iterator[bytes]]
+
+
+class Loads(StoreWrapper):
+    """Counts what is read, by object."""
+
+    def __init__(self, repository: LocalRepository) -> None:
+        super().__init__(repository.objects)
+        self.reads: Counter[str] = Counter()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.reads[name] += 1
+        self.inner.read_into(name, start, buffer)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
+    folder: Path = tmp_path_factory.mktemp("followed")
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+        put_tree(opened, "ds", write(folder / "source", FILES), options=options)
+        texts = {f"{n:04}": half_random(n) for n in range(500)}
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
+        put_tree(opened, "texts", write(folder / "texts", texts), options=options)
+        large = {f"{n:02}": os.urandom(CHUNK_BYTES_MIN * (n % 4) + 3000) for n in range(40)}
+        put_tree(opened, "large", write(folder / "large", large), options=options)
+        yield opened
+
+
+@pytest.fixture
+def store(repository: LocalRepository) -> Loads:
+    return Loads(repository)
+
+
+@pytest.fixture
+def view(repository: LocalRepository) -> Snapshot:
+    return repository.view("ds")
+
+
+def one_by_one(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    return (bytes(reader.read(index)) for index in order.tolist())
+
+
+def many(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    return map(bytes, reader.read_many(order))
+
+
+def few_at_once(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    """As a loader reads batches."""
+    for start in range(0, len(order), 7):
+        yield from many(reader, order[start : start + 7])
+
+
+def both(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    half = len(order) // 2
+    yield from many(reader, order[:half])
+    yield from one_by_one(reader, order[half:])
+
+
+WAYS = [one_by_one, many, few_at_once, both]
+
+
+def needed(view: Snapshot, order: GroupedOrder) -> int:
+    """The bytes of the two largest neighbouring groups, counted file by file."""
+    groups = [set(view.chunk_of(part).tolist()) for part in np.split(order.indices, order.ends)]
+    sums = [sum(int(view.chunk_sizes[each]) for each in group) for group in groups]
+    return max(map(sum, pairwise(sums)))
+
+
+def settle(cache: ChunkCache) -> None:
+    """Wait for the loads that are under way."""
+    assert cache._threads is not None
+    cache._threads.shutdown(wait=True)
+    cache._threads = None
+
+
+def alive() -> int:
+    return sum(type(each) is LoadedChunk for each in gc.get_objects())  # others may lie about it
+
+
+def read_all(
+    reader: EntryReader, view: Snapshot, order: GroupedOrder, way: Read, *, watch: bool = True
+) -> int:
+    """Read in the order and compare; the most chunks that were seen in memory."""
+    gc.collect()  # chunks of other tests
+    before, most = alive(), 0
+    for place, content in enumerate(way(reader, order.indices)):
+        path = view.path(int(order.indices[place])).decode()
+        assert content == FILES[path]
+        if watch:
+            most = max(most, len(reader._cache._chunks) + len(reader._cache._in_flight))
+            if place % 37 == 0:
+                most = max(most, alive() - before)
+    return most
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", ["two groups", "half of the dataset"])
+def test_an_epoch_loads_each_chunk_once(
+    store: Loads, view: Snapshot, way: Read, budget: str
+) -> None:
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    total = int(view.chunk_sizes.sum())
+    memory = needed(view, order) if budget == "two groups" else total // 2
+    assert view.chunk_count >= 50, "or this test shows little"
+    assert memory <= total // 2
+    reader = EntryReader(view, store, memory)
+    for epoch in (2, 3):
+        order = chunk_order(view, 1, epoch, group_size=GROUP)
+        reader.prefetch_order(order.indices, order.ends)
+        assert 1 < read_all(reader, view, order, way) <= 2 * GROUP
+        stats = reader.stats()
+        assert (stats["chunk_fetches"], stats["range_fetches"]) == (view.chunk_count, 0)
+        assert set(store.reads.values()) == {1}
+        assert stats["evictions"] == stats["memory_bytes"] == 0  # all were given up in time
+        store.reads.clear()
+        reader._counts.clear()
+    reader.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_for_one_group_is_enough(store: Loads, view: Snapshot, way: Read) -> None:
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    memory = (GROUP + 1) * int(view.chunk_sizes.max())
+    reader = EntryReader(view, store, memory)
+    reader.prefetch_order(order.indices, order.ends)
+    read_all(reader, view, order, way, watch=False)
+    assert set(store.reads.values()) == {1}
+    assert reader.stats()["range_fetches"] == 0
+
+
+def test_less_than_one_group_is_refused_or_grows(store: Loads, view: Snapshot) -> None:
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    memory = GROUP * int(view.chunk_sizes.max()) // 2
+    reader = EntryReader(view, store, memory)
+    with pytest.raises(UsageError, match=r"smaller group_size, or open .* memory_bytes of [\d,]+"):
+        reader.prefetch_order(order.indices, order.ends)
+    assert read_all(reader, view, order, many) > 1  # it goes on as it did
+    store.reads.clear()
+    reader.prefetch_order(order.indices, order.ends, grow=True)
+    assert reader.stats()["memory_budget_bytes"] == needed(view, order)
+    read_all(reader, view, order, many)
+    assert set(store.reads.values()) == {1}
+
+
+def test_what_fits_the_memory_stays_in_it(store: Loads, view: Snapshot) -> None:
+    reader = EntryReader(view, store, 1 << 30)
+    for epoch in range(3):
+        order = chunk_order(view, 1, epoch, group_size=GROUP)
+        reader.prefetch_order(order.indices, order.ends)
+        read_all(reader, view, order, many, watch=False)
+    assert set(store.reads.values()) == {1}
+
+
+@pytest.mark.parametrize("way", [one_by_one, many])
+def test_the_same_order_twice(store: Loads, view: Snapshot, way: Read) -> None:
+    """A look at the first file, a pass that is given up, and a whole one: it begins anew."""
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    reader = EntryReader(view, store, needed(view, order))
+    reader.prefetch_order(order.indices, order.ends)
+    read_all(reader, view, order, way, watch=False)
+    first = order.indices[:1]
+    next(many(reader, first))
+    read_all(reader, view, order, way, watch=False)
+    assert max(store.reads.values()) == 2
+    list(way(reader, order.indices[:300]))
+    settle(reader._cache)  # what was begun ahead of need
+    store.reads.clear()
+    assert read_all(reader, view, order, way) <= 2 * GROUP + 1
+    assert max(store.reads.values()) == 1
+    assert reader.stats()["range_fetches"] == 0
+
+
+def test_the_next_group_is_loaded_ahead(store: Loads, view: Snapshot) -> None:
+    """While the first is read; and the one behind it is not."""
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    reader = EntryReader(view, store, needed(view, order))
+    reader.prefetch_order(order.indices, order.ends)
+    assert not store.reads, "who only asks for an order gets no traffic"
+    reader.read(int(order.indices[0]))
+    two = view.chunk_of(order.indices[: order.ends[1]])
+    settle(reader._cache)
+    assert set(reader._cache._chunks) <= set(two.tolist())
+    assert len(store.reads) == 2 * GROUP - 1
+
+
+def test_what_a_reader_leaves_out_does_not_stay(store: Loads, view: Snapshot) -> None:
+    """A worker that reads every fourth batch, or goes on at another place, holds two groups too."""
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
+    reader.prefetch_order(order.indices, order.ends)
+    batches = np.arange(len(order.indices)) // 16 % 4 == 1
+    part = GroupedOrder(order.indices[batches], np.array([int(batches.sum())]))
+    assert read_all(reader, view, part, one_by_one) <= 2 * GROUP
+    assert max(store.reads.values()) == 1
+    places = [*range(3), *range(700, 703), *range(400, 700), *range(20)]
+    part = GroupedOrder(order.indices[places], np.array([len(places)]))
+    for way in WAYS:
+        reader.prefetch_order(order.indices, order.ends)
+        before = reader.stats()
+        assert read_all(reader, view, part, way) <= 2 * GROUP + FETCH_THREADS  # on their way
+        after = reader.stats()
+        # Each time it goes back, the first few reads may be those of a slow thread.
+        assert after["range_fetches"] - before["range_fetches"] <= 2 * 32
+        assert after["chunk_fetches"] - before["chunk_fetches"] <= 4 * 2 * GROUP + 4 * GROUP
+
+
+def test_several_threads_share_an_order(store: Loads, view: Snapshot) -> None:
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
+    reader.prefetch_order(order.indices, order.ends)
+    left, wrong, lock = iter(order.indices.tolist()), [], threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                index = next(left, None)
+            if index is None:
+                return
+            if bytes(reader.read(index)) != FILES[view.path(index).decode()]:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not wrong
+    # A thread that was held up for more than a quarter of a group reads its file by itself.
+    assert view.chunk_count <= reader.stats()["chunk_fetches"] <= view.chunk_count + 4
+    assert reader.stats()["range_fetches"] <= len(order.indices) // 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_part_reads_little_of_others_chunks(store: Loads, view: Snapshot, way: Read) -> None:
+    """Where the cut goes through a group, two ranks read its chunks, or of them what they need."""
+    whole, single = 0, 0
+    for rank in range(3):
+        order = chunk_order(view, 1, 2, group_size=GROUP, rank=rank, world=3)
+        reader = EntryReader(view, store, needed(view, order))
+        reader.prefetch_order(order.indices, order.ends)
+        assert read_all(reader, view, order, way) <= 2 * GROUP
+        whole += reader.stats()["chunk_fetches"]
+        single += reader.stats()["range_fetches"]
+    assert view.chunk_count <= whole <= view.chunk_count + 3 * GROUP
+    assert single <= 3 * GROUP
+
+
+@pytest.mark.parametrize("way", [one_by_one, many])
+def test_compressed_files_too(repository: LocalRepository, way: Read) -> None:
+    """What is decoded is not kept: it is read once, and would count against the two groups."""
+    view, store = repository.view("texts"), Loads(repository)
+    order = chunk_order(view, 1, 2, group_size=2)
+    memory = needed(view, order)
+    assert memory < int(view.chunk_sizes.sum()), "or this test shows nothing"
+    reader = EntryReader(view, store, memory)
+    reader.prefetch_order(order.indices, order.ends)
+    for index, content in zip(order.indices.tolist(), way(reader, order.indices), strict=True):
+        assert content == half_random(int(view.name(index)))
+        assert reader.stats()["memory_bytes"] <= memory
+    assert set(store.reads.values()) == {1}
+    assert reader.stats()["evictions"] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_larger_than_a_chunk(repository: LocalRepository, way: Read) -> None:
+    """Nothing is read twice but what lies in another file's chunk, and that by itself."""
+    view, store = repository.view("large"), Loads(repository)
+    order = chunk_order(view, 1, 2, group_size=4)
+    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) * 3 // 4)
+    reader.prefetch_order(order.indices, order.ends)
+    names = map(view.name, order.indices.tolist())
+    got = {name: len(each) for name, each in zip(names, way(reader, order.indices), strict=True)}
+    assert got == {b"%02d" % n: CHUNK_BYTES_MIN * (n % 4) + 3000 for n in range(40)}
+    stats = reader.stats()
+    assert stats["chunk_fetches"] <= view.chunk_count
+    assert stats["fetched_bytes"] < 1.3 * int(view.chunk_sizes.sum())
+
+
+@pytest.mark.parametrize("way", [one_by_one, many])
+def test_other_files_are_read_beside_the_order(store: Loads, view: Snapshot, way: Read) -> None:
+    below = view.lookup(b"d3")
+    order = chunk_order(view, 1, 2, group_size=GROUP, below=below)
+    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
+    reader.prefetch_order(order.indices, order.ends)
+    mixed = np.random.default_rng(5).permutation(view.files())
+    read_all(reader, view, GroupedOrder(mixed, np.array([len(mixed)])), way, watch=False)
+    assert reader.stats()["memory_bytes"] <= int(view.chunk_sizes.sum()) // 2
+
+
+def test_another_order_takes_its_place(store: Loads, view: Snapshot) -> None:
+    """A reader that is still at the old one gets what it reads all the same."""
+    old = chunk_order(view, 1, 1, group_size=GROUP)
+    reader = EntryReader(view, store, needed(view, old))
+    reader.prefetch_order(old.indices, old.ends)
+    started = many(reader, old.indices)
+    got = [next(started) for _ in range(100)]
+    new = chunk_order(view, 1, 2, group_size=GROUP)
+    reader.prefetch_order(new.indices, new.ends)
+    got += started
+    assert got == [FILES[view.path(i).decode()] for i in old.indices.tolist()]
+    assert read_all(reader, view, new, many) <= 2 * GROUP + 1
+
+
+def test_a_chunk_that_is_given_up_on_its_way_does_not_stay(store: Loads, view: Snapshot) -> None:
+    order = chunk_order(view, 1, 2, group_size=GROUP)
+    cache = ChunkCache(1 << 30, lambda _: load())
+    gate = threading.Event()
+
+    def load() -> LoadedChunk:
+        assert gate.wait(20)
+        return LoadedChunk(memoryview(bytearray(10)))
+
+    for number in range(8):  # some begun, some in line
+        cache.prefetch(number)
+    reader = EntryReader(view, store, needed(view, order))
+    reader.prefetch_order(order.indices, order.ends)
+    followed = reader._cache.order
+    assert followed is not None
+    cache.set_order(followed)
+    again = threading.Thread(target=lambda: cache.get(1), daemon=True)
+    gate.set()
+    again.start()
+    again.join(20)
+    assert not again.is_alive()
+    settle(cache)
+    assert set(cache._chunks) <= {1}
+    assert cache.held_bytes == 10 * len(cache._chunks)
+    assert not cache._in_flight
+    assert not cache._unwanted

@@ -1,0 +1,439 @@
+"""`RangeReader`: the bytes that were asked for, in few reads, each byte once, within bounds."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.cache import range_reader as merged_reads
+from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.range_reader import (
+    MERGED_BYTES_MAX,
+    MergedRange,
+    RangeReader,
+    by_chunk,
+    merge_ranges,
+)
+from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.tiers import CacheTier, ChunkKey, MemoryTier
+from diesel_fs.errors import BusyError, DeadlineError, ObjectStoreError, TruncatedError
+from diesel_fs.format.entries import CHUNK_RANGE, ChunkId, ChunkRanges
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.local import LocalRepository
+
+from .conftest import Counting
+
+Part = tuple[bytes, int, int]
+PARTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 300)), max_size=40)
+
+
+def records(parts: Sequence[Part]) -> ChunkRanges:
+    found = np.zeros(len(parts), CHUNK_RANGE)
+    for i, (chunk, start, size) in enumerate(parts):
+        found[i] = (np.void(chunk), start, size)
+    return found
+
+
+@given(PARTS, st.integers(0, 400))
+def test_a_plan_reads_each_part_once_and_no_wide_gap(
+    spans: list[tuple[int, int]], gap: int
+) -> None:
+    chunk = bytes(range(16))
+    wanted = by_chunk(records([(chunk, *span) for span in spans])).get(ChunkId(chunk), [])
+    runs = merge_ranges(wanted, gap)
+    places = [place for run in runs for _, _, place in run.parts]
+    assert sorted(places) == list(range(len(spans)))
+    for run in runs:
+        assert all(run.start <= start and start + size <= run.end for start, size, _ in run.parts)
+        asked = {at for start, size, _ in run.parts for at in range(start, start + size)}
+        idle = 0
+        for at in range(run.start, run.end):
+            idle = 0 if at in asked else idle + 1
+            assert idle <= gap
+        assert {run.start, run.end - 1} <= asked
+    for one, next_one in pairwise(runs):
+        assert next_one.start > one.end + gap, "they belong together"
+
+
+def test_a_plan_reads_no_more_together_than_is_allowed() -> None:
+    half = MERGED_BYTES_MAX // 2
+    wanted = [(0, half, 0), (half, half, 1), (2 * half, 10, 2)]
+    assert [(run.start, run.end) for run in merge_ranges(wanted, 1 << 20)] == [
+        (0, 2 * half), (2 * half, 2 * half + 10),
+    ]  # fmt: skip
+    whole = [(0, 3 * half, 0), (5, 5, 1), (half, 2 * half, 2)]
+    assert merge_ranges(whole, 0) == [MergedRange(0, 3 * half, whole)]
+
+
+def keys(view: Snapshot) -> list[ChunkKey]:
+    return [ChunkKey(view.identity, chunk) for chunk in view.chunk_ids]
+
+
+@pytest.fixture(scope="module")
+def contents(repository: LocalRepository) -> dict[bytes, bytes]:
+    view = repository.view("ds")
+    get = repository.objects.get
+    return {key.id: bytes(get(chunk_object(*key))) for key in keys(view)}
+
+
+def shelf_of(
+    kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]
+) -> CacheTier | None:
+    """A shelf with every second chunk."""
+    shelf: CacheTier | None = None
+    if kind == "memory":
+        shelf = MemoryTier(1 << 30)
+    elif kind == "disk":
+        shelf = DiskTier(prepare_cache_folder(folder / "cache"), view.identity, 1 << 30)
+    for key in keys(view)[::2]:
+        if shelf is not None:
+            put(shelf, key, contents[key.id])
+    return shelf
+
+
+def put(shelf: CacheTier, key: ChunkKey, content: bytes) -> None:
+    place = shelf.reserve(key, len(content))
+    assert place is not None
+    place.commit(memoryview(content))
+
+
+@pytest.fixture(params=["none", "memory", "disk"])
+def reads(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    store: Counting,
+    view: Snapshot,
+    contents: dict[bytes, bytes],
+) -> Iterator[RangeReader]:
+    shelf = shelf_of(request.param, tmp_path, view, contents)
+    tier = ReadThroughCache(store, shelf)
+    merged = RangeReader(tier)
+    yield merged
+    merged.close()
+    tier.close()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_answers_are_the_bytes_that_were_asked_for(
+    reads: RangeReader, view: Snapshot, contents: dict[bytes, bytes], data: st.DataObject
+) -> None:
+    chunk = st.sampled_from(sorted(contents))
+    lengths = st.sampled_from([0, 1, 7, 4096, 70_000])
+    drawn = data.draw(st.lists(st.tuples(chunk, st.floats(0, 1), lengths), max_size=30))
+    parts = []
+    for name, at, size in drawn:
+        content = contents[name]
+        start = int(at * len(content))
+        parts.append((name, start, min(size, len(content) - start)))
+    answer = reads.read(view.identity, records(parts))
+    assert b"".join(answer) == b"".join(
+        contents[name][start : start + size] for name, start, size in parts
+    )
+    assert all(piece.readonly for piece in answer)
+
+
+def test_a_whole_chunk_is_one_read_and_one_piece(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    answer = RangeReader(ReadThroughCache(store)).read(
+        view.identity, records([(name, 0, len(content))])
+    )
+    assert [bytes(piece) for piece in answer] == [content]
+    assert [(start, size) for _, start, size in store.reads] == [(0, len(content))]
+
+
+def test_many_small_parts_of_one_chunk_are_one_read(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    """Where a request costs milliseconds, as it is taken to before it has been measured."""
+    (name, content), *_ = contents.items()
+    parts = [(name, at, 100) for at in range(len(content) - 100, 0, -500)]
+    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records(parts))
+    assert b"".join(answer) == b"".join(content[at : at + 100] for _, at, _ in parts)
+    assert len(store.reads) == 1
+
+
+def test_near_stores_are_not_read_for_nothing(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    """A request to a folder costs next to nothing: gaps are worth less there."""
+    (name, content), *_ = contents.items()
+    tier = ReadThroughCache(store)
+    for _ in range(100):
+        tier.costs.observe(100, 20e-6)
+        tier.costs.observe(4 << 20, 1e-3)
+    assert 4 << 10 <= tier.costs.gap_bytes <= 200 << 10
+    tier.costs.request_s = 1e-6
+    parts = [(name, 0, 10), (name, len(content) - 10, 10)]
+    RangeReader(tier).read(view.identity, records(parts))
+    assert len(store.reads) == 2
+
+
+def test_what_is_asked_for_twice_is_read_once(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    part = (name, 96, 5000)
+    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records([part] * 5))
+    assert b"".join(answer) == content[96:5096] * 5
+    assert len(store.reads) == 1
+
+
+class Gate:
+    """Holds up reads of a store until it is opened."""
+
+    def __init__(self, store: Counting) -> None:
+        self.open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+        self.now = 0
+        self.most = 0
+        self._lock = threading.Lock()
+        store.change = self._wait
+
+    def _wait(self, name: str, buffer: memoryview) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.arrived.release()
+        assert self.open.wait(20)
+        with self._lock:
+            self.now -= 1
+
+
+def until(true: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(2000):
+        if true():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("in vain waited")
+
+
+def test_F10_requests_at_the_same_moment_share_a_read(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name, content), *_ = contents.items()
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    joined = threading.Semaphore(0)
+    waited = Future.result
+
+    def result(self: "Future[object]", timeout: float | None = None) -> object:
+        joined.release()
+        return waited(self, timeout)
+
+    monkeypatch.setattr(Future, "result", result)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(reads.read, view.identity, records([(name, 0, len(content))]))
+        assert gate.arrived.acquire(timeout=20)
+        others = [
+            pool.submit(reads.read, view.identity, records([(name, 1000 * i, 900)]))
+            for i in range(15)
+        ]
+        for _ in others:
+            assert joined.acquire(timeout=20)
+        gate.open.set()
+        monkeypatch.undo()
+        assert b"".join(first.result(20)) == content
+        for i, other in enumerate(others):
+            assert b"".join(other.result(20)) == content[1000 * i : 1000 * i + 900]
+    assert len(store.reads) == 1
+    assert not reads._in_flight
+
+
+def test_who_shared_a_read_that_failed_tries_alone(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    held = gate._wait
+    failed: list[str] = []
+
+    def fail_once(name: str, buffer: memoryview) -> None:
+        held(name, buffer)
+        if not failed:
+            failed.append(name)
+            raise ObjectStoreError("503")
+
+    store.change = fail_once
+    parts = records([(name, 0, 500)])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(reads.read, view.identity, parts)
+        assert gate.arrived.acquire(timeout=20)
+        second = pool.submit(reads.read, view.identity, parts)
+        flight = reads._in_flight[ChunkKey(view.identity, ChunkId(name))][0]
+        until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
+        gate.open.set()
+        with pytest.raises(ObjectStoreError, match="503"):
+            first.result(20)
+        assert b"".join(second.result(20)) == content[:500]
+    assert len(store.reads) == 2
+
+
+def test_a_request_has_so_many_reads_under_way_and_no_more(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_reads, "REQUEST_READS_MAX", 3)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    parts = [(name, 0, 100) for name in contents]
+    assert len(parts) > 6
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(reads.read, view.identity, records(parts))
+        for _ in range(3):
+            assert gate.arrived.acquire(timeout=20)
+        assert not gate.arrived.acquire(timeout=0.2)
+        gate.open.set()
+        assert b"".join(answer.result(20)) == b"".join(contents[name][:100] for name, _, _ in parts)
+    assert gate.most == 3
+
+
+def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 4)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    (name, content), *_ = contents.items()
+    with ThreadPoolExecutor(12) as pool:
+        answers = [
+            pool.submit(reads.read, view.identity, records([(name, 100 * i, 50)]))
+            for i in range(12)
+        ]
+        for _ in range(4):
+            assert gate.arrived.acquire(timeout=20)
+        assert not gate.arrived.acquire(timeout=0.2)
+        gate.open.set()
+        for i, answer in enumerate(answers):
+            assert b"".join(answer.result(20)) == content[100 * i : 100 * i + 50]
+    assert gate.most == 4
+
+
+def test_a_read_that_finds_the_store_too_busy_ends_in_time(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 1)
+    monkeypatch.setattr(merged_reads, "READ_DEADLINE_S", 0.1)
+    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    one, two = list(contents)[:2]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(reads.read, view.identity, records([(one, 0, 10)]))
+        assert gate.arrived.acquire(timeout=20)
+        with pytest.raises(DeadlineError):  # no room at the store
+            reads.read(view.identity, records([(two, 0, 10)]))
+        with pytest.raises(DeadlineError):  # another's read, which takes too long
+            reads.read(view.identity, records([(one, 0, 10)]))
+        gate.open.set()
+        assert b"".join(first.result(20)) == contents[one][:10]
+
+
+@pytest.mark.parametrize("kind", ["none", "memory", "disk"])
+def test_B1_a_part_beyond_the_end_is_an_error_and_harms_no_other(
+    kind: str, tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    reads = RangeReader(ReadThroughCache(store, shelf_of(kind, tmp_path, view, contents)))
+    for name, content in list(contents.items())[:2]:
+        end = len(content)
+        with pytest.raises(TruncatedError):
+            reads.read(view.identity, records([(name, 0, 70_000), (name, end - 5, 6)]))
+        with pytest.raises(TruncatedError):
+            reads.read(view.identity, records([(name, 0, end), (name, end - 5, 6)]))
+        answer = reads.read(view.identity, records([(name, end - 5, 5)]))
+        assert b"".join(answer) == content[-5:]
+    assert not reads._in_flight
+
+
+def test_one_error_ends_the_request_when_all_its_reads_have(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    parts = [(name, 0, 100) for name in contents]
+    parts[len(parts) // 2] = (bytes(16), 0, 100)
+    reads = RangeReader(ReadThroughCache(store))
+    for some in (parts, [(bytes(16), 0, 100)]):
+        gc.disable()
+        try:
+            assert "no such object" in failure(reads, view, some)
+            assert not reads._in_flight
+            until(lambda: not reads._answers.used_bytes)  # unless a cycle keeps the memory
+        finally:
+            gc.enable()
+
+
+def failure(reads: RangeReader, view: Snapshot, parts: Sequence[Part]) -> str:
+    """What pytest.raises would keep, memory and all."""
+    try:
+        reads.read(view.identity, records(parts))
+    except ObjectStoreError as error:
+        return error.message
+    return ""
+
+
+def test_G6_answers_that_nobody_takes_fill_a_budget_and_no_more(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    part = records([(name, 0, len(content))])
+    reads = RangeReader(
+        ReadThroughCache(store), answer_bytes_max=3 * len(content) + 100, wait_s=0.05
+    )
+    answers = [reads.read(view.identity, part) for _ in range(3)]
+    with pytest.raises(BusyError):
+        reads.read(view.identity, part)
+    answers.pop()
+    gc.collect()
+    answers.append(reads.read(view.identity, part))
+    del answers
+    gc.collect()
+    assert reads._answers.used_bytes == 0
+
+
+def test_an_answer_larger_than_the_budget_goes_alone(
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    reads = RangeReader(ReadThroughCache(store), answer_bytes_max=10, wait_s=0.05)
+    answer = reads.read(view.identity, records([(name, 0, len(content))]))
+    assert b"".join(answer) == content
+    with pytest.raises(BusyError):
+        reads.read(view.identity, records([(name, 0, 1)]))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_B3_who_says_that_it_was_damaged_gets_the_store_s_bytes(
+    kind: str, tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    (name, content), *_ = contents.items()
+    shelf = shelf_of(kind, tmp_path, view, contents)
+    reads = RangeReader(ReadThroughCache(store, shelf))
+    if kind == "disk":
+        (file,) = (tmp_path / "cache").glob(f"*/*/{name.hex()}")
+        file.write_bytes(bytes(len(content)))
+    part = records([(name, 500, 900)])
+    first = reads.read(view.identity, part)
+    assert (b"".join(first) == bytes(900)) == (kind == "disk"), "or this test shows nothing"
+    assert b"".join(reads.read(view.identity, part, fresh=True)) == content[500:1400]
+    assert store.reads[0][1:] == (500, 900)
+    assert b"".join(reads.read(view.identity, part)) == content[500:1400]
+    reads._tier.close()
+
+
+def test_reads_are_counted_by_tier(
+    tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    shelf = shelf_of("disk", tmp_path, view, contents)
+    tier = ReadThroughCache(store, shelf, counted=lambda *each: told.append(each))
+    one, two = list(contents)[:2]
+    RangeReader(tier).read(view.identity, records([(one, 0, 10), (two, 0, 20), (one, 0, 5)]))
+    assert sorted(told) == [("disk", 2, 15), ("store", 1, 20)]
+    stats = tier.stats()
+    assert (stats["disk_reads"], stats["disk_bytes"]) == (2, 15)
+    assert (stats["store_reads"], stats["store_bytes"], stats["store_requests"]) == (1, 20, 1)
+    tier.close()

@@ -1,0 +1,167 @@
+"""What differs between versions, and from a folder, against plain dicts of both."""
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diesel_fs.client.differences import Differences, compare_folder, compare_versions
+from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from tests.format.snapshot.oracle import OwnEntry, ShownEntry, build, shown
+from tests.format.snapshot.test_model import apply, batches, chunks_of
+
+from ..trees import facts, odd_tree, write
+
+DifferenceSummary = tuple[list[bytes], list[bytes], list[bytes], int]
+"""Paths that were added, changed and removed; and how many entries are as they were."""
+
+
+def told(found: Differences) -> DifferenceSummary:
+    assert not found.failed
+    return sorted(found.added), sorted(found.changed), sorted(found.removed), found.unchanged
+
+
+def dicts_differ(
+    then: Mapping[bytes, tuple[object, object]], now: Mapping[bytes, tuple[object, object]]
+) -> DifferenceSummary:
+    """The same of two dicts: by path, an entry's kind, and all else that a reader sees of it."""
+    kept = {path for path in then.keys() & now.keys() if then[path][0] == now[path][0]}
+    changed = {path for path in kept if then[path] != now[path]}
+    added, removed = sorted(now.keys() - kept), sorted(then.keys() - kept)
+    return added, sorted(changed), removed, len(kept - changed)
+
+
+def seen(state: Mapping[bytes, OwnEntry], top: bytes) -> dict[bytes, tuple[object, object]]:
+    def rest(each: ShownEntry) -> tuple[object, ...]:
+        content = [(part.size, part.checksum) for part in each.parts]
+        return each.mode, each.mtime_ns, each.size, content, each.target
+
+    return {
+        path: (each.kind, rest(each))
+        for path, each in shown(state).items()
+        if not top or path == top or path.startswith(top + b"/")
+    }
+
+
+@given(batches, batches, st.data())
+def test_two_versions_differ_as_their_entries_do(
+    first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None], data: st.DataObject
+) -> None:
+    before: dict[bytes, OwnEntry] = {}
+    apply(before, first)
+    after = dict(before)
+    apply(after, second)
+    both = sorted(shown(before).keys() & shown(after).keys())
+    top = data.draw(st.sampled_from(both))
+    old, new = (
+        Snapshot(build(None, state, chunks_of(state, 0), version=version))
+        for version, state in ((1, before), (2, after))
+    )
+    assert told(compare_versions(old, new, top)) == dicts_differ(
+        seen(before, top), seen(after, top)
+    )
+    assert told(compare_versions(old, old, top))[:3] == ([], [], [])
+
+
+def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
+    return {b"" if path == b"." else path: (each[0], each[1:]) for path, each in facts(top).items()}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> LocalRepository:
+    return LocalRepository.open((tmp_path / "store").as_uri(), create=True)
+
+
+def no_progress(_: int) -> None:
+    """No progress."""
+
+
+def folder_differs(view: Snapshot, folder: Path, below: bytes = b"", **how: bool) -> Differences:
+    checksum = how.get("checksum", False)
+    return compare_folder(view, below, folder, checksum=checksum, progress=no_progress)
+
+
+def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path: Path) -> None:
+    """And after a put of it the versions differ in just that."""
+    source = odd_tree(tmp_path / "source")
+    write(source, {"gone/a/b": b"", "to folder": b"1", "to file/x": b"2", "to link": b"3"})
+    put_tree(repository, "ds", source)
+    then, before = on_disk(source), repository.view("ds")
+    assert told(folder_differs(before, source)) == ([], [], [], len(then))
+    write(source, {"sub/new": b"n", "sub/deeper/file": b"other"})
+    (source / "gone/a/b").unlink()
+    (source / "gone/a").rmdir()
+    (source / "gone").rmdir()
+    (source / "to folder").unlink()
+    write(source, {"to folder/x": b"4"})
+    (source / "to file/x").unlink()
+    (source / "to file").rmdir()
+    (source / "to file").write_bytes(b"5")
+    (source / "to link").unlink()
+    (source / "to link").symlink_to("plain.txt")
+    (source / "relative").unlink()
+    (source / "relative").symlink_to("empty")
+    (source / "zeros").chmod(0o600)
+    os.utime(source / "plain.txt", ns=(0, 5))
+    now = on_disk(source)
+    differ = dicts_differ(then, now)
+    assert [len(each) for each in differ[:3]] == [5, 6, 7]
+    assert told(folder_differs(before, source)) == differ
+    put_tree(repository, "ds", source, options=PutOptions(delete=True))
+    after = repository.view("ds")
+    assert told(compare_versions(before, after)) == differ
+    assert told(folder_differs(after, source)) == ([], [], [], len(now))
+    assert told(folder_differs(after, source / "sub", b"sub"))[:3] == ([], [], [])
+    assert told(folder_differs(after, source / "sub", b"elsewhere"))[0] == sorted(
+        b"elsewhere" + path.removeprefix(b"sub") for path in now if path.startswith(b"sub")
+    )
+
+
+def test_contents_of_equal_size_and_time_differ_when_they_are_read(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"a": b"one", "b": b"two"})
+    put_tree(repository, "ds", source)
+    view, status = repository.view("ds"), (source / "b").stat()
+    (source / "b").write_bytes(b"TWO")
+    os.utime(source / "b", ns=(0, status.st_mtime_ns))
+    assert told(folder_differs(view, source))[1] == []
+    assert told(folder_differs(view, source, checksum=True))[1] == [b"b"]
+
+
+def test_an_empty_folder_lacks_everything(repository: LocalRepository, tmp_path: Path) -> None:
+    put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
+    found = folder_differs(repository.view("ds"), write(tmp_path / "empty", {}))
+    assert list(found.removed) == [b"a", b"a/b"]  # folders before what is in them
+    assert list(found.added) == []
+
+
+def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) -> None:
+    put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
+    view = repository.view("ds")
+    with pytest.raises(NotFoundError):
+        folder_differs(view, tmp_path / "nowhere")
+    with pytest.raises(ConflictError):
+        folder_differs(view, tmp_path / "source", b"a/b")
+    with pytest.raises(NoSuchPath):
+        compare_versions(view, view, b"nowhere")
+    os.mkfifo(tmp_path / "source/pipe")
+    assert [path for path, _ in folder_differs(view, tmp_path / "source").failed] == [b"pipe"]
+
+
+def test_paths_are_a_collection(repository: LocalRepository, tmp_path: Path) -> None:
+    put_tree(repository, "ds", write(tmp_path / "source", {"a": b"1"}))
+    view = repository.view("ds")
+    added: Collection[bytes] = compare_versions(
+        repository.snapshots.empty(view.identity, "ds"), view
+    ).added
+    assert b"a" in added
+    assert b"b" not in added
+    assert (len(added), view.stat(1).kind) == (1, Kind.FILE)

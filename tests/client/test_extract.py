@@ -1,0 +1,240 @@
+"""Writing entries back: what no snapshot and no destination can make it do."""
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache.content_file import EntryFile
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.client.extract import GetReport, get, get_tar, in_chunk_order
+from diesel_fs.errors import NoSpaceError, ObjectStoreError
+from diesel_fs.format.snapshot import layout as layout
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from tests.trees import facts, write
+
+MEMORY_BYTES = 1 << 20
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[LocalRepository]:
+    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
+        yield opened
+
+
+def got(
+    repository: LocalRepository,
+    view: Snapshot,
+    dest: Path,
+    path: bytes = b"",
+    *,
+    force: bool = False,
+) -> GetReport:
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
+    try:
+        return get(view, reader, path, dest, force=force)
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "evil"),
+    [(b"@@", b".."), (b"a@b", b"a/b"), (b"@", b"."), (b"a@@@@@@@@@@b", b"/etc/passwd\0"),
+     (b"@@@x", b"../x"), (b"@x", b"/x")],
+)  # fmt: skip
+def test_M1_names_are_checked_again_by_the_writer(
+    repository: LocalRepository, tmp_path: Path, name: bytes, evil: bytes
+) -> None:
+    """Even a snapshot that nobody has verified leads nowhere but into the destination."""
+    source = write(tmp_path / "src", {f"sub/{name.decode()}": b"evil", "sub/good": b"good"})
+    (source / f"sub/{name.decode()}x").mkdir()
+    put_tree(repository, "pets", source)
+    view = repository.view("pets")
+    names = bytearray(view.columns.names)
+    at = names.index(name + name + b"xgood")  # the names of the folder, one behind the other
+    names[at : at + len(name)] = evil
+    forged = view.columns._replace(names=np.frombuffer(names, np.uint8))
+    bad = Snapshot(b"".join(layout.write(view.header, forged)), verify=False)
+    before = facts(tmp_path / "src")
+    report = got(repository, bad, tmp_path / "out/in")
+    assert len(report.failed) == 1
+    assert report.failed[0][1].startswith("refused: its name has")
+    assert (tmp_path / "out/in/sub/good").read_bytes() == b"good"
+    assert sorted(os.listdir(tmp_path / "out")) == ["in"]
+    assert facts(tmp_path / "src") == before
+
+
+def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """A snapshot that nobody has verified says more than its chunks have: no byte is made up."""
+    source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
+    put_tree(repository, "pets", source, options=PutOptions(compress="none"))
+    view = repository.view("pets")
+    sizes = view.columns.size.copy()
+    sizes[view.lookup(b"liar")] = 1_100_000_000
+    forged = view.columns._replace(size=sizes)
+    header = layout.header_of(forged, view.identity, view.dataset, view.version, view.digest)
+    bad = Snapshot(b"".join(layout.write(header, forged)), verify=False)
+    report = got(repository, bad, tmp_path / "out")
+    assert [path for path, _ in report.failed] == [b"liar"]
+    assert "3000 bytes" in report.failed[0][1]
+    assert (report.files, report.content_bytes) == (1, 4)
+    assert os.listdir(tmp_path / "out") == ["good"]
+    with closing(EntryReader(bad, repository.objects, MEMORY_BYTES)) as reader:
+        report = get_tar(bad, reader, b"", io.BytesIO())
+        assert [path for path, _ in report.failed] == [b"liar"]
+        assert (report.files, report.content_bytes) == (1, 4)
+
+
+def test_M4_a_device_is_replaced_and_never_opened(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "src", {"zero": b""})
+    os.utime(source / "zero", ns=(0, 0))
+    put_tree(repository, "pets", source)
+    out = tmp_path / "out"
+    out.mkdir()
+    try:
+        os.mknod(out / "zero", 0o020644, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    os.utime(out / "zero", ns=(0, 0))  # size, mode and time are those of the file
+    whole, opened = os.open, []
+
+    def watched(path: bytes | str, *arguments: int, **more: int) -> int:
+        opened.append(path)
+        return whole(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", watched)
+    assert [path for path, _ in got(repository, repository.view("pets"), out).failed] == [b"zero"]
+    assert got(repository, repository.view("pets"), out, force=True).failed == []
+    assert (out / "zero").is_file()
+    assert len(opened) > 2
+    assert b"zero" not in opened
+
+
+def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
+    put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
+    out, view = tmp_path / "out", repository.view("pets")
+    assert got(repository, view, out).files == 2
+    assert got(repository, view, out).unchanged == 2
+    times = (0, (out / "b").stat().st_mtime_ns)
+    (out / "b").write_bytes(b"x" * 199_999 + b"y")
+    os.utime(out / "b", ns=times)
+    report = got(repository, view, out)
+    assert (report.unchanged, [path for path, _ in report.failed]) == (1, [b"b"])
+
+
+def test_files_of_many_extents_come_back_piece_by_piece(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "src", {"big": os.urandom(300_000), "small": b"s", "z": b""})
+    put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
+    view = repository.view("pets")
+    assert len(view.extents(view.lookup(b"big"))) == 5
+    got(repository, view, tmp_path / "out")
+    assert facts(tmp_path / "out") == facts(source)
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
+    with EntryFile(reader, view.lookup(b"big")) as file:
+        assert file.read(100) == (source / "big").read_bytes()[:100]
+        assert file.readall() == (source / "big").read_bytes()[100:]
+    reader.close()
+
+
+def test_files_are_read_in_the_order_of_their_chunks(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    for name in ("z", "m", "a"):  # the last comes first in directory order
+        put_tree(repository, "pets", write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"}))
+    view = repository.view("pets")
+    order = in_chunk_order(view, view.files())
+    assert [view.path(i)[:1] for i in order.tolist()] == [b"z", b"z", b"m", b"m", b"a", b"a"]
+    assert len(in_chunk_order(view, np.zeros(0, np.int64))) == 0
+
+
+def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
+    whole = os.write
+
+    def full(file: int, data: memoryview) -> int:
+        if bytes(data) == b"2":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(NoSpaceError, match="cannot write 'b'"):
+            got(repository, repository.view("pets"), tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["a"]
+
+
+def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
+    view = repository.view("pets")
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(ObjectStoreError, match="the store has gone"):
+        got(repository, view, tmp_path / "out")
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+        chunk.unlink()
+    report = got(repository, view, tmp_path / "out")
+    assert [path for path, _ in report.failed] == [b"a", b"b"]
+
+
+def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Path) -> None:
+    """A folder that nobody put has no time of its own: 1970 would be a lie."""
+    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1"}), b"one/two")
+    got(repository, repository.view("pets"), tmp_path / "out")
+    assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
+    assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
+
+
+def test_folders_that_are_there_stay_as_they_are(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """A home folder's `.ssh` is not opened to everybody because a dataset has one."""
+    source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
+    (source / ".ssh").chmod(0o777)
+    put_tree(repository, "pets", source)
+    session = repository.begin("pets")
+    session.delete([b"implicit"])
+    session.finish()
+    view = repository.view("pets")
+    home = write(tmp_path / "home", {"mine": b""})
+    for name in (".ssh", "implicit"):
+        (home / name).mkdir()
+        (home / name).chmod(0o700)
+        (home / name / "own").touch()  # so that nothing but a get would change the time
+        os.utime(home / name, ns=(0, 7))
+    assert got(repository, view, home).failed == []
+    assert (home / ".ssh/x").read_bytes() == b"1"
+    assert [(home / name).stat().st_mode & 0o777 for name in (".ssh", "implicit")] == [0o700] * 2
+    assert (home / ".ssh").stat().st_mtime_ns != (source / ".ssh").stat().st_mtime_ns
+    assert (home / "new").stat().st_mtime_ns == (source / "new").stat().st_mtime_ns
+    got(repository, view, home, force=True)
+    assert (home / ".ssh").stat().st_mode & 0o777 == 0o777
+    assert (home / ".ssh").stat().st_mtime_ns == (source / ".ssh").stat().st_mtime_ns
+
+
+def test_a_tar_that_cannot_be_written_is_an_error(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1" * (2 << 20)}))
+    view = repository.view("pets")
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
+    with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):
+        get_tar(view, reader, b"", out)
+    reader.close()

@@ -1,0 +1,204 @@
+"""A dataset as a plain dict, to compare snapshots with. Shares no code with the package but values.
+
+An own entry is what somebody put at a path; what shows there depends on what is below it too.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+import numpy as np
+
+from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows
+from diesel_fs.format.snapshot.build import build_snapshot
+from diesel_fs.format.snapshot.reader import Snapshot
+
+HOME = 3
+"""The chunk that empty files are in."""
+IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
+
+
+def chunk_id(number: int) -> ChunkId:
+    return ChunkId(number.to_bytes(2, "big") + b"\0" * 12 + (number * 7).to_bytes(2, "big"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """An extent: the number of its chunk, where in it, how long."""
+
+    chunk: int
+    offset: int
+    stored: int
+    codec: int
+    checksum: int
+    size: int
+
+
+@dataclass(frozen=True)
+class OwnEntry:
+    """What somebody put at a path. A file of several parts has a checksum in each of them only."""
+
+    kind: Kind
+    mode: int = 0o644
+    mtime_ns: int = 1
+    parts: tuple[Part, ...] = ()
+    target: bytes = b""
+
+
+@dataclass(frozen=True)
+class ShownEntry:
+    """What a snapshot has to tell of a path."""
+
+    kind: Kind
+    mode: int
+    size: int
+    mtime_ns: int
+    parts: tuple[Part, ...] = ()
+    target: bytes = b""
+
+
+State = Mapping[bytes, OwnEntry]
+
+
+def folders_above(path: bytes) -> list[bytes]:
+    """All folders that a path is in, the root too."""
+    parts = path.split(b"/")
+    return [b"/".join(parts[:i]) for i in range(len(parts))] if path else []
+
+
+def shown(state: State) -> dict[bytes, ShownEntry]:
+    """What shows at which path, in the order of a snapshot."""
+    above = {folder for path in state for folder in folders_above(path)} | {b""}
+    result = {}
+    for path in sorted(above | set(state), key=lambda path: (depth(path), path.split(b"/"))):
+        own = state.get(path)
+        if path in above and (own is None or own.kind != Kind.FOLDER):
+            result[path] = ShownEntry(Kind.FOLDER, 0o755, 0, 0)
+        else:
+            assert own is not None
+            size = len(own.target) if own.kind == Kind.LINK else sum(p.size for p in own.parts)
+            parts = own.parts if size else ()
+            result[path] = ShownEntry(own.kind, own.mode, size, own.mtime_ns, parts, own.target)
+    return result
+
+
+def shadowed(state: State) -> list[bytes]:
+    above = {folder for path in state for folder in folders_above(path)} | {b""}
+    hidden = [p for p, own in state.items() if own.kind != Kind.FOLDER and p in above]
+    return sorted(hidden, key=lambda path: (depth(path), path.split(b"/")))
+
+
+def depth(path: bytes) -> int:
+    return path.count(b"/") + 1 if path else 0
+
+
+def rows_of(changes: Mapping[bytes, OwnEntry | None], seed: int = 0) -> Rows:
+    """Rows for these changes, None being a tombstone; in an order that depends on the seed."""
+    paths = sorted(changes)
+    order = np.random.default_rng(seed).permutation(len(paths)).tolist()
+    paths = [paths[i] for i in order]
+    used = sorted({HOME, *chunks_in(changes.values())}, reverse=True)
+    folders: dict[bytes, int] = {b"not/used": 0}
+    records = np.zeros(len(paths), RECORD)
+    numbers, names, chunks, tails = [], [], [], {}
+    for i, path in enumerate(paths):
+        own = changes[path] or OwnEntry(Kind.TOMBSTONE)
+        folder, slash, name = path.rpartition(b"/")
+        numbers.append(folders.setdefault(folder, len(folders)))
+        names.append(name)
+        assert slash or not folder
+        record = records[i]
+        record["kind"], record["mode"], record["mtime_ns"] = own.kind, own.mode, own.mtime_ns
+        record["place"], record["extents"] = i, 1
+        chunks.append(used.index(own.parts[0].chunk if own.parts else HOME))
+        record["size"] = sum(part.size for part in own.parts)
+        if own.kind == Kind.LINK:
+            tails[i] = own.target
+            record["size"], record["stored"] = len(own.target), len(own.target)
+        elif len(own.parts) > 1:
+            record["extents"] = len(own.parts)
+            tails[i] = tail_of(own.parts)
+        elif own.parts:
+            for field in ("offset", "stored", "codec", "checksum"):
+                record[field] = getattr(own.parts[0], field)
+    return Rows(
+        folders=list(folders),
+        folder=np.array(numbers, np.uint32),
+        names=names,
+        records=records,
+        chunk=np.array(chunks, np.uint32),
+        chunks=[chunk_id(number) for number in used],
+        tails=tails,
+    )
+
+
+def chunks_in(owns: Iterable[OwnEntry | None]) -> set[int]:
+    return {part.chunk for own in owns if own for part in own.parts}
+
+
+def tail_of(parts: Sequence[Part]) -> bytes:
+    extents = np.zeros(len(parts), EXTENT)
+    start = 0
+    for number, part in enumerate(parts):
+        extent = extents[number]
+        extent["chunk"], extent["start"], extent["number"] = chunk_id(part.chunk), start, number
+        for field in ("size", "checksum", "offset", "stored", "codec"):
+            extent[field] = getattr(part, field)
+        start += part.size
+    return extents.tobytes()
+
+
+def build(
+    previous: Snapshot | None,
+    changes: Mapping[bytes, OwnEntry | None],
+    chunks: Sequence[int],
+    *,
+    version: int = 1,
+    seed: int = 0,
+) -> bytes:
+    """The file of the next snapshot."""
+    table = [ChunkInfo(chunk_id(number), 1_000_000 + number) for number in chunks]
+    parts = build_snapshot(
+        previous,
+        rows_of(changes, seed),
+        table,
+        identity=IDENTITY,
+        dataset="flowers",
+        version=version,
+        digest=1 << 127 | len(chunks),
+    )
+    return b"".join(parts)
+
+
+def shown_by(snapshot: Snapshot) -> dict[bytes, ShownEntry]:
+    """What the snapshot tells, entry by entry, in its order."""
+    result = {}
+    for i in range(len(snapshot)):
+        stat = snapshot.stat(i)
+        parts, start = [], 0
+        for extent in snapshot.extents(i):
+            assert extent.start == start
+            start += extent.size
+            number = int.from_bytes(snapshot.chunk_ids[extent.chunk][:2], "big")
+            parts.append(Part(number, *extent[1:5], extent.size))
+        target = snapshot.link(i) if stat.kind == Kind.LINK else b""
+        result[snapshot.path(i)] = ShownEntry(
+            stat.kind, stat.mode, stat.size, stat.mtime_ns, tuple(parts), target
+        )
+    return result
+
+
+SMALL: State = {
+    b"a": OwnEntry(Kind.FILE, 0o600, -5, (Part(3, 96, 7, 1, 2**64 - 1, 9),)),
+    b"b": OwnEntry(Kind.FOLDER, 0o700, 77),
+    b"c/\xff\n": OwnEntry(
+        Kind.FILE, parts=(Part(3, 103, 5, 1, 6, 65536), Part(9, 101, 2, 1, 3, 4))
+    ),
+    b"c/link": OwnEntry(Kind.LINK, 0o777, 2**33, target=b"../a"),
+    b"c/x": OwnEntry(Kind.FILE),
+    b"c/x/shadows": OwnEntry(Kind.FILE, parts=(Part(9, 103, 7, 0, 3, 7),)),
+    b"c/l": OwnEntry(Kind.LINK, target=b"hidden"),
+    b"c/l/shadows": OwnEntry(Kind.FOLDER),
+    b"n" * 255: OwnEntry(Kind.FILE),
+}
+"""One of everything."""

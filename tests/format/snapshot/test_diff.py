@@ -1,0 +1,145 @@
+"""What two versions have in common, against plain dicts; and how long a million entries take."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.snapshot.diff import diff_snapshots
+from diesel_fs.format.snapshot.reader import ROOT_HASH, Snapshot
+from tests.format.snapshot.oracle import OwnEntry, Part, ShownEntry, build, shown
+from tests.format.snapshot.test_model import apply, batches, chunks_of
+
+ENTRIES = 300_000
+SECONDS_MAX = 10.0
+"""On a machine that does other things besides; alone it is less than one."""
+
+
+def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
+    return Snapshot(build(None, state, chunks_of(state, 0), version=version))
+
+
+def is_same(one: ShownEntry, other: ShownEntry) -> bool:
+    """What no reader can tell apart."""
+    if one.kind != other.kind or one.kind == Kind.FOLDER:
+        return one.kind == other.kind
+    content = [[(part.size, part.checksum) for part in each.parts] for each in (one, other)]
+    return content[0] == content[1] and all(
+        getattr(one, name) == getattr(other, name)
+        for name in ("mode", "size", "mtime_ns", "target")
+    )
+
+
+def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
+    old, new = snapshot(before), snapshot(after, 2)
+    then, now = shown(before), shown(after)
+    place = {path: i for i, path in enumerate(then)}
+    found = diff_snapshots(old, new)
+    met = [place[path] if path in then and then[path].kind == each.kind else -1
+           for path, each in now.items()]  # fmt: skip
+    # Below what became another kind nothing was met; and there is nothing.
+    assert found.same_path.tolist() == met
+    was = [at if at >= 0 and is_same(then[path], now[path]) else -1
+           for at, path in zip(met, now, strict=True)]  # fmt: skip
+    assert found.unchanged.tolist() == was
+    kept = {path for path, at in zip(now, was, strict=True) if at >= 0}
+    assert [
+        path for path, gone in zip(then, found.removed_or_changed, strict=True) if not gone
+    ] == [path for path in then if path in kept]
+    folders = {path for path, each in now.items() if each.kind == Kind.FOLDER and path in kept}
+    changed = {path.rpartition(b"/")[0] for path in {*then, *now} - kept} & folders
+    paths = list(now)
+    assert {paths[i] for i in found.changed_folders} == changed
+    touched = {path for path in folders if then[path] != now[path]}
+    assert {paths[i] for i in found.folders_with_new_attributes} == touched
+
+
+@given(first=batches, second=batches)
+def test_two_versions_have_in_common_what_dicts_say(
+    first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None]
+) -> None:
+    state: dict[bytes, OwnEntry] = {}
+    apply(state, first)
+    before = dict(state)
+    apply(state, second)
+    check(before, state)
+    check(state, before)
+
+
+CHANGES = st.sampled_from(["mode", "mtime_ns", "parts", "target", "chunk"])
+
+
+@given(first=batches, changes=st.lists(st.tuples(st.integers(0, 99), CHANGES), max_size=6))
+def test_one_property_alone_makes_another_entry(
+    first: dict[bytes, OwnEntry | None], changes: list[tuple[int, str]]
+) -> None:
+    """But where its bytes lie: a purge moves them."""
+    before: dict[bytes, OwnEntry] = {}
+    apply(before, first)
+    after = dict(before)
+    for number, what in changes:
+        if not after:
+            break
+        path = sorted(after)[number % len(after)]
+        own = after[path]
+        match what:
+            case "mode":
+                own = replace(own, mode=own.mode ^ 1)
+            case "mtime_ns":
+                own = replace(own, mtime_ns=own.mtime_ns ^ 1)
+            case "target" if own.kind == Kind.LINK:
+                own = replace(own, target=b"<" + own.target[1:])
+            case "parts" if own.parts:
+                last = replace(own.parts[-1], checksum=own.parts[-1].checksum ^ 1)
+                own = replace(own, parts=(*own.parts[:-1], last))
+            case "chunk" if own.parts:
+                moved = [replace(each, chunk=5, offset=each.offset ^ 4096) for each in own.parts]
+                own = replace(own, parts=tuple(moved))
+        after[path] = own
+    check(before, after)
+
+
+def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
+    """Of so many names some share the 32 bits that candidates are found by."""
+    names: dict[int, bytes] = {}
+    pairs = []
+    for number in range(400_000):
+        name = b"%d" % number
+        key = xxh3_64_intdigest(name, ROOT_HASH) >> 32
+        if key in names:
+            pairs += [names[key], name]
+        names[key] = name
+    assert len(pairs) >= 8
+    content = [Part(3, 100, 1, 0, number, 1) for number in range(len(pairs))]
+    before = {
+        name: OwnEntry(Kind.FILE, parts=(content[at],))
+        for at, name in enumerate(pairs)
+    }  # fmt: skip
+    after = {**before, pairs[0]: OwnEntry(Kind.FILE, mode=0), pairs[5]: OwnEntry(Kind.FOLDER)}
+    del after[pairs[2]]
+    check(before, after)
+    check(after, before)
+    check({name: before[name] for name in pairs[::2]}, {name: before[name] for name in pairs[1::2]})
+
+
+def test_many_entries_take_no_long_time() -> None:
+    before = {
+        b"%03d/%06d" % (number % 500, number): OwnEntry(
+            Kind.FILE, parts=(Part(3, 100 + number, 1, 0, number, 1),)
+        )
+        for number in range(ENTRIES)
+    }
+    after = dict(before)
+    for number in range(0, ENTRIES, 1000):
+        del after[b"%03d/%06d" % (number % 500, number)]
+        after[b"%03d/%06d-" % (number % 500, number)] = OwnEntry(Kind.FILE)
+    old, new = snapshot(before), snapshot(after, 2)
+    start_s = time.process_time()  # what others do on the machine does not count
+    found = diff_snapshots(old, new)
+    assert time.process_time() - start_s < SECONDS_MAX
+    assert int(np.count_nonzero(found.unchanged >= 0)) == ENTRIES - ENTRIES // 1000 + 501
+    assert len(found.changed_folders) == 1

@@ -1,0 +1,123 @@
+"""Rows that are no entries are refused by name; nothing else is made of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from diesel_fs.errors import CorruptError, DieselError, UsageError
+from diesel_fs.format.entries import ChunkInfo, Kind, Rows
+from diesel_fs.format.snapshot.build import build_snapshot
+from diesel_fs.format.snapshot.reader import Snapshot
+
+from .oracle import IDENTITY, SMALL, OwnEntry, Part, build, chunk_id, rows_of, tail_of
+
+FILE = OwnEntry(Kind.FILE, parts=(Part(3, 100, 4, 0, 3, 4),))
+BIG = OwnEntry(Kind.FILE, parts=(Part(3, 100, 2, 1, 3, 65536), Part(9, 100, 4, 0, 3, 4)))
+
+
+def merged(
+    rows: Rows, previous: Snapshot | None = None, chunks: tuple[int, ...] = (3, 9)
+) -> Snapshot:
+    table = [ChunkInfo(chunk_id(number), 1000) for number in chunks]
+    parts = build_snapshot(
+        previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0
+    )
+    return Snapshot(b"".join(parts))
+
+
+@pytest.mark.parametrize(
+    "path", [b"/a/b", b"a//b", b"a/", b".", b"a/..", b"../a", b"a\0", b"d/" + b"n" * 256, b"./a/b"]
+)
+@pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
+def test_paths_that_cannot_be(path: bytes, previous: Snapshot | None) -> None:
+    with pytest.raises(UsageError, match="cannot be a component"):
+        merged(rows_of({b"good": FILE, path: FILE}), previous)
+    merged(rows_of({b"good": FILE, path: None}), previous)  # nothing was there, nothing goes
+
+
+def twice(path: bytes) -> Rows:
+    rows = rows_of({path: FILE, b"p": FILE})
+    names = list(rows.names)
+    names[names.index(b"p")] = path.rpartition(b"/")[2]
+    return replace(rows, names=names, folder=np.full(2, rows.folder[names.index(names[0])]))
+
+
+@pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
+def test_a_path_that_stands_twice(previous: Snapshot | None) -> None:
+    for path in (b"a", b"new"):
+        with pytest.raises(UsageError, match="twice"):
+            merged(twice(path), previous)
+
+
+def test_a_folder_that_stands_twice() -> None:
+    rows = rows_of({b"d": FILE, b"e": FILE, b"d/x": FILE})
+    renamed = [b"d" if name == b"e" else name for name in rows.names]
+    with pytest.raises(UsageError, match="a path stands twice: d"):
+        merged(replace(rows, names=renamed))
+
+
+def record(field: str, value: int) -> Callable[[Rows], Rows]:
+    def change(rows: Rows) -> Rows:
+        records = rows.records.copy()
+        records[field] = value
+        return replace(rows, records=records)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("own", "change", "error"),
+    [
+        (FILE, record("kind", 4), UsageError),
+        (FILE, record("codec", 2), UsageError),
+        (FILE, record("size", 2**63), UsageError),
+        (FILE, record("extents", 2), UsageError),
+        (FILE, lambda rows: replace(rows, chunks=[]), UsageError),
+        (FILE, lambda rows: replace(rows, chunks=[chunk_id(4)] * 2), CorruptError),
+        (BIG, record("extents", 3), UsageError),
+        (BIG, record("size", 9), CorruptError),
+        (BIG, lambda rows: replace(rows, tails={}), UsageError),
+        (BIG, lambda rows: replace(rows, tails={0: tail_of(BIG.parts)[:-1]}), UsageError),
+        (OwnEntry(Kind.LINK, target=b"t"), lambda rows: replace(rows, tails={}), UsageError),
+    ],
+)
+def test_records_that_cannot_be(
+    own: OwnEntry, change: Callable[[Rows], Rows], error: type[DieselError]
+) -> None:
+    rows = rows_of({b"f": own})
+    assert merged(rows).lookup(b"f") == 1
+    with pytest.raises(error):
+        merged(change(rows))
+
+
+@pytest.mark.parametrize("own", [FILE, BIG])
+def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
+    rows = rows_of({b"d/lost": own, b"d/other": OwnEntry(Kind.FOLDER)})
+    with pytest.raises(CorruptError, match="d/lost"):
+        merged(rows, chunks=(9,))
+    before = merged(rows)
+    with pytest.raises(CorruptError, match="d/lost"):
+        merged(rows_of({}), before, chunks=(9,))
+    hidden = merged(rows_of({b"d/lost/below": OwnEntry(Kind.FOLDER)}), before)
+    with pytest.raises(CorruptError, match="d/lost"):
+        merged(rows_of({}), hidden, chunks=(9,))
+
+
+def test_a_chunk_table_that_names_one_twice() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        merged(rows_of({}), chunks=(3, 3))
+
+
+def test_a_previous_snapshot_of_another_dataset() -> None:
+    previous = Snapshot(build(None, SMALL, [3, 9]))
+    with pytest.raises(UsageError, match="previous snapshot"):
+        build_snapshot(
+            previous, rows_of({}), [], identity=UUID(int=1), dataset="x", version=1, digest=0
+        )
+
+
+def test_modes_lose_the_bits_that_never_travel() -> None:
+    assert merged(rows_of({b"f": OwnEntry(Kind.FILE, 0o6755)})).stat(1).mode == 0o755

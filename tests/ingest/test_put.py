@@ -1,0 +1,645 @@
+"""`put_tree`: what is packed, skipped, named and deleted; what is never read."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest.options import PutReport
+from diesel_fs.ingest.put import _FolderPut, _WorkerHandle
+from diesel_fs.ingest.sources.file import new_packer
+from diesel_fs.ingest.sources.folder import open_folder
+from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.validation import PUT_WINDOW_S, ValidatedChunk
+from diesel_fs.storage.objects.folder import FolderStore
+
+from ..trees import facts, odd_tree, write
+
+SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
+
+
+def dataset_state(repository: LocalRepository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
+    """The dataset as `trees.facts` shows a folder."""
+    view = repository.view(name)
+    reader = EntryReader(view, repository.objects, 64 << 20)
+    found: dict[bytes, tuple[object, ...]] = {}
+    for index in view.walk(0).tolist():
+        status = view.stat(index)
+        path = view.path(index) or b"."
+        match status.kind:
+            case Kind.FILE:
+                content = bytes(reader.read(index))
+                found[path] = ("file", status.mode, status.mtime_ns, content)
+            case Kind.LINK:
+                found[path] = ("link", status.mtime_ns, view.link(index))
+            case Kind.FOLDER:
+                found[path] = ("folder", status.mode, status.mtime_ns)
+    return found
+
+
+def put(repository: LocalRepository, source: Path, **options: object) -> PutReport:
+    return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]  # what came is passed on
+
+
+def files(view: Snapshot) -> list[bytes]:
+    return sorted(view.path(int(i)) for i in view.files())
+
+
+def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> None:
+    source = odd_tree(tmp_path / "source")
+    report = put(repository, source)
+    assert report.failed == []
+    assert dataset_state(repository) == facts(source)
+    assert report.files == 12
+    assert report.version == repository.view("ds").version
+
+
+def test_large_files_in_extents(repository: LocalRepository, tmp_path: Path) -> None:
+    """I8: sizes around the chunk size, with others between them, compressible and not."""
+    sizes = [n * CHUNK_BYTES_MIN + d for n in (1, 2, 5) for d in (-1, 0, 1)]
+    source = write(
+        tmp_path / "source",
+        {f"{i:02}-{n}": os.urandom(n) if i % 2 else bytes(n) for i, n in enumerate(sizes)}
+        | {f"{i:02}-small": b"between" for i in range(len(sizes))},
+    )
+    report = put_tree(repository, "ds", source, options=SMALL)
+    assert report.failed == []
+    assert dataset_state(repository) == facts(source)
+    assert report.files == 2 * len(sizes)
+
+
+def test_put_again_reads_nothing(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = odd_tree(tmp_path / "source")
+    first = put(repository, source)
+
+    def never(*_: object) -> int:
+        raise AssertionError("a file was opened")
+
+    monkeypatch.setattr("diesel_fs.ingest.packer.open_file", never)
+    again = put(repository, source)
+    assert (again.files, again.chunks, again.failed) == (0, 0, [])
+    assert again.version == first.version
+    assert again.unchanged == len(facts(source))
+
+
+def test_put_again_takes_what_changed(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "b": b"2", "d/c": b"3"})
+    put(repository, source)
+    (source / "b").write_bytes(b"22")
+    (source / "d/c").chmod(0o600)
+    (source / "new").write_bytes(b"4")
+    report = put(repository, source)
+    assert report.files == 3
+    assert dataset_state(repository) == facts(source)
+
+
+def test_checksum_compares_contents(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"old", "b": b"same"})
+    put(repository, source)
+    before = (source / "a").stat()
+    (source / "a").write_bytes(b"new")
+    os.utime(source / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert put(repository, source).files == 0
+    assert put(repository, source, checksum=True).files == 1
+    assert dataset_state(repository) == facts(source)
+
+
+def test_delete_removes_what_the_source_has_not(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
+    put(repository, source)
+    for gone in ("a", "d/b", "d/e/c"):
+        (source / gone).unlink()
+    (source / "d/e").rmdir()
+    (source / "d").rmdir()
+    report = put(repository, source, delete=True)
+    assert report.deleted == 5
+    assert dataset_state(repository) == facts(source)
+
+
+def test_delete_spares_what_a_filter_leaves_out(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"a.jpg": b"1", "b.txt": b"2"})
+    put(repository, source)
+    (source / "a.jpg").unlink()
+    (source / "b.txt").unlink()
+    (source / "c.jpg").write_bytes(b"3")
+    put(repository, source, delete=True, include=("*.jpg",))
+    assert files(repository.view("ds")) == [b"b.txt", b"c.jpg"]
+
+
+@pytest.mark.parametrize("pattern", ["cache", "cache/", "/cache", "sub/cach?"])
+def test_delete_spares_all_below_a_folder_that_is_left_out(
+    repository: LocalRepository, tmp_path: Path, pattern: str
+) -> None:
+    top = "sub/cache" if "sub" in pattern else "cache"
+    source = write(tmp_path / "source", {f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
+    put(repository, source)
+    (source / "a").unlink()
+    (source / "b").write_bytes(b"3")
+    assert put(repository, source, delete=True, exclude=(pattern,)).deleted == 1
+    assert files(repository.view("ds")) == sorted(
+        [b"b", *(f"{top}/{e}".encode() for e in ("x", "in/y"))]
+    )
+
+
+def test_delete_spares_the_folder_of_what_is_left_out(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """And no file takes its place: what is left out would be lost under it."""
+    source = write(tmp_path / "source", {"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
+    (source / "d").chmod(0o750)
+    put(repository, source)
+    for name in ("d/x.tmp", "d/y", "e/z"):
+        (source / name).unlink()
+    (source / "d").rmdir()
+    (source / "e").rmdir()
+    (source / "e").write_bytes(b"a file")
+    assert put(repository, source, delete=True, exclude=("*.tmp",)).deleted == 2
+    view = repository.view("ds")
+    assert files(view) == [b"d/x.tmp", b"e"]
+    assert view.stat(view.lookup(b"d")).mode == 0o750
+    (source / "d").write_bytes(b"a file")
+    report = put(repository, source, delete=True, exclude=("*.tmp",))
+    assert [path for path, _ in report.failed] == [b"d"]
+    assert files(repository.view("ds")) == [b"d/x.tmp", b"e"]
+
+
+def test_a_glob_with_a_slash_at_its_end_matches_folders(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "source", {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
+    )
+    put(repository, source, exclude=("cache/",))
+    assert files(repository.view("ds")) == [b"d/cache"]
+    for bad in ("", "/"):
+        with pytest.raises(UsageError):
+            put(repository, source, exclude=(bad,))
+    with pytest.raises(UsageError, match="include"):
+        put(repository, source, include=("cache/",))
+
+
+def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed, and then NFS says ESTALE: what is in it is not gone."""
+    source = write(tmp_path / "source", {"d/a": b"1", "d/b": b"2", "gone": b"3"})
+    put(repository, source)
+    (source / "gone").unlink()
+
+    def stale(root: int, path: bytes) -> int:
+        if path == b"d":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return open_folder(root, path)
+
+    monkeypatch.setattr("diesel_fs.ingest.compare.open_folder", stale)
+    report = put(repository, source, delete=True)
+    assert [path for path, _ in report.failed] == [b"d"]
+    assert report.deleted == 1
+    assert files(repository.view("ds")) == [b"d/a", b"d/b"]
+
+
+def test_empty_folders_go_in_many_messages(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    for number in range(600):
+        (source / f"{number}").mkdir(parents=True)
+    counts = []
+    real = _WorkerHandle.send
+
+    def send(self: _WorkerHandle, *message: object) -> None:
+        if message[0] == "pack":
+            assert isinstance(message[2], list)
+            counts.append(len(message[2]))
+        real(self, *message)
+
+    monkeypatch.setattr(_WorkerHandle, "send", send)
+    put(repository, source)
+    assert sum(counts) == 601
+    assert max(counts) <= 256
+
+
+@pytest.fixture
+def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many chunks each commit had. After the first they wait for an hour."""
+    sizes: list[int] = []
+    real = LocalWriteSession.commit_all
+
+    def commit_all(self: LocalWriteSession, chunks: Sequence[ValidatedChunk]) -> int:
+        sizes.append(len(chunks))
+        return real(self, chunks)
+
+    monkeypatch.setattr(LocalWriteSession, "commit_all", commit_all)
+    monkeypatch.setattr("diesel_fs.ingest.put._COMMIT_EVERY_S", 3600)
+    return sizes
+
+
+def test_chunks_are_committed_together_and_counted_when_they_are(
+    repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
+) -> None:
+    """But the first at once: who stores one now and then never waits."""
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    told: list[int] = []
+
+    def progress(report: PutReport) -> None:
+        assert report.files <= repository.meta.head("ds").files
+        told.append(report.files)
+
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
+    report = put_tree(repository, "ds", source, options=options, progress=progress)
+    assert commit_sizes == [1, report.chunks - 1]
+    assert (told[-1], report.files) == (20, 20)
+    assert dataset_state(repository) == facts(source)
+
+
+def test_a_commit_has_no_more_entries_than_a_chunk_may_have(
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diesel_fs.ingest.put.ENTRIES_MAX", 6)
+    source = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
+    report = put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert sum(commit_sizes) == report.chunks > 8
+    assert max(commit_sizes) <= 2
+
+
+def test_what_is_durable_is_committed_when_a_put_fails(
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    real, left = FolderStore.put, [5]
+
+    def put_some(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        left[0] -= "/chunks/" in name
+        if not left[0]:
+            raise DieselError("no more")
+        real(self, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", put_some)
+    with pytest.raises(DieselError, match="no more"):
+        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert commit_sizes == [1, 3]
+    stored = list(repository.chunk_ids(repository.dataset("ds").identity))
+    assert len(stored) == repository.meta.head("ds").chunks == 4
+
+
+def test_what_is_durable_is_committed_after_a_ctrl_c(
+    repository: LocalRepository,
+    tmp_path: Path,
+    commit_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(4)})
+
+    real = _FolderPut._answer
+
+    def answer(self: _FolderPut, worker: _WorkerHandle) -> None:
+        real(self, worker)
+        if worker.finished:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_FolderPut, "_answer", answer)
+    with pytest.raises(KeyboardInterrupt):
+        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    assert sum(commit_sizes) > commit_sizes[0] == 1
+    assert repository.meta.head("ds").chunks == sum(commit_sizes)
+
+
+def test_an_error_of_the_store_is_no_error_of_a_file(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One OSError behind the files that are being read would else be taken for one of theirs."""
+    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+
+    real = FolderStore.put
+
+    def broken(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        if "/chunks/" in name:
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, name, parts)
+
+    monkeypatch.setattr(FolderStore, "put", broken)
+    with pytest.raises(DieselError, match="a chunk could not be stored"):
+        put_tree(repository, "ds", source, options=SMALL)
+
+
+def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {"a": os.urandom(60_000)})
+    session = repository.begin("ds")
+    packer = new_packer(session, PutOptions(chunk_bytes=CHUNK_BYTES_MIN), PutReport())
+    real, once = Future.result, [True]
+
+    def result(self: "Future[object]", timeout: float | None = None) -> object:
+        if once:
+            once.pop()
+            raise KeyboardInterrupt
+        return real(self, timeout)
+
+    folder = os.open(source, os.O_RDONLY)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "result", result)
+            with suppress(KeyboardInterrupt):
+                for number in range(100):
+                    packer.add_file(folder, b"a", (b"", b"%d" % number))
+        assert not once
+        with pytest.raises(DieselError, match="a chunk could not be stored"):
+            packer.finish()
+    finally:
+        os.close(folder)
+        packer.close()
+
+
+def test_an_empty_source_never_deletes(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    put(repository, source)
+    empty = tmp_path / "not mounted"
+    empty.mkdir()
+    assert put(repository, empty, delete=True).deleted == 0
+    assert files(repository.view("ds")) == [b"a"]
+    assert put(repository, empty, delete=True, allow_empty=True).deleted == 1
+    assert files(repository.view("ds")) == []
+
+
+def test_dry_run_changes_nothing(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1"})
+    put(repository, source)
+    version = repository.view("ds").version
+    (source / "a").unlink()
+    (source / "b").write_bytes(b"2")
+    report = put(repository, source, dry_run=True, delete=True)
+    assert (report.entries_found, report.deleted) == (2, 1)  # the file, and the root's new time
+    assert repository.view("ds").version == version
+
+
+def test_filters(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "source",
+        {"a.jpg": b"", "a.txt": b"", "skip/a.jpg": b"", "d/b.jpg": b"", "d/no.jpg": b""},
+    )
+    put(repository, source, include=("*.jpg",), exclude=("skip", "d/no*"))
+    assert files(repository.view("ds")) == [b"a.jpg", b"d/b.jpg"]
+
+
+def test_M10_a_glob_cannot_take_for_ever(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a" * 250: b""})
+    put(repository, source, exclude=("*a" * 60 + "b", "(((((*)*)*"))
+    assert len(repository.view("ds").files()) == 1
+
+
+def test_paths_below_the_source(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/c": b"3"})
+    report = put_tree(repository, "ds", source, b"in/here", SMALL, paths=[b"a", b"d/c", b"gone"])
+    assert files(repository.view("ds")) == [b"in/here/a", b"in/here/d/c"]
+    assert [path for path, _ in report.failed] == [b"gone"]
+
+
+def test_I2_I4_what_is_no_file_is_named_and_skipped(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", {"good": b"1"})
+    os.mkfifo(source / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(source / "socket"))
+        report = put(repository, source)
+    assert sorted(path for path, _ in report.failed) == [b"pipe", b"socket"]
+    assert files(repository.view("ds")) == [b"good"]
+
+
+def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: LocalRepository) -> None:
+    report = put_tree(repository, "ds", Path("/proc/self"), options=SMALL, paths=[b"status"])
+    assert report.failed == [(b"status", "it says that it is empty but has bytes")]
+    assert len(repository.view("ds").files()) == 0
+
+
+def touch_when_read(
+    monkeypatch: pytest.MonkeyPatch, times: int, change: Callable[[int], None]
+) -> None:
+    """Each process's first `times` reads of more than a few bytes find the file changed."""
+    real, left = os.readv, [times]
+
+    def readv(file: int, buffers: Sequence[memoryview]) -> int:
+        count = real(file, buffers)
+        if count > 1000 and left[0]:
+            left[0] -= 1
+            change(file)
+        return count
+
+    monkeypatch.setattr(os, "readv", readv)
+
+
+def test_I1_a_file_that_will_not_hold_still(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a small file nor one of several extents is ever packed mixed."""
+    for size in (2000, 3 * CHUNK_BYTES_MIN):
+        source = write(tmp_path / f"source-{size}", {"calm": b"1", "restless": bytes(size)})
+        touch_when_read(monkeypatch, 1000, os.utime)
+        report = put_tree(repository, "ds", source, options=SMALL)
+        assert [path for path, _ in report.failed] == [b"restless"]
+        assert "changed" in report.failed[0][1]
+        assert files(repository.view("ds")) == [b"calm"]
+
+
+def test_I1_a_file_that_settles_is_read_again(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, change in ((2000, None), (3 * CHUNK_BYTES_MIN, None), (5000, 6000), (6000, 5000)):
+        source = write(tmp_path / f"source-{size}", {"restless": b"x" * size})
+        touch_when_read(monkeypatch, 2, partial(rewrite, source / "restless", change))
+        report = put_tree(repository, "ds", source, options=SMALL)
+        assert report.failed == []
+        assert dataset_state(repository)[b"restless"] == facts(source)[b"restless"]
+
+
+def rewrite(path: Path, size: int | None, _: int) -> None:
+    """Grow or shrink a file, or only touch it."""
+    if size is None:
+        os.utime(path)
+    else:
+        path.write_bytes(b"y" * size)
+
+
+def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
+    """As another user, since root reads everything."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    source = write(tmp_path / "source", {"good": b"1", "secret": b"2", "closed/x": b"3"})
+    (source / "secret").chmod(0)
+    (source / "closed").chmod(0)
+    store = tmp_path / "store"
+    store.mkdir()
+    for path in (store, *tmp_path.parents, tmp_path):
+        if path.is_relative_to("/tmp"):  # where pytest's folders are this user's alone
+            path.chmod(path.stat().st_mode | 0o055)
+    store.chmod(0o777)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.environ["XDG_CACHE_HOME"] = str(store / "cache")
+            os.setuid(65534)
+            with LocalRepository.open((store / "repository").as_uri(), create=True) as repository:
+                report = put_tree(repository, "ds", source, options=SMALL)
+                named = sorted(path for path, _ in report.failed)
+                if named == [b"closed", b"secret"] and files(repository.view("ds")) == [b"good"]:
+                    status = 0
+                else:
+                    print(report.failed)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Path) -> None:
+    """Neither takes the other's place, empty folders and links included, without `--delete`."""
+    there = write(tmp_path / "one", {"a/x": b"1", "b": b"2", "deep/f": b"3"})
+    (there / "empty").mkdir()
+    (there / "link").symlink_to("b")
+    put(repository, there)
+    before = dataset_state(repository)
+    other = write(
+        tmp_path / "other",
+        {"a": b"a folder", "b/y/z": b"", "deep/f/x": b"", "empty": b"", "link/x": b"", "new": b""},
+    )
+    os.utime(other / "deep", ns=(0, (there / "deep").stat().st_mtime_ns))
+    os.utime(other, ns=(0, there.stat().st_mtime_ns))
+    for options in ({"dry_run": True}, {"checksum": True}, {}):
+        assert dict(put(repository, other, **options).failed) == {
+            b"a": "refused: a is a folder of the dataset; remove it first",
+            b"b": "refused: b is a file of the dataset; remove it first",
+            b"deep/f": "refused: deep/f is a file of the dataset; remove it first",
+            b"empty": "refused: empty is a folder of the dataset; remove it first",
+            b"link": "refused: link is a file of the dataset; remove it first",
+        }
+    after = dataset_state(repository)
+    assert after.pop(b"new")[3] == b""
+    assert after == before
+    with pytest.raises(ConflictError):
+        put_tree(repository, "ds", other, b"b/below", SMALL)
+    assert put(repository, other, delete=True).failed == []
+    assert dataset_state(repository) == facts(other)
+
+
+def test_a_listed_path_does_not_go_below_a_file(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    put(repository, write(tmp_path / "one", {"a": b"1"}))
+    other = write(tmp_path / "other", {"a/b/x": b"2", "c/y": b"3"})
+    report = put_tree(repository, "ds", other, options=SMALL, paths=[b"a/b/x", b"c/y"])
+    assert [path for path, _ in report.failed] == [b"a/b"]
+    assert files(repository.view("ds")) == [b"a", b"c/y"]
+
+
+def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    put(repository, write(tmp_path / "one", {"a": b"1", "b.jpg": b"2"}))
+    other = write(tmp_path / "other", {"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"})
+    report = put(repository, other, delete=True, include=("*.jpg",))
+    assert [path for path, _ in report.failed] == [b"a"]
+    assert files(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
+
+
+def test_reserved_name(repository: LocalRepository, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"})
+    report = put(repository, source)
+    assert [path for path, _ in report.failed] == [b".diesel"]
+    assert files(repository.view("ds")) == [b"d/.diesel", b"good"]
+    with pytest.raises(UsageError):
+        put_tree(repository, "ds", source, b".diesel", SMALL)
+
+
+def test_I12_source_in_the_store_or_around_it(repository: LocalRepository, tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "store", tmp_path / "store" / "datasets"):
+        source.mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match="lie in each other"):
+            put(repository, source)
+
+
+def test_I13_bad_numbers() -> None:
+    for bad in (0, 1, -1, 1 << 40, CHUNK_BYTES_MIN - 1):
+        with pytest.raises(UsageError):
+            PutOptions(chunk_bytes=bad)
+    for jobs in (-1, 10**6):
+        with pytest.raises(UsageError):
+            PutOptions(jobs=jobs)
+
+
+def test_a_missing_source(repository: LocalRepository, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        put(repository, tmp_path / "nowhere")
+    assert repository.datasets() == []
+
+
+def test_an_empty_dataset_and_one_empty_file(repository: LocalRepository, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    put(repository, tmp_path / "empty")
+    assert repository.view("ds").entry_count == 1
+    source = write(tmp_path / "one", {"empty": b""})
+    put(repository, source)
+    assert dataset_state(repository) == facts(source)
+
+
+def test_links_are_never_followed(repository: LocalRepository, tmp_path: Path) -> None:
+    """A folder that becomes a link between listing and opening leads nowhere."""
+    secret = write(tmp_path / "secret", {"x": b"secret"})
+    source = write(tmp_path / "source", {"d/x": b"mine"})
+    (source / "d/x").unlink()
+    (source / "d").rmdir()
+    (source / "d").symlink_to(secret)
+    report = put_tree(repository, "ds", source, options=SMALL, paths=[b"d/x"])
+    assert len(report.failed) == 1
+    assert len(repository.view("ds").files()) == 0
+
+
+def test_a_chunk_that_came_too_late_is_made_again(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk to be committed is older than the put window, as after a night's suspend."""
+    source = odd_tree(tmp_path / "source")
+    real, late = LocalRepository.validate_chunk, [True]
+
+    def admit(
+        self: LocalRepository, identity: UUID, preamble: bytes, header: bytes
+    ) -> ValidatedChunk:
+        if late.pop() if late else False:
+            with monkeypatch.context() as clock:
+                now = time.time() + 2 * PUT_WINDOW_S
+                clock.setattr(time, "time", lambda: now)
+                return real(self, identity, preamble, header)
+        return real(self, identity, preamble, header)
+
+    monkeypatch.setattr(LocalRepository, "validate_chunk", admit)
+    report = put(repository, source)
+    assert not late
+    assert report.failed == []
+    assert dataset_state(repository) == facts(source)
+    assert len(list(repository.chunk_ids(repository.dataset("ds").identity))) == report.chunks

@@ -1,0 +1,136 @@
+"""Mounts for tests, over every session: one to look at, and ones to be broken."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import DieselError
+from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts.mountpoint import is_ours, mounted_at
+from diesel_fs.mounts.server import SESSIONS
+from tests.mounts.folder_dataset import RELEASE_SUFFIX
+from tests.unprivileged_user import USER
+
+PROGRAM = (sys.executable, "-m", "tests.mounts.folder_daemon")
+
+ODD_NAMES = [
+    *(b"x" * 255, b"not-utf-8-\xff\xfe", b"new\nline", b"tab\t", b"esc\x1b[31m", b'quote"'),
+    *(b"back\\slash", b"-leading", b" leading space", b"trailing space ", b"~", b"*?[a]"),
+    *("émoji-🐘".encode(), b"cafe\xcc\x81", b"caf\xc3\xa9", b"CON", b".hidden", b"a,b=c"),
+]
+
+
+@pytest.fixture(params=sorted(SESSIONS), scope="session")
+def session(request: pytest.FixtureRequest) -> str:
+    """Every session that there is: the same laws hold over each."""
+    return str(request.param)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A law of one session alone, `@pytest.mark.only_session(NAME)`, is not one of the others."""
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("only_session")
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        other = mark is not None and params.get("session") not in mark.args
+        (others if other else kept).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMount:
+    """A mount, the folder it shows, and its daemon."""
+
+    source: Path
+    at: Path
+    pid: int
+
+    def release_reads(self) -> None:
+        """Lets reads of files called `wait*` end."""
+        self.source.with_name(self.source.name + RELEASE_SUFFIX).touch()
+
+
+def request_for(source: Path, at: Path, session: str = "auto", **options: object) -> MountRequest:
+    """A mount of a source folder; a deadline of 20 s is never met by chance."""
+    values: dict[str, object] = {
+        "url": source.as_uri(),
+        "dataset": "folder",
+        "mountpoint": str(at),
+        "session": session,
+        "read_deadline_s": 20.0,
+        **options,
+    }
+    return MountRequest(**values)  # type: ignore[arg-type]  # fields by name
+
+
+@contextmanager
+def mounting(
+    source: Path, at: Path, session: str = "auto", **options: object
+) -> Iterator[LiveMount]:
+    """A mount that goes away, whatever happened to it."""
+    at.mkdir(exist_ok=True)
+    mount(request_for(source, at, session, **options), program=PROGRAM)
+    try:
+        pid = stats(at)["pid"]
+        assert isinstance(pid, int)
+        yield LiveMount(source, at, pid)
+    finally:
+        while (found := mounted_at(str(at))) is not None and is_ours(found):
+            with suppress(DieselError):
+                umount(at, force=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small folder of a test's own."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"alpha" * 1000)
+    (folder / "b").write_bytes(b"beta")
+    return folder
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A folder that an ordinary user may use; pytest's own are closed."""
+    folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
+    os.chown(folder, USER, USER)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
+    """A mount to look at: odd names, links, an empty file, folders, modes, times, large files."""
+    source = tmp_path_factory.mktemp("tree") / "source"
+    source.mkdir()
+    (source / "odd").mkdir()
+    for number, name in enumerate(ODD_NAMES):
+        with open(os.path.join(os.fsencode(source), b"odd", name), "wb") as file:
+            file.write(b"content %d" % number)
+    (source / "empty").touch()
+    (source / "empty folder").mkdir(mode=0o700)
+    (source / "deep" / "er" / "still").mkdir(parents=True)
+    (source / "deep" / "er" / "still" / "file").write_bytes(b"found")
+    (source / "page").write_bytes(os.urandom(4096))
+    (source / "large").write_bytes(os.urandom(5_000_001))
+    (source / "program").write_text("#!/bin/sh\necho ran\n")
+    (source / "program").chmod(0o755)
+    (source / "secret").write_bytes(b"s")
+    (source / "secret").chmod(0o640)
+    (source / "link").symlink_to("deep/er/still/file")
+    (source / "broken link").symlink_to(b"nowhere/\xff".decode("utf-8", "surrogateescape"))
+    (source / "old").write_bytes(b"before 1970")
+    os.utime(source / "old", ns=(-1_500_000_001, -1_500_000_001))
+    os.utime(source / "empty", ns=(0, 4_900_000_000_123_456_789))
+    with mounting(source, source.parent / "mount", session) as mounted:
+        yield mounted

@@ -1,0 +1,128 @@
+"""The mount daemon over a `folder_dataset`: the real program with another source.
+
+`request.url` names the source folder, `request.dataset` the dataset. The environment variables
+`WATCHDOG`, `GRACE` and `LACKING` set the watchdog's patience, that with reads at the end, and bits
+of INIT that this kernel lacks.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import trio
+
+from diesel_fs.errors import NoSuchDataset
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts import server
+from diesel_fs.mounts.options import MountRequest
+from diesel_fs.mounts.sessions import protocol
+from diesel_fs.mounts.source import MountSource, OpenedSnapshot
+from diesel_fs.mounts.supervisor import WATCHDOG_S, main
+from diesel_fs.urls import parse_url
+from tests.mounts.folder_dataset import MANY, FolderBatchSource, FolderReader, many, snapshot_of
+
+WATCHDOG = "TEST_WATCHDOG_S"
+GRACE = "TEST_GRACE_S"
+LACKING = "TEST_LACKING_FLAGS"
+
+
+class FaultySnapshot(Snapshot):
+    """A snapshot in which looking up some names meets a bug."""
+
+    def child(self, folder: int, name: bytes) -> int:
+        """The index, or the fault that is asked for."""
+        match name:
+            case b"raise KeyError":
+                raise KeyError(name)
+            case b"raise OSError":
+                raise OSError(1, "not our errno")
+            case b"raise MemoryError":
+                raise MemoryError
+            case b"raise RuntimeError":
+                raise RuntimeError("a bug")
+            case b"raise Cancelled":
+                raise cancelled()
+            case b"raise ExceptionGroup":
+                raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+            case b"raise SystemExit":
+                raise SystemExit(3)
+        return super().child(folder, name)
+
+
+def cancelled() -> trio.Cancelled:
+    """What trio raises inside a cancelled scope; nobody else can make one."""
+
+    async def collect() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            try:
+                await trio.lowlevel.checkpoint()
+            except trio.Cancelled as error:
+                caught.append(error)
+                raise
+
+    caught: list[trio.Cancelled] = []
+    thread = threading.Thread(target=trio.run, args=(collect,))
+    thread.start()
+    thread.join()
+    return caught[0]
+
+
+class FolderMountSource(MountSource):
+    """The folder that the URL names, as a dataset."""
+
+    def open(self, request: MountRequest) -> OpenedSnapshot:
+        """The snapshot, or the fault that the dataset's name asks for."""
+        if request.dataset == "absent":
+            raise NoSuchDataset("no dataset absent", advice="put it first")
+        if request.dataset == "broken":
+            raise KeyError("a bug of ours")
+        if request.dataset == "dying":
+            os._exit(9)
+        if request.dataset == "slow":
+            time.sleep(60)
+        if request.dataset == MANY:
+            return OpenedSnapshot(Snapshot(many()))
+        return OpenedSnapshot(
+            FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset))
+        )
+
+    def lease(self, request: MountRequest, snapshot: Snapshot) -> None:
+        """A folder has no purge."""
+
+    def reader(
+        self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
+    ) -> FolderReader:
+        """Contents from the folder itself."""
+        return FolderReader(snapshot, parse_url(request.url).path)
+
+    def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
+        """The same, for the helper."""
+        return FolderBatchSource(snapshot, parse_url(request.url).path)
+
+
+def offer_lacking(lacking: protocol.Flag) -> Callable[[memoryview], protocol.Offer]:
+    """INIT of a kernel that cannot do something."""
+    real = protocol.parse_init
+
+    def parse(message: memoryview) -> protocol.Offer:
+        offer = real(message)
+        return offer._replace(flags=offer.flags & ~lacking)
+
+    return parse
+
+
+if __name__ == "__main__":
+    if LACKING in os.environ:
+        lacking = protocol.Flag(int(os.environ[LACKING]))
+        setattr(protocol, "parse_init", offer_lacking(lacking))  # noqa: B010  # mypy forbids =
+    if GRACE in os.environ:
+        setattr(server, "GRACE_S", float(os.environ[GRACE]))  # noqa: B010  # mypy forbids =
+    code = main(
+        sys.argv[1:], FolderMountSource(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
+    )
+    logging.shutdown()
+    os._exit(code)

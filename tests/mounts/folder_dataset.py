@@ -1,0 +1,216 @@
+"""A dataset made of a real folder, without chunks: the snapshot is real, the content is read from
+the folder itself. Names of files say which fault their reads meet; they are the tests' own, and no
+protection under test can know them.
+"""
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.cache.coalescing_reader import Batch
+from diesel_fs.errors import ObjectMissing, ObjectStoreError
+from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
+from diesel_fs.format.snapshot.build import build_snapshot
+from diesel_fs.format.snapshot.reader import Snapshot
+
+IDENTITY = UUID("0123456789abcdef0123456789abcdef")
+CHUNK = ChunkId(bytes(range(16)))
+RELEASE_SUFFIX = ".go"
+"""While the file `SOURCE.go` beside the source is missing, reads of files called `wait*` hang, and
+second reads of files called `retry*`, whose first one fails.
+"""
+
+PUSHED = "waitpush"
+"""Files called so hang readers too, but the helper is given them: it pushes what is being read."""
+
+HANG = "hang"
+"""Files called so hang the helper, while `SOURCE.go` is missing, and no reader."""
+
+MANY = "many"
+MANY_ENTRIES = 100_000
+
+LEFT_OUT = (
+    *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
+    *("wait", "retry", "slow"),
+)
+"""What such files are called, the helper leaves out, as it does what is damaged."""
+
+_KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
+
+
+def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> bytes:
+    """The snapshot of everything below a folder, itself included."""
+    folders: list[bytes] = []
+    names: list[bytes] = []
+    tails: dict[int, bytes] = {}
+    places, records = [], []
+    root = os.fsencode(source)
+    for folder, inner, files in os.walk(root):
+        folders.append(os.path.relpath(folder, root) if folder != root else b"")
+        for name in [*inner, *files, *([b""] if folder == root else [])]:
+            found = os.lstat(os.path.join(folder, name))
+            kind = _KINDS[stat.S_IFMT(found.st_mode)]
+            size = found.st_size if kind != Kind.FOLDER else 0
+            if kind == Kind.LINK:
+                tails[len(names)] = os.readlink(os.path.join(folder, name))
+            places.append(len(folders) - 1)
+            names.append(name)
+            mode = stat.S_IMODE(found.st_mode) & 0o777
+            stored = size if kind == Kind.FILE else 0
+            fixed = (found.st_mtime_ns, 0, 96, stored, mode, kind, 0, len(names), 1, 0)
+            records.append((size, *fixed))
+    return _merged(folders, places, names, records, tails, dataset, version)
+
+
+def _merged(
+    folders: list[bytes],
+    places: list[int],
+    names: list[bytes],
+    records: Sequence[tuple[int, ...]],
+    tails: dict[int, bytes],
+    dataset: str,
+    version: int,
+) -> bytes:
+    rows = Rows(
+        folders=folders,
+        folder=np.array(places, np.uint32),
+        names=names,
+        records=np.array(records, RECORD),
+        chunk=np.zeros(len(names), np.uint32),
+        chunks=[CHUNK],
+        tails=tails,
+    )
+    chunks = [ChunkInfo(CHUNK, 1 << 32)]
+    parts = build_snapshot(
+        None, rows, chunks, identity=IDENTITY, dataset=dataset, version=version, digest=0
+    )
+    return b"".join(parts)
+
+
+def many_names() -> list[bytes]:
+    """What the folder `many` of the dataset `MANY` holds, in its order."""
+    return [b"%06d-%s" % (number, b"x" * (number % 40)) for number in range(MANY_ENTRIES)]
+
+
+def many() -> bytes:
+    """The snapshot of that dataset: one folder of empty files, of which there are none on disk."""
+    names = [b"", b"many", *many_names()]
+    fixed = (0, 0, 0, 0, 0o755, Kind.FOLDER, 0)
+    records = [(0, *fixed, number, 1, 0) for number in range(2)]
+    fixed = (0, 0, 0, 0, 0o644, Kind.FILE, 0)
+    records += [(0, *fixed, number, 1, 0) for number in range(2, len(names))]
+    places = [0, 0, *[1] * MANY_ENTRIES]
+    return _merged([b"", b"many"], places, names, records, {}, MANY, 1)
+
+
+class FolderBatchSource:
+    """What the helper is given: files of the source folder, whole. A `BatchSource`."""
+
+    def __init__(self, snapshot: Snapshot, source: Path) -> None:
+        self._snapshot = snapshot
+        self._source = source
+        self._given = 0
+
+    def batches(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+        """In one part each. Raises ObjectStoreError."""
+        for entry in entries.tolist():
+            path = Path(
+                os.fsdecode(os.path.join(os.fsencode(self._source), self._snapshot.path(entry)))
+            )
+            name = path.name
+            while name.startswith(HANG) and not Path(f"{self._source}{RELEASE_SUFFIX}").exists():
+                time.sleep(0.01)
+            if name.startswith(LEFT_OUT) and not name.startswith(PUSHED):
+                continue
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ObjectStoreError(f"the store has gone: {error}") from error
+            self._given += 1
+            yield Batch(np.array([entry]), np.zeros(1, np.int64), [memoryview(content)])
+
+    def prefetch(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
+        """A folder is fast."""
+
+    def stats(self) -> dict[str, int]:
+        """How many it was given."""
+        return {"pieces": self._given}
+
+    def close(self) -> None:
+        """Nothing is read ahead."""
+
+
+class FolderReader:
+    """A `EntryReader` over the source folder; what was read once is in memory."""
+
+    def __init__(self, snapshot: Snapshot, source: Path) -> None:
+        self._snapshot = snapshot
+        self._source = source
+        self._lock = threading.Lock()
+        self._contents: dict[int, memoryview] = {}
+        self._failed_once: set[int] = set()
+        self._at_once = self._at_once_max = 0
+
+    def read(self, index: int, offset: int, size: int) -> memoryview:
+        """Checked bytes, or the fault that the file's name asks for."""
+        with self._lock:
+            self._at_once += 1
+            self._at_once_max = max(self._at_once_max, self._at_once)
+        try:
+            return self._read(index, offset, size)
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def _read(self, index: int, offset: int, size: int) -> memoryview:
+        path = self._snapshot.path(index)
+        name = os.fsdecode(path.rpartition(b"/")[2])
+        waits = name.startswith("wait") or (name.startswith("retry") and index in self._failed_once)
+        while waits and not self._source.with_name(self._source.name + RELEASE_SUFFIX).exists():
+            time.sleep(0.01)  # a store that does not answer
+        if name.startswith("slow"):
+            time.sleep(0.1)
+        if name.startswith("retry") and not waits:
+            self._failed_once.add(index)  # the kernel asks again, and its reader waits in that READ
+            raise ObjectMissing("not yet")
+        match name.split(".")[0]:
+            case "missing":
+                raise ObjectMissing("no such chunk")
+            case "keyerror":
+                raise KeyError(name)
+            case "oserror":
+                raise OSError(9, "not our errno")
+            case "memory":
+                raise MemoryError
+            case "group":
+                raise ExceptionGroup("several", [RuntimeError("one")])
+            case "exit":
+                raise SystemExit(3)
+            case "short":
+                return memoryview(bytes(size - 1))
+        try:
+            content = memoryview((Path(os.fsdecode(self._source)) / os.fsdecode(path)).read_bytes())
+        except OSError as error:
+            raise ObjectStoreError(f"the store has gone: {error}") from error
+        with self._lock:
+            self._contents[index] = content
+        return content[offset : offset + size]
+
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
+        """What was read before."""
+        content = self._contents.get(index)
+        return None if content is None else content[offset : offset + size]
+
+    def stats(self) -> dict[str, int]:
+        """How much is in memory, and how many reads were under way at once."""
+        return {"entries": len(self._contents), "at_once_max": self._at_once_max}
+
+    def close(self) -> None:
+        """Nothing is held."""

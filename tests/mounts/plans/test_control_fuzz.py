@@ -1,0 +1,188 @@
+"""Whatever is sent to the control socket, it answers, or ends that conversation; nothing else ends.
+
+The socket is the real one, in this process; the helper behind it is a real `PlanCommands`.
+"""
+
+import os
+import random
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.mounts.plans.commands import PlanCommands
+from diesel_fs.mounts.plans.control_socket import REQUESTS, ControlSocket
+from diesel_fs.mounts.plans.control_wire import LENGTH, PROTOCOL
+from diesel_fs.mounts.prefetch.link import Frames, WorkerLink, frame
+from diesel_fs.mounts.prefetch.worker import planner_for
+from diesel_fs.net.messages import Message, unpack
+from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
+
+DEADLINE_S = 20.0
+
+HELLO = frame({"diesel_control": PROTOCOL})
+
+MESSAGES = st.dictionaries(
+    NAMES, VALUES | st.sampled_from([*sorted(REQUESTS), "s"]), max_size=8
+) | st.fixed_dictionaries(
+    {"do": st.sampled_from(sorted(REQUESTS)), "stream": st.sampled_from(["s", "t", ""])},
+    optional={"position": st.integers(-1, 400), "version": st.just(SNAPSHOT.version), "id": VALUES},
+)
+FRAMES = (
+    MESSAGES.map(frame)
+    | st.binary(max_size=60).map(lambda body: LENGTH.pack(len(body)) + body)
+    | st.binary(max_size=20)
+    | st.just(frame(announce()))
+)
+
+Talk = Callable[[trio.SocketStream], Awaitable[None]]
+
+
+class Fuzzed:
+    """A control socket with everything behind it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._link = WorkerLink(self._ours)
+        self._plans = PlanCommands(SNAPSHOT, planner_for(SNAPSHOT, 1 << 30, "on-demand"))
+        self.socket = ControlSocket(folder, {"dataset": "ds"}, dict, self._link)
+        self.socket.has_worker = True
+
+    def talk(self, talk: Talk) -> None:
+        """Runs one conversation, and after it a good one, to see that all is well."""
+        self.socket.listen()
+
+        async def run() -> None:
+            with trio.fail_after(DEADLINE_S):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._link.run)
+                    nursery.start_soon(self._help)
+                    nursery.start_soon(self.socket.run)
+                    await self._speak(talk)
+                    await self._speak(well)
+                    nursery.cancel_scope.cancel()
+
+        try:
+            trio.run(run)
+        finally:
+            self.socket.close()
+            self._ours.close()
+            self._theirs.close()
+
+    async def _speak(self, talk: Talk) -> None:
+        stream = await trio.open_unix_socket(os.fsdecode(self.socket.path))
+        async with stream:
+            await talk(stream)
+
+    async def _help(self) -> None:
+        """What the helper's loop does with messages."""
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
+        frames = Frames()
+        async for received in stream:
+            for message in frames.add(bytes(received)):
+                answer = self._plans.answer(message, 1.0)
+                await stream.send_all(frame({**answer, "id": message["id"]}))
+
+
+async def answer_of(stream: trio.SocketStream) -> Message | None:
+    """The next message; None where the conversation has ended."""
+    received = bytearray()
+    while (
+        len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]
+    ):
+        try:
+            more = await stream.receive_some(65_536)
+        except trio.BrokenResourceError:
+            return None
+        if not more:
+            return None
+        received += more
+    return unpack(received[LENGTH.size :])
+
+
+async def well(stream: trio.SocketStream) -> None:
+    """A conversation as it should be."""
+    await stream.send_all(HELLO)
+    hello = await answer_of(stream)
+    assert hello is not None
+    assert hello["dataset"] == "ds"
+    await stream.send_all(frame({"do": "progress", "stream": "nobody", "position": 1}))
+    answer = await answer_of(stream)
+    assert answer is not None
+    assert answer["error"] == "UsageError"
+    assert "no stream" in str(answer["message"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    tmp_path.chmod(0o700)
+    yield tmp_path
+    assert os.listdir(tmp_path) == []
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(frames=st.lists(FRAMES, max_size=6), greeted=st.booleans())
+def test_any_frames(folder: Path, frames: list[bytes], greeted: bool) -> None:
+    async def talk(stream: trio.SocketStream) -> None:
+        try:
+            await stream.send_all((HELLO if greeted else b"") + b"".join(frames))
+            await stream.send_eof()
+            while True:
+                with trio.fail_after(DEADLINE_S / 2):
+                    if await stream.receive_some(65_536) == b"":
+                        return
+        except trio.BrokenResourceError:
+            pass
+
+    Fuzzed(folder).talk(talk)
+
+
+@settings(
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(message=MESSAGES)
+def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
+    async def talk(stream: trio.SocketStream) -> None:
+        await stream.send_all(HELLO)
+        assert await answer_of(stream) is not None
+        for _ in range(2):
+            await stream.send_all(frame({**message, **OF_VERSION}))
+            answer = await answer_of(stream)
+            assert answer is not None, "a message that is one ended the conversation"
+
+    Fuzzed(folder).talk(talk)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_changed_bytes_of_a_good_plan(folder: Path, seed: int) -> None:
+    """Flipped, cut and repeated: an answer or an end, and never another plan than a valid one."""
+    chance = random.Random(seed)
+    good = bytearray(msgpack.packb(announce()))
+    for _ in range(chance.randint(1, 4)):
+        match chance.randrange(3):
+            case 0:
+                good[chance.randrange(len(good))] = chance.randrange(256)
+            case 1:
+                del good[chance.randrange(len(good)) :]
+            case _:
+                at = chance.randrange(len(good) + 1)
+                good[at:at] = good[: chance.randrange(40)]
+        good = good or bytearray(b"\0")
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await stream.send_all(HELLO + LENGTH.pack(len(good)) + good)
+        assert await answer_of(stream) is not None
+        with trio.fail_after(DEADLINE_S / 2):
+            answer = await answer_of(stream)
+        assert answer is None or "error" in answer or set(answer) == {"entries"}
+
+    Fuzzed(folder).talk(talk)

@@ -1,0 +1,199 @@
+"""A page cache, readers and a helper that carries decisions out, in one thread and virtual time.
+
+Independent of the code under test: it keeps a plain set of what is really there, and counts.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample
+from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from diesel_fs.orders.plan import Epoch, Stream
+
+ENTRY_BYTES = 4_096
+CHUNK_ENTRIES = 64
+N = 20_480
+"""Entries of the dataset that most tests are about."""
+CHUNKS = list(range(N // CHUNK_ENTRIES))
+
+
+def shuffled(seed: int, entries: int = N) -> list[int]:
+    """All entries in a random order."""
+    return random.Random(seed).sample(range(entries), entries)
+
+
+def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArray[np.int64], ...]:
+    """Chunk and size of so many files."""
+    chunk = np.arange(entries, dtype=np.int64) // chunk_entries
+    return chunk, np.full(entries, ENTRY_BYTES - 7, np.int64)
+
+
+def make_planner(
+    entries: int, budget: float, policy: str = "on-demand", chunk_entries: int = CHUNK_ENTRIES
+) -> PrefetchPlanner:
+    """Of a dataset of equal files; the budget is a part of its bytes."""
+    chunk, size = columns(entries, chunk_entries)
+    return PrefetchPlanner(
+        chunk,
+        size,
+        int(chunk[-1]) + 1,
+        budget_bytes=int(budget * entries * ENTRY_BYTES),
+        policy="oneshot" if policy == "oneshot" else "on-demand",
+    )
+
+
+def chunk_wise(chunks: list[int], group: int, seed: int) -> list[int]:
+    """Chunks in random order, files shuffled within groups of them."""
+    rng = random.Random(seed)
+    chunks = list(chunks)
+    rng.shuffle(chunks)
+    order: list[int] = []
+    for start in range(0, len(chunks), group):
+        files = [
+            chunk * CHUNK_ENTRIES + i
+            for chunk in chunks[start : start + group]
+            for i in range(CHUNK_ENTRIES)
+        ]
+        rng.shuffle(files)
+        order += files
+    return order
+
+
+@dataclass
+class Reader:
+    """Reads an order, `workers` batches of it at once; `rate` files a second in all."""
+
+    order: list[int]
+    rate: float
+    workers: int = 1
+    batch: int = 32
+    start_s: float = 0.0
+    read: int = 0
+    queue: list[int] = field(default_factory=list)  # positions in the order of their reads
+
+    def __post_init__(self) -> None:
+        rng = random.Random(len(self.order))
+        lanes: list[list[int]] = [[] for _ in range(self.workers)]
+        batches = [
+            range(start, min(start + self.batch, len(self.order)))
+            for start in range(0, len(self.order), self.batch)
+        ]
+        given = 0
+        while given < len(batches) or any(lanes):
+            for lane in lanes:
+                if not lane and given < len(batches):
+                    lane.extend(reversed(batches[given]))
+                    given += 1
+            lane = rng.choice([lane for lane in lanes if lane])
+            self.queue.append(lane.pop())
+
+    @property
+    def done(self) -> bool:
+        return self.read >= len(self.queue)
+
+
+@dataclass
+class Machine:
+    """The kernel, the helper and the readers of one mount."""
+
+    planner: PrefetchPlanner
+    entry_count: int
+    helper_files_per_s: float = 100_000.0
+    now_s: float = 100.0
+    cached: set[int] = field(default_factory=set)
+    watched: set[int] = field(default_factory=set)
+    pushes_of: Counter[int] = field(default_factory=Counter)  # per chunk
+    pushed: int = 0
+    dropped: int = 0
+    decisions: int = 0
+    reads: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    busy_until_s: float = 0.0
+    resident_bytes_max: int = 0
+    unknown: set[int] = field(default_factory=set)
+    failing: bool = False  # the store: half of each push
+
+    def run_decision(self) -> bool:
+        """Carry out one decision. Whether there was one."""
+        decision = self.planner.next(self.now_s)
+        self.decisions += 1
+        match decision:
+            case Idle():
+                return False
+            case Push():
+                entries = decision.entries.tolist()
+                assert len(set(entries)) == len(entries)
+                assert not self.planner.resident(decision.entries).any()
+                self.watched.update(decision.markers.tolist())
+                seen = entries[: len(entries) // 2] if self.failing else entries
+                done = [entry for entry in seen if entry not in self.unknown]
+                absent = [entry for entry in seen if entry in self.unknown]
+                self.cached.update(done)
+                self.pushed += len(done)
+                if decision.chunk >= 0:
+                    assert {entry // CHUNK_ENTRIES for entry in entries} == {decision.chunk}
+                for chunk in {entry // CHUNK_ENTRIES for entry in entries}:
+                    self.pushes_of[chunk] += 1
+                self.busy_until_s = self.now_s + len(entries) / self.helper_files_per_s
+                self.planner.pushed(
+                    decision, done, absent, self.now_s, failed=self.failing and len(entries) > 0
+                )
+            case Drop():
+                markers, entries = decision.markers.tolist(), decision.entries.tolist()
+                assert self.watched.issuperset(markers)
+                self.watched.difference_update(markers)
+                assert len(set(entries)) == len(entries)
+                assert self.planner.resident(decision.entries).all()
+                self.cached.difference_update(entries)
+                self.dropped += len(entries)
+                self.planner.dropped(decision)
+            case Sample():
+                assert not self.watched.intersection(decision.entries.tolist())
+                mask = np.array([e in self.cached for e in decision.entries.tolist()])
+                self.planner.sampled(decision.entries, mask)
+        self.resident_bytes_max = max(self.resident_bytes_max, self.planner.resident_bytes)
+        return True
+
+    def run_until_idle(self, most: int = 20_000) -> None:
+        """Let the helper work until it is idle."""
+        for _ in range(most):
+            if not self.run_decision():
+                return
+        raise AssertionError("the helper never comes to rest")
+
+    def open_and_read(self, name: str, entry: int) -> None:
+        if entry in self.watched:
+            self.planner.opened(entry, self.now_s)
+        self.reads[name] += 1
+        if entry not in self.cached:
+            self.misses[name] += 1
+            self.planner.missed(entry, self.now_s)
+            self.cached.add(entry)
+
+    def run(self, readers: dict[str, Reader], pressure: float = 0.0, seed: int = 1) -> None:
+        """Until all readers are done; under pressure some pages go each millisecond."""
+        rng = random.Random(seed)
+        tick_s = 0.001
+        idle = False
+        while not all(reader.done for reader in readers.values()):
+            self.now_s += tick_s
+            for name, reader in readers.items():
+                due = int((self.now_s - 100.0 - reader.start_s) * reader.rate)
+                while reader.read < min(due, len(reader.queue)):
+                    self.open_and_read(name, reader.order[reader.queue[reader.read]])
+                    reader.read += 1
+                    idle = False
+            if pressure and rng.random() < pressure:
+                for entry in rng.sample(sorted(self.cached), len(self.cached) // 100):
+                    self.cached.discard(entry)
+            while not idle and self.busy_until_s <= self.now_s:
+                idle = not self.run_decision()
+
+
+def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0) -> Stream:
+    epochs = tuple(Epoch(number, np.array(order)) for number, order in enumerate(orders))
+    return Stream(name, epochs, tentative, lag)

@@ -1,0 +1,143 @@
+"""The process that drops: it drops what it is given, says so, and never outlives its helper."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.mounts.prefetch.dropper import PIECE_ENTRIES, PIECES_MAX, Dropper
+
+
+def recording(file: Path) -> Callable[[], Callable[[list[int]], None]]:
+    """Makes a drop that writes down what it was given, and what else is open there."""
+
+    def make() -> Callable[[list[int]], None]:
+        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[3:]
+                      if os.path.exists(f"/proc/self/fd/{fd}")]  # fmt: skip
+        file.with_suffix(".open").write_text("\n".join(open_files))
+        log = file.open("a")
+
+        def drop(entries: list[int]) -> None:
+            print(*entries, file=log, flush=True)
+
+        return drop
+
+    return make
+
+
+def gone(pid: int) -> bool:
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
+    signs: list[int] = []
+    dropper = Dropper(recording(tmp_path / "log"))
+    entries = np.random.default_rng(1).permutation(20 * PIECE_ENTRIES + 7).astype(np.uint32)
+    dropper.drop(entries[:5000], lambda: signs.append(1))
+    dropper.drop(entries[5000:], lambda: signs.append(1))
+    dropper.close()
+    words = (tmp_path / "log").read_text().split()
+    assert [int(word) for word in words] == entries.tolist()
+    assert len(signs) >= 2
+
+
+def test_nothing_is_started_before_something_is_dropped(tmp_path: Path) -> None:
+    dropper = Dropper(recording(tmp_path / "log"))
+    dropper.drop(np.empty(0, np.uint32), lambda: None)
+    assert not dropper._child
+    dropper.close()
+
+
+def test_no_file_of_the_helper_is_open_in_it(tmp_path: Path) -> None:
+    """Least of all the connection: it would live on where everybody else has gone."""
+    with (tmp_path / "of the helper").open("w"):
+        dropper = Dropper(recording(tmp_path / "log"))
+        dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
+        dropper.close()
+    assert (tmp_path / "log").read_text() == "0 1 2\n"
+    assert "of the helper" not in (tmp_path / "log.open").read_text()
+
+
+def test_it_ends_with_its_helper(tmp_path: Path) -> None:
+    """Also when that is killed."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        dropper = Dropper(recording(tmp_path / "log"))
+        dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
+        os.write(sender, b"%d\n" % dropper._child)
+        time.sleep(60)
+        os._exit(0)
+    dropping = int(os.read(receiver, 20))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert gone(dropping)
+    os.close(receiver)
+    os.close(sender)
+
+
+def test_a_dropper_that_was_killed_stops_nobody(tmp_path: Path) -> None:
+    """What it does not drop the kernel frees when it needs the memory."""
+    dropper = Dropper(recording(tmp_path / "log"))
+    dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
+    first = dropper._child
+    os.kill(first, signal.SIGKILL)
+    for _ in range(2 * PIECES_MAX):
+        dropper.drop(np.arange(PIECE_ENTRIES, dtype=np.uint32), lambda: None)
+    assert dropper._child not in (0, first)
+    assert gone(first)
+    dropper.close()
+
+
+def test_one_that_fails_says_so_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
+    monkeypatch.setattr(logging.getLogger("diesel.mount"), "handlers", [said])
+    made = tmp_path / "made"
+    made.write_text("")
+
+    def make() -> Callable[[list[int]], None]:
+        made.write_text(made.read_text() + "x")
+
+        def drop(entries: list[int]) -> None:
+            if made.read_text() == "x":
+                raise OSError("no folder")
+            with (tmp_path / "log").open("a") as log:
+                print(*entries, file=log)
+
+        return drop
+
+    dropper = Dropper(make)
+    for number in range(4 * PIECES_MAX):
+        dropper.drop(np.array([number], np.uint32), lambda: None)
+        time.sleep(0.01)
+    dropper.close()
+    assert made.read_text() == "xx"
+    dropped = [int(word) for word in (tmp_path / "log").read_text().split()]
+    assert dropped[-1] == 4 * PIECES_MAX - 1
+    assert len(dropped) >= 2 * PIECES_MAX
+    text = capfd.readouterr().err
+    assert "no folder" in text
+    assert "starting another" in text
+
+
+def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
+    dropper = Dropper(lambda: lambda entries: time.sleep(60))
+    dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
+    pid, start_s = dropper._child, time.monotonic()
+    dropper.close()
+    assert time.monotonic() - start_s < 5
+    os.waitpid(pid, 0)

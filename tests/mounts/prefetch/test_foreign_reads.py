@@ -1,0 +1,280 @@
+"""Plans beside strangers and failures: other readers, a store that fails, streams that end."""
+
+import random
+
+import numpy as np
+import pytest
+
+from diesel_fs.errors import UsageError
+from diesel_fs.mounts.prefetch.decisions import Idle, Push
+from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, STILL_S, PrefetchPlanner
+from diesel_fs.orders.plan import STREAMS_MAX, Epoch
+
+from .simulated_kernel import (
+    CHUNKS,
+    ENTRY_BYTES,
+    Machine,
+    N,
+    Reader,
+    chunk_wise,
+    make_planner,
+    shuffled,
+    stream,
+)
+
+
+def place(machine: Machine, name: str = "a") -> tuple[int, int]:
+    """Epoch and position of a stream's reader."""
+    found = next(each for each in machine.planner.stats()["streams"] if each["name"] == name)
+    return found["epoch"], found["position"]
+
+
+# Other readers
+
+
+def test_a_list_that_stood_long_and_a_new_plan_come_to_rest() -> None:
+    """Else each takes the other's memory for ever."""
+    machine = Machine(make_planner(N, 0.3), N)
+    machine.planner.announce(stream("list", shuffled(1), tentative=True), machine.now_s)
+    machine.run_until_idle()
+    machine.now_s += STILL_S + 1
+    machine.planner.announce(stream("job", shuffled(2)), machine.now_s)
+    machine.run_until_idle(2_000)
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.1])
+def test_a_stranger_that_reads_at_random_does_not_drag_the_reader_along(budget: float) -> None:
+    entries = 200_000
+    machine = Machine(make_planner(entries, budget), entries)
+    order = shuffled(1, entries)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    strange = random.Random(3)
+    reader = Reader(order[:40_000], 5_000, 4)
+    idle = False
+    while not reader.done:
+        machine.now_s += 0.001
+        for _ in range(3):
+            machine.open_and_read("stranger", strange.randrange(entries))
+        while reader.read < min(int((machine.now_s - 100) * reader.rate), len(reader.queue)):
+            machine.open_and_read("a", reader.order[reader.queue[reader.read]])
+            reader.read += 1
+        idle = False
+        while not idle and machine.busy_until_s <= machine.now_s:
+            idle = not machine.run_decision()
+    assert abs(place(machine)[1] - 40_000) < 5_000
+    assert machine.misses["a"] < 0.02 * 40_000
+
+
+def test_one_foreign_read_makes_no_list_a_plan() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    listed = shuffled(2)
+    machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
+    machine.run_until_idle()
+    machine.open_and_read("x", listed[100])
+    assert machine.planner.stats()["streams"][0]["tentative"]
+
+
+def test_a_small_list_is_followed_by_its_few_markers() -> None:
+    machine = Machine(make_planner(N, 1.2), N)
+    machine.planner.announce(stream("list", list(range(100)), tentative=True), machine.now_s)
+    machine.run_until_idle()
+    for entry in range(100):
+        machine.open_and_read("list", entry)
+    assert machine.misses["list"] == 0
+    assert machine.planner.next(machine.now_s) is not None
+    assert place(machine, "list") == (-1, 0)
+
+
+def test_who_has_read_the_last_file_before_does_not_keep_the_epoch_from_ending() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    order = shuffled(1)
+    machine.planner.announce(stream("a", order, shuffled(2)), machine.now_s)
+    machine.run_until_idle()
+    machine.open_and_read("x", order[-1])
+    machine.now_s += 3
+    machine.run({"a": Reader(order, 20_000, start_s=machine.now_s - 100)})
+    machine.run_until_idle()
+    assert place(machine)[0] == 1
+
+
+def test_equal_epochs_are_read_one_after_the_other() -> None:
+    """The first file of one is the first of all of them."""
+    machine = Machine(make_planner(N, 0.5), N)
+    order = shuffled(1)[:200]
+    machine.planner.announce(stream("a", *[order] * 8), machine.now_s)
+    machine.run_until_idle()
+    machine.open_and_read("a", order[0])
+    machine.run_until_idle()
+    assert place(machine) == (0, 1)
+
+
+def test_a_flood_of_misses_of_one_large_file_keeps_no_others_from_counting() -> None:
+    sizes = np.full(1_001, ENTRY_BYTES)
+    sizes[1_000] = 1 << 40
+    chunk = np.append(np.arange(1_000) // 10, 100)
+    test = PrefetchPlanner(chunk, sizes, 101, budget_bytes=2_000 * ENTRY_BYTES)
+    test.missed(1_000, 100.0)
+    assert test.wants_misses
+    assert isinstance(test.next(100.0), Idle)
+
+
+def test_a_reader_that_begins_again_is_followed() -> None:
+    """A script that was stopped in mid-epoch and started once more, some seconds later."""
+    machine = Machine(make_planner(N, 0.1), N)
+    order = shuffled(1)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.run({"a": Reader(order[: N // 2], 20_000)})
+    before = machine.misses["a"]
+    machine.now_s += 6
+    machine.run({"a": Reader(order, 20_000, start_s=machine.now_s - 100)})
+    assert machine.misses["a"] - before < 0.02 * N
+    machine.run_until_idle()
+    assert place(machine) == (-1, 0)
+
+
+# A store that fails
+
+
+def test_a_store_that_fails_for_a_moment_costs_a_moment() -> None:
+    machine = Machine(make_planner(N, 0.5), N)
+    order = chunk_wise(CHUNKS, 20, 1)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    failures = 0
+    while machine.now_s < 101.0:
+        decision = machine.planner.next(machine.now_s)
+        if isinstance(decision, Push):
+            machine.watched.update(decision.markers.tolist())
+            machine.planner.pushed(decision, [], [], machine.now_s, failed=True)
+            failures += 1
+            continue
+        assert isinstance(decision, Idle)
+        assert decision.until_s is not None
+        machine.now_s = max(decision.until_s, machine.now_s + 0.001)
+    assert 2 <= failures <= 4  # it is not asked for all that is planned
+    machine.now_s += PAUSE_S_MAX
+    machine.run_until_idle()
+    machine.run({"a": Reader(order, 10_000, start_s=machine.now_s - 100)})
+    assert machine.misses["a"] < 0.01 * N
+
+
+def test_a_push_that_failed_is_tried_again_whole() -> None:
+    machine = Machine(make_planner(N, 1.2, "oneshot"), N)
+    push = machine.planner.next(100.0)
+    assert isinstance(push, Push)
+    machine.planner.pushed(push, push.entries[:10], [], 100.0, failed=True)
+    assert isinstance(machine.planner.next(100.1), Idle)
+    again = machine.planner.next(101.0)
+    assert isinstance(again, Push)
+    assert sorted(again.entries.tolist()) == sorted(push.entries[10:].tolist())
+
+
+def test_what_is_left_out_without_a_failure_is_left_to_reads() -> None:
+    """It is damaged: another look would find the same."""
+    machine = Machine(make_planner(N, 1.2, "oneshot"), N)
+    push = machine.planner.next(100.0)
+    assert isinstance(push, Push)
+    machine.planner.pushed(push, push.entries[:10], [], 100.0)
+    following = machine.planner.next(100.0)
+    assert isinstance(following, Push)
+    assert not set(following.entries.tolist()) & set(push.entries.tolist())
+
+
+# Streams that end, grow, and go back
+
+
+def test_an_epoch_that_came_in_parts_ends() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    order = shuffled(1)
+    machine.planner.announce(stream("a", order[:1_000]), machine.now_s)
+    machine.run_until_idle()
+    machine.planner.extend("a", [Epoch(0, np.array(order[1_000:]))])
+    machine.run({"a": Reader(order, 20_000)})
+    machine.run_until_idle()
+    assert place(machine) == (-1, 0)
+
+
+def test_streams_that_are_over_take_no_share() -> None:
+    machine = Machine(make_planner(N, 0.25), N)
+    for number in range(15):
+        machine.planner.announce(stream(f"s{number}", [number]), machine.now_s)
+        machine.run_until_idle()
+        machine.open_and_read(f"s{number}", number)
+        machine.run_until_idle()
+    order = chunk_wise(CHUNKS, 20, 1)
+    machine.pushes_of.clear()
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.run({"a": Reader(order, 10_000)})
+    assert max(machine.pushes_of.values()) <= 2
+    assert sum(machine.pushes_of.values()) < 1.1 * len(CHUNKS)
+
+
+def test_who_names_each_epoch_anew_is_never_refused() -> None:
+    machine = Machine(make_planner(N, 0.25), N)
+    for number in range(STREAMS_MAX + 10):
+        order = shuffled(number)[:100]
+        machine.planner.announce(stream(f"epoch-{number}", order), machine.now_s)
+        machine.run_until_idle()
+        for entry in order:
+            machine.open_and_read("x", entry)
+        machine.run_until_idle()
+    assert len(machine.planner.stats()["streams"]) <= STREAMS_MAX
+    for number in range(STREAMS_MAX):  # but of those that are under way there are only so many
+        machine.planner.announce(stream(f"new-{number}", order), machine.now_s)
+    with pytest.raises(UsageError):
+        machine.planner.announce(stream("more", order), machine.now_s)
+
+
+def test_streams_that_join_one_by_one_have_the_same_slack() -> None:
+    machine = Machine(make_planner(N, 0.4), N)
+    for number in range(9):
+        machine.planner.announce(stream(str(number), shuffled(number)), machine.now_s)
+        machine.run_until_idle()
+    slacks = {follow.slack for follow in machine.planner._trackers.values()}
+    capacity = max(follow.capacity for follow in machine.planner._trackers.values())
+    assert max(slacks) <= capacity // 3
+
+
+def test_positions_beyond_2_to_the_31() -> None:
+    """Some days of a short epoch."""
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
+    follow = machine.planner._trackers["a"]
+    follow.epoch_states.clear()
+    follow.frontier_part = 0
+    follow.end = follow.floor = follow.low = follow.high = (1 << 31) + 5
+    follow._append((Epoch(1, np.array(shuffled(2))),))
+    machine.run_until_idle()
+    assert min(at for at, _ in follow.watched) == (1 << 31) + 5
+    machine.open_and_read("a", shuffled(2)[0])
+    assert place(machine) == (1, 1)
+
+
+def test_progress_back_to_what_was_left_pushes_it() -> None:
+    machine = Machine(make_planner(N, 0.2), N)
+    order = shuffled(1)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.planner.progress("a", 15_000, machine.now_s)
+    machine.run_until_idle()
+    machine.planner.progress("a", 14_700, machine.now_s)
+    machine.run_until_idle()
+    assert machine.planner.resident(order[14_700:15_000]).all()
+
+
+def test_files_that_never_fit_cost_their_neighbours_nothing() -> None:
+    sizes = np.full(2_000, ENTRY_BYTES)
+    sizes[::100] = 1 << 30
+    test = PrefetchPlanner(np.arange(2_000), sizes, 2_000, budget_bytes=1_900 * ENTRY_BYTES)
+    order = shuffled(1, 2_000)
+    test.announce(stream("a", order), 100.0)
+    for _ in range(5_000):
+        match test.next(100.0):
+            case Push() as push:
+                test.pushed(push, push.entries, [], 100.0)
+            case Idle():
+                break
+    near = np.array(order[:500])
+    assert test.resident(near[near % 100 != 0]).all()

@@ -1,0 +1,492 @@
+"""Residency against a simulated kernel: what is read is there, and the budget holds."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from diesel_fs.errors import UsageError
+from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample
+from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
+from diesel_fs.orders.plan import Epoch
+
+from .simulated_kernel import (
+    CHUNK_ENTRIES,
+    CHUNKS,
+    ENTRY_BYTES,
+    Machine,
+    N,
+    Reader,
+    chunk_wise,
+    make_planner,
+    shuffled,
+    stream,
+)
+
+
+def budget(machine: Machine) -> int:
+    return machine.planner.stats()["budget_bytes"]
+
+
+def follow(
+    orders: list[list[int]],
+    part: float,
+    workers: int = 1,
+    rate: float = 20_000,
+    pressure: float = 0.0,
+) -> Machine:
+    """One reader follows a plan, on a budget that is a part of the dataset."""
+    machine = Machine(make_planner(N, part), N)
+    machine.planner.announce(stream("a", *orders), machine.now_s)
+    machine.run_until_idle()
+    everything = [entry for order in orders for entry in order]
+    machine.run({"a": Reader(everything, rate, workers)}, pressure)
+    assert machine.resident_bytes_max <= budget(machine)
+    return machine
+
+
+# With plans
+
+
+@pytest.mark.parametrize("workers", [1, 4, 16])
+def test_chunk_wise_order_is_read_without_us_and_each_chunk_fetched_once(workers: int) -> None:
+    """10 % of the dataset, 1 to 16 workers: at most 2 % are missed, and no chunk comes twice."""
+    machine = follow([chunk_wise(CHUNKS, 10, 1)], 0.1, workers)
+    assert machine.misses["a"] <= (0 if workers == 1 else 0.02 * N)
+    assert max(machine.pushes_of.values()) == 1
+    assert machine.pushed == N
+
+
+def test_the_second_epoch_is_pushed_before_the_first_ends() -> None:
+    machine = follow([chunk_wise(CHUNKS, 10, seed) for seed in range(2)], 0.1, 4)
+    assert machine.misses["a"] == 0
+    assert max(machine.pushes_of.values()) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 16])
+def test_a_random_order_is_resident_ahead(workers: int) -> None:
+    machine = follow([shuffled(1), shuffled(2)], 0.1, workers)
+    assert machine.misses["a"] <= 0.02 * 2 * N
+
+
+def test_a_dataset_that_fits_is_pushed_once() -> None:
+    machine = follow([shuffled(1), shuffled(2)], 1.2, 4)
+    assert machine.misses["a"] == 0
+    assert (machine.pushed, machine.dropped) == (N, 0)
+
+
+def test_what_the_next_epoch_reads_first_is_kept() -> None:
+    """Where more than half fits, victims are those that will be read last."""
+    machine = follow([shuffled(1), shuffled(2)], 0.6, 4)
+    assert machine.misses["a"] <= 0.02 * 2 * N
+    assert machine.pushed <= 2 * N - 0.1 * N
+
+
+def ranks_and_validation() -> tuple[Machine, dict[str, Reader]]:
+    entries = 4 * N
+    train = chunk_wise(list(range(entries // CHUNK_ENTRIES * 7 // 8)), 4, 3)
+    held_out = list(range(entries * 7 // 8, entries))
+    machine = Machine(make_planner(entries, 0.1), entries)
+    readers = {}
+    per_rank = len(train) // 8
+    for rank in range(8):
+        order = train[rank * per_rank : (rank + 1) * per_rank]
+        machine.planner.announce(stream(f"rank{rank}", order), machine.now_s)
+        readers[f"rank{rank}"] = Reader(order, 4_000, 4)
+    machine.planner.announce(stream("validation", held_out), machine.now_s)
+    readers["validation"] = Reader(held_out, 8_000, 4, start_s=1.0)
+    return machine, readers
+
+
+def test_eight_ranks_and_a_validation_set_share_one_budget() -> None:
+    machine, readers = ranks_and_validation()
+    machine.run_until_idle()
+    machine.run(readers)
+    for name in readers:
+        assert machine.misses[name] <= 0.02 * machine.reads[name], (name, machine.misses)
+    assert machine.resident_bytes_max <= budget(machine)
+    assert max(machine.pushes_of.values()) <= 2  # ranks' parts meet inside a chunk
+
+
+def test_an_entry_that_two_streams_want_stays_until_the_last_has_passed() -> None:
+    """Two readers of one order, one of them 500 files behind: one push serves both."""
+    order = chunk_wise(CHUNKS, 4, 5)
+    machine = Machine(make_planner(N, 0.3), N)
+    for name in "ab":
+        machine.planner.announce(stream(name, order), machine.now_s)
+    machine.run_until_idle()
+    machine.run({"a": Reader(order, 10_000), "b": Reader(order, 10_000, start_s=0.05)})
+    assert machine.misses["a"] + machine.misses["b"] <= 0.02 * 2 * N
+    assert machine.pushed <= 1.02 * N
+
+
+def test_an_abandoned_plan_gives_its_memory_up() -> None:
+    """A stream that stands still for a minute while another goes on loses its window to it."""
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("gone", shuffled(1)), machine.now_s)
+    machine.run_until_idle()
+    order = shuffled(2)
+    machine.now_s += 100
+    machine.planner.announce(stream("here", order), machine.now_s)
+    machine.run_until_idle()
+    for position, entry in enumerate(order[:8_192]):
+        machine.now_s += 0.01
+        machine.open_and_read("here", entry)
+        if position % 32 == 0:
+            machine.run_until_idle()
+    gone, here = machine.planner.stats()["streams"]
+    assert gone["frontier"] == 0
+    assert here["frontier"] - here["low"] > 0.08 * N
+    assert machine.misses["here"] <= 0.02 * 8_192
+
+
+def test_a_stream_that_stood_still_comes_back_with_its_first_reads() -> None:
+    test = Machine(make_planner(N, 0.1), N)
+    first, second = shuffled(1), shuffled(2)
+    test.planner.announce(stream("still", first), test.now_s)
+    test.planner.announce(stream("busy", second), test.now_s)
+    test.run_until_idle()
+    for entry in second[:8_192]:
+        test.now_s += 0.01
+        test.open_and_read("busy", entry)
+        test.run_until_idle()
+    assert test.planner.stats()["streams"][0]["frontier"] <= 0.05 * N
+    for entry in first[:2_048]:
+        test.now_s += 0.01
+        test.open_and_read("still", entry)
+        test.run_until_idle()
+    assert test.misses["still"] <= 300
+
+
+def test_a_replaced_rest_is_followed() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    old, new = chunk_wise(CHUNKS, 10, 1), chunk_wise(CHUNKS, 10, 2)
+    machine.planner.announce(stream("a", old), machine.now_s)
+    machine.run_until_idle()
+    half = Reader(old[: N // 2], 20_000, 4)
+    machine.run({"a": half})
+    machine.planner.replace("a", Epoch(0, np.array(new[N // 2 :])), N // 2)
+    machine.run_until_idle()
+    before = machine.misses["a"]
+    machine.run({"a": Reader(new[N // 2 :], 20_000, 4, start_s=machine.now_s - 100)})
+    assert before <= 0.02 * N
+    assert machine.misses["a"] - before <= 0.02 * N
+    assert machine.resident_bytes_max <= budget(machine)
+
+
+def test_a_wrong_prediction_is_replaced_when_its_epoch_starts() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    first, guess, true = shuffled(1), shuffled(2), shuffled(3)
+    machine.planner.announce(stream("a", first, guess), machine.now_s)
+    machine.run_until_idle()
+    machine.run({"a": Reader(first, 20_000)})
+    machine.planner.replace("a", Epoch(1, np.array(true)))
+    machine.run_until_idle()
+    machine.run({"a": Reader(true, 20_000, start_s=machine.now_s - 100)})
+    assert machine.misses["a"] <= 0.01 * N
+
+
+def test_a_reader_that_starts_in_the_middle_is_found() -> None:
+    order = shuffled(1)
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    rest = order[N // 2 :]
+    machine.run({"a": Reader(rest, 20_000)})
+    assert machine.misses["a"] <= 0.05 * len(rest)
+
+
+def test_progress_overrides_the_markers() -> None:
+    order = shuffled(1)
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.planner.progress("a", N // 2, machine.now_s)
+    machine.run_until_idle()
+    assert machine.planner.resident(order[N // 2 : N // 2 + 1_000]).all()
+    machine.planner.progress("a", 100, machine.now_s)
+    machine.run_until_idle()
+    assert machine.planner.resident(order[100:400]).all()
+    with pytest.raises(UsageError):
+        machine.planner.progress("a", N + 1, machine.now_s)
+
+
+def test_pages_that_go_are_pushed_again() -> None:
+    machine = follow([shuffled(1)], 0.2, 4, rate=2_000, pressure=0.02)
+    unaided = follow([shuffled(1)], 0.2, 4, rate=2_000)
+    assert unaided.misses["a"] == 0
+    assert machine.misses["a"] <= 0.1 * N
+    assert machine.planner.stats()["lost_entries"] > 0
+
+
+def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
+    machine.run_until_idle()
+    pushed = machine.pushed
+    listed = shuffled(2)
+    machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
+    machine.run_until_idle()
+    assert (machine.pushed, machine.dropped) == (pushed, 0)
+    for entry in listed[:6]:  # a single one is anybody's
+        machine.open_and_read("list", entry)
+    machine.run_until_idle()
+    assert machine.planner.resident(listed[300:600]).all()
+
+
+def test_a_list_that_nobody_follows_is_withdrawn() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("list", shuffled(2), tentative=True), machine.now_s)
+    machine.run_until_idle()
+    decision = machine.planner.next(machine.now_s + 500)
+    assert decision == Idle(machine.now_s + 600)
+    machine.now_s += 600
+    machine.run_until_idle()
+    assert machine.planner.stats()["streams"] == []
+    assert not machine.watched
+
+
+def test_workers_that_read_far_apart_widen_the_lag() -> None:
+    """Two halves of one order read at the same time, 2,000 apart: what lies between is kept."""
+    order = shuffled(1)
+    machine = Machine(make_planner(N, 0.3), N)
+    machine.planner.announce(stream("a", order, lag=512), machine.now_s)
+    machine.run_until_idle()
+    for position in range(2_000, 12_000):
+        machine.now_s += 0.001
+        machine.open_and_read("a", order[position])
+        machine.open_and_read("a", order[position - 2_000])
+        machine.run_until_idle()
+    assert machine.misses["a"] <= 0.1 * N
+
+
+def test_a_smaller_budget_drops_what_is_farthest() -> None:
+    order = shuffled(1)
+    machine = Machine(make_planner(N, 0.2), N)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.planner.set_budget(int(0.05 * N * ENTRY_BYTES))
+    machine.run_until_idle()
+    assert machine.planner.resident_bytes <= 0.05 * N * ENTRY_BYTES
+    assert machine.planner.resident(order[:300]).all()
+
+
+@pytest.mark.parametrize(("known", "charged"), [(N // 10, N // 10 * 1_150), (N, None)])
+def test_known_entries_count_in_the_budget(known: int, charged: int | None) -> None:
+    """Each with 1,150 bytes; but they leave seven eighths of the budget for contents."""
+    budget = int(0.5 * N * ENTRY_BYTES)
+    test = make_planner(N, 0.5)
+    test.set_known_entries(known)
+    machine = Machine(test, N)
+    test.announce(stream("a", shuffled(1)), machine.now_s)
+    machine.run_until_idle()
+    room = budget - (budget // 8 if charged is None else charged)
+    assert 0.9 * room < test.resident_bytes <= room
+
+
+def test_the_least_valued_go_first() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    for chunk in range(32):  # 2,048 entries: the whole budget
+        machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.run_until_idle()
+    precious = np.arange(512, 1_536)
+    assert machine.planner.resident(precious).all()
+    machine.planner.value(precious, 2.0)
+    machine.planner.announce(stream("a", list(range(N - 1_024, N))), machine.now_s)
+    machine.run_until_idle()
+    assert machine.planner.resident(precious).all()
+    assert machine.planner.resident(np.arange(N - 1_024, N)).all()
+
+
+def test_one_read_far_ahead_is_not_believed() -> None:
+    order = shuffled(1)
+    machine = Machine(make_planner(N, 0.1), N)
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    machine.open_and_read("x", order[N // 2])
+    machine.run_until_idle()
+    assert machine.planner.stats()["streams"][0]["high"] == 0
+    assert machine.planner.resident(order[:1_000]).all()
+
+
+def test_what_is_planned_next_is_not_dropped_for_what_comes_before() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    for chunk in range(32):
+        machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.run_until_idle()
+    order = [*range(N - 1_024, N), *range(1_024)]
+    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    assert machine.planner.resident(order).all()
+    assert machine.pushed == 2_048 + 1_024 - 32  # READs have brought 32
+
+
+def test_single_files_of_many_chunks_are_pushed_together() -> None:
+    test = make_planner(N, 0.1)
+    test.announce(stream("a", list(range(0, N, CHUNK_ENTRIES))), 0.0)
+    first = test.next(0.0)
+    assert isinstance(first, Push)
+    assert (first.chunk, len(first.entries)) == (-1, 256)
+    assert first.markers.tolist() == [0]
+
+
+def test_units_shrink_as_streams_join() -> None:
+    """Groups that fit one stream's half of the budget do not when four share it."""
+    machine = Machine(make_planner(N, 0.4), N)
+    orders = [chunk_wise(CHUNKS, 40, seed) for seed in range(4)]
+    for number, order in enumerate(orders):
+        machine.planner.announce(stream(str(number), order), machine.now_s)
+        machine.run_until_idle()
+    machine.run({str(number): Reader(order, 5_000) for number, order in enumerate(orders)})
+    assert sum(machine.misses.values()) <= 0.02 * 4 * N
+
+
+def test_a_refused_fact_changes_nothing() -> None:
+    test = make_planner(N, 0.1)
+    test.announce(stream("a", shuffled(1)), 0.0)
+    before = test.stats()
+    wrongs: list[Callable[[], object]] = [
+        lambda: test.announce(stream("b", [N]), 0.0),
+        lambda: test.extend("a", [Epoch(0, np.array([N]))]),
+        lambda: test.replace("a", Epoch(3, np.array([1]))),
+        lambda: test.withdraw("b"),
+        lambda: test.value(1, float("nan")),
+        lambda: test.forgotten([-1]),
+    ]
+    for wrong in wrongs:
+        with pytest.raises(UsageError):
+            wrong()
+    assert test.stats() == before
+
+
+class AnyFacts(RuleBasedStateMachine):
+    """Facts in any order: what is believed stays consistent, and the helper comes to rest."""
+
+    @initialize(part=st.floats(0.05, 1.5), oneshot=st.booleans())
+    def start(self, part: float, oneshot: bool) -> None:
+        self.machine = Machine(
+            make_planner(1_024, part, "oneshot" if oneshot else "on-demand"), 1_024
+        )
+        self.streams: dict[str, list[int]] = {}
+
+    @property
+    def residency(self) -> PrefetchPlanner:
+        return self.machine.planner
+
+    orders = st.one_of(
+        st.lists(st.integers(0, 1_023), max_size=50),
+        st.integers(0, 99).map(lambda seed: shuffled(seed, 1_024)),
+        st.integers(0, 99).map(lambda seed: chunk_wise(list(range(16)), 3, seed)),
+    )
+    names = st.sampled_from("abc")
+
+    @rule(name=names, order=orders, more=orders, tentative=st.booleans())
+    def announce(self, name: str, order: list[int], more: list[int], tentative: bool) -> None:
+        self.residency.announce(stream(name, order, more, tentative=tentative), self.machine.now_s)
+
+    def some(self, name: str) -> bool:
+        return any(each["name"] == name for each in self.residency.stats()["streams"])
+
+    @rule(name=names, order=orders, at=st.integers(0, 9))
+    def replace(self, name: str, order: list[int], at: int) -> None:
+        if not self.some(name):
+            return
+        for number in (0, 1):
+            try:
+                self.residency.replace(name, Epoch(number, np.array(order)), at)
+            except UsageError:
+                continue
+
+    @rule(name=names, order=orders, number=st.integers(0, 9))
+    def extend(self, name: str, order: list[int], number: int) -> None:
+        if self.some(name):
+            try:
+                self.residency.extend(name, [Epoch(number, np.array(order))])
+            except UsageError:
+                return
+
+    @rule(name=names)
+    def withdraw(self, name: str) -> None:
+        if self.some(name):
+            self.residency.withdraw(name)
+
+    @rule(name=names, position=st.integers(0, 1_024))
+    def progress(self, name: str, position: int) -> None:
+        if self.some(name):
+            try:
+                self.residency.progress(name, position, self.machine.now_s)
+            except UsageError:
+                return
+
+    @rule(entries=st.lists(st.integers(0, 1_023), min_size=1, max_size=20))
+    def read(self, entries: list[int]) -> None:
+        for entry in entries:
+            self.machine.open_and_read("x", entry)
+
+    @rule(entries=st.lists(st.integers(0, 1_023), max_size=20))
+    def forget(self, entries: list[int]) -> None:
+        self.machine.cached.difference_update(entries)
+        self.residency.forgotten(np.array(entries, np.int64))
+
+    @rule(share=st.integers(1, 5))
+    def pressure(self, share: int) -> None:
+        self.machine.cached = {entry for entry in self.machine.cached if entry % share}
+
+    @rule(seconds=st.sampled_from([0.01, 1.5, 30.0, 61.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.machine.now_s += seconds
+
+    @rule(part=st.floats(0, 1.5))
+    def budget(self, part: float) -> None:
+        self.residency.set_budget(int(part * 1_024 * ENTRY_BYTES))
+
+    @rule(steps=st.integers(1, 8))
+    def work(self, steps: int) -> None:
+        for _ in range(steps):
+            self.machine.run_decision()
+
+    @rule(steps=st.integers(1, 8))
+    def work_with_a_store_that_fails(self, steps: int) -> None:
+        self.machine.failing = True
+        self.work(steps)
+        self.machine.failing = False
+
+    @rule()
+    def rest(self) -> None:
+        self.machine.now_s += PAUSE_S_MAX  # after failures
+        self.machine.run_until_idle(2_000)
+        stats = self.residency.stats()
+        assert stats["resident_bytes"] <= stats["budget_bytes"]
+        following = [each for each in stats["streams"] if not each["tentative"]]
+        if len(stats["streams"]) == 1 and following and following[0]["epoch"] >= 0:
+            room = stats["budget_bytes"] - stats["resident_bytes"]
+            if room > 1_024 * ENTRY_BYTES // 2:
+                assert following[0]["frontier"] >= following[0]["length"]  # nothing left to do
+
+    @precondition(lambda self: hasattr(self, "machine"))
+    @invariant()
+    def what_is_believed_adds_up(self) -> None:
+        resident = self.residency.resident(np.arange(1_024))
+        assert self.residency.resident_bytes == int(np.count_nonzero(resident)) * ENTRY_BYTES
+        held = self.residency._resident_set
+        assert (held.claims >= 0).all()
+        unclaimed = held.resident & (held.claims == 0)
+        assert held.unclaimed_bytes == int(np.count_nonzero(unclaimed)) * ENTRY_BYTES
+        assert set(self.residency._watches.users) <= self.machine.watched
+
+
+TestAnyFacts = AnyFacts.TestCase
+TestAnyFacts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_decisions_are_reported_before_the_next() -> None:
+    test = make_planner(N, 0.1)
+    test.announce(stream("a", shuffled(1)), 0.0)
+    first = test.next(0.0)
+    assert isinstance(first, Push)
+    assert not isinstance(first, (Drop, Sample))
+    with pytest.raises(AssertionError):
+        test.next(0.0)

@@ -1,0 +1,384 @@
+"""Both sessions over the same trees: each call, its result or its errno, must be the same.
+
+What may differ: the device number of the mount (st_dev, f_fsid).
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import random
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.server import SESSIONS
+from diesel_fs.mounts.sessions.protocol import Flag
+from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting, request_for
+from tests.mounts.folder_daemon import LACKING
+from tests.mounts.folder_dataset import MANY, many_names
+from tests.mounts.sessions.test_folders import Folder
+from tests.mounts.test_dot_diesel import fresh_stats
+
+pytestmark = pytest.mark.fuse
+
+SEEDS = (1, 2)
+LARGE_ENTRIES = 4100  # more than one part of READDIRPLUS answers
+SIZES = (0, 1, 4095, 4096, 4097, 8192, 65_535, 65_536, 131_072, 131_073, 1_048_576, 1_048_577)
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+Call = Callable[[bytes], object]
+Pair = tuple[Path, Path]
+
+
+def make_tree(root: Path, seed: int) -> None:
+    """A random tree: odd names, links, empty and page-sized files, deep and large folders."""
+    noise = random.Random(seed)
+    top = os.fsencode(root)
+    folders = [top]
+    for name in noise.sample(ODD_NAMES, 8):
+        folders.append(os.path.join(noise.choice(folders), b"d" + name[:200]))
+        os.mkdir(folders[-1], noise.choice([0o700, 0o755, 0o555]))
+    deep = top
+    for level in range(60):
+        deep = os.path.join(deep, b"%d-%s" % (level, b"x" * noise.randrange(30)))
+        os.mkdir(deep)
+    folders.append(deep)
+    for number, name in enumerate(ODD_NAMES * 3):
+        path = os.path.join(noise.choice(folders), name[:240] + b"%d" % number)
+        kind = noise.random()
+        if kind < 0.15:
+            os.symlink(noise.choice([b"..", b"nowhere", b"/etc/passwd", name, b"x" * 4000]), path)
+            continue
+        with open(path, "wb") as file:
+            file.write(noise.randbytes(noise.choice(SIZES)))
+        os.chmod(path, noise.choice([0o644, 0o600, 0o755, 0o444, 0o000]))
+        mtime_ns = noise.choice([-1, 0, 1, 10**18, -(10**18) - 1, 4_900_000_000_123_456_789])
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+    large = os.path.join(top, b"large")
+    os.mkdir(large)
+    for number in range(LARGE_ENTRIES):
+        name = b"%d-%s" % (number, noise.choice(ODD_NAMES)[:200])
+        os.close(os.open(os.path.join(large, name), os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Pair, Path]]:
+    """One tree under both sessions, and its source."""
+    base = tmp_path_factory.mktemp("pair")
+    source = base / "source"
+    source.mkdir()
+    make_tree(source, int(request.param))
+    with ExitStack() as held:
+        mounted = [
+            held.enter_context(mounting(source, base / name, name)) for name in sorted(SESSIONS)
+        ]
+        yield (mounted[0].at, mounted[1].at), source
+
+
+def paths_below(root: Path) -> list[bytes]:
+    """All paths, relative, in one order."""
+    top = os.fsencode(root)
+    found = [b"."]
+    for folder, inner, files in os.walk(top):
+        found += [os.path.relpath(os.path.join(folder, name), top) for name in inner + files]
+    return sorted(found)
+
+
+def outcome(call: Call, path: bytes) -> object:
+    """What a call gives, or its errno."""
+    try:
+        return call(path)
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, error.errno)
+
+
+def lstat(path: bytes) -> object:
+    found = os.lstat(path)
+    names = [name for name in dir(found) if name.startswith("st_") and name != "st_dev"]
+    return {name: getattr(found, name) for name in names}
+
+
+def opened(flags: int) -> Call:
+    def call(path: bytes) -> object:
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            return os.fstat(descriptor).st_ino, fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        finally:
+            os.close(descriptor)
+
+    return call
+
+
+def on_open(flags: int, work: Callable[[int], object]) -> Call:
+    def call(path: bytes) -> object:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return work(descriptor)
+        finally:
+            os.close(descriptor)
+
+    return call
+
+
+def statvfs(path: bytes) -> object:
+    """All but what another mount has otherwise, and what is free, which others use meanwhile."""
+    found = os.statvfs(path)
+    others = ("f_fsid", "f_bfree", "f_bavail", "f_ffree", "f_favail")
+    names = (name for name in dir(found) if name.startswith("f_") and name not in others)
+    return tuple(getattr(found, name) for name in names)
+
+
+def listed(path: bytes) -> object:
+    return [
+        (entry.name, entry.inode(), entry.is_symlink(), entry.is_dir(follow_symlinks=False))
+        for entry in os.scandir(path)
+    ]
+
+
+def raw_listed(room_bytes: int) -> Call:
+    """getdents64(2) with such a buffer: numbers, offsets, types, names as the kernel has them."""
+
+    def work(descriptor: int) -> object:
+        room = ctypes.create_string_buffer(room_bytes)
+        found = []
+        while (count := libc.syscall(217, descriptor, room, room_bytes)) > 0:
+            found.append(room.raw[:count])
+        if count < 0:
+            raise OSError(ctypes.get_errno(), "getdents64")
+        entries = b"".join(found)
+        at, names = 0, []
+        while at < len(entries):
+            number = int.from_bytes(entries[at : at + 8], "little")
+            offset = int.from_bytes(entries[at + 8 : at + 16], "little")
+            length = int.from_bytes(entries[at + 16 : at + 18], "little")
+            name = entries[at + 19 : at + length].split(b"\0")[0]
+            names.append((number, offset, entries[at + 18], name))
+            at += length
+        return names
+
+    return on_open(os.O_RDONLY | os.O_DIRECTORY, work)
+
+
+def locked(descriptor: int) -> object:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.lockf(descriptor, fcntl.LOCK_UN)
+    return "locked"
+
+
+FLAGS = (
+    *("O_RDONLY", "O_WRONLY", "O_RDWR", "O_TRUNC", "O_APPEND", "O_DIRECTORY", "O_NOFOLLOW"),
+    *("O_PATH", "O_NOATIME", "O_DIRECT", "O_CREAT", "O_EXCL", "O_SYNC", "O_NONBLOCK", "O_TMPFILE"),
+)
+
+CALLS: dict[str, Call] = {
+    "lstat": lstat,
+    "stat": lambda path: os.stat(path).st_ino,
+    "readlink": os.readlink,
+    "listxattr": os.listxattr,
+    "getxattr": lambda path: os.getxattr(path, b"user.x"),
+    "getxattr acl": lambda path: os.getxattr(path, b"system.posix_acl_access"),
+    "setxattr": lambda path: os.setxattr(path, b"user.x", b"y"),
+    "statfs": statvfs,
+    "access": lambda path: [os.access(path, mode) for mode in (0, 1, 2, 4)],
+    "unlink": os.unlink,
+    "rmdir": os.rmdir,
+    "mkdir in it": lambda path: os.mkdir(path + b"/new"),
+    "truncate": lambda path: os.truncate(path, 0),
+    "chmod": lambda path: os.chmod(path, 0o600),
+    "utime": os.utime,
+    "below it": lambda path: os.stat(path + b"/below"),
+    "too long": lambda path: os.stat(path + b"/" + b"x" * 256),
+    "locks": on_open(os.O_RDONLY, locked),
+    "mandatory": on_open(os.O_RDONLY, lambda file: os.lseek(file, 0, os.SEEK_DATA)),
+    "seek end": on_open(os.O_RDONLY, lambda file: os.lseek(file, 0, os.SEEK_END)),
+    "seek hole": on_open(os.O_RDONLY, lambda file: os.lseek(file, 0, os.SEEK_HOLE)),
+    "fsync": on_open(os.O_RDONLY, os.fsync),
+    "terminal": on_open(os.O_RDONLY, os.isatty),
+    "flags ioctl": on_open(os.O_RDONLY, lambda file: fcntl.ioctl(file, 0x80086601, bytes(8))),
+    "read": on_open(os.O_RDONLY, lambda file: os.read(file, 100)),
+    "list": listed,
+    **{f"open {name}": opened(getattr(os, name)) for name in FLAGS},
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_call_gives_the_same(pair: tuple[Pair, Path], name: str) -> None:
+    """On each path of the tree: values, order, errno."""
+    (one, two), source = pair
+    noise = random.Random(name)
+    paths = [path for path in paths_below(source) if not path.startswith(b"large/")]
+    paths += [b"no such name", b"large/no such name"]
+    paths += noise.sample([path for path in paths_below(source) if path.startswith(b"large/")], 20)
+    differing = {}
+    for path in paths:
+        results = [outcome(CALLS[name], os.path.join(os.fsencode(at), path)) for at in (one, two)]
+        if results[0] != results[1]:
+            differing[path] = results
+    assert not differing
+
+
+@pytest.mark.parametrize("room_bytes", [300, 1024, 4096, 65_536])
+def test_folders_are_listed_alike_with_any_room(pair: tuple[Pair, Path], room_bytes: int) -> None:
+    """Entries, their numbers, types and offsets; across the parts of a large folder, too."""
+    (one, two), source = pair
+    top = os.fsencode(source)
+    folders = [
+        path
+        for path in paths_below(source)
+        if stat.S_ISDIR(os.lstat(os.path.join(top, path)).st_mode)
+    ]
+    for path in folders if room_bytes == 4096 else [b".", b"large"]:
+        results = [
+            outcome(raw_listed(room_bytes), os.path.join(os.fsencode(at), path))
+            for at in (one, two)
+        ]
+        assert results[0] == results[1]
+        assert not isinstance(results[0], str)
+
+
+def test_contents_and_reads_at_any_place_are_alike(pair: tuple[Pair, Path]) -> None:
+    (one, two), source = pair
+    noise = random.Random(5)
+    for path in paths_below(source):
+        real = os.path.join(os.fsencode(source), path)
+        if not stat.S_ISREG(os.lstat(real).st_mode):
+            continue
+        with open(real, "rb") as file:
+            content = file.read()
+        if not content and path.startswith(b"large/"):
+            continue
+        for at in (one, two):
+            descriptor = os.open(os.path.join(os.fsencode(at), path), os.O_RDONLY)
+            for _ in range(8):
+                place = noise.randrange(len(content) + 5000)
+                length = noise.choice([1, 10, 4096, 70_000, 2_000_000])
+                assert os.pread(descriptor, length, place) == content[place : place + length]
+            os.close(descriptor)
+            with open(os.path.join(os.fsencode(at), path), "rb") as opened_file:
+                assert opened_file.read() == content
+
+
+def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> None:
+    """A real repository: files across chunks, read around every boundary of page and extent."""
+    url = (tmp_path / "store").as_uri()
+    contents = {
+        "several": random.Random(1).randbytes(11_000_003),
+        "edge": random.Random(2).randbytes(4 << 20),
+        "small": b"s" * 10,
+    }
+    with connect("ds", url, create=True) as dataset:
+        for name, content in contents.items():
+            dataset.put(content, name)
+    edges = [0, 4096, 65_536, 1 << 20, 4 << 20, (4 << 20) - 65_536, 8 << 20, 11_000_000]
+    for name in sorted(SESSIONS):
+        at = tmp_path / name
+        at.mkdir()
+        mount(MountRequest(url, "ds", str(at), session=name))
+        try:
+            for file, content in contents.items():
+                descriptor = os.open(at / file, os.O_RDONLY)
+                for edge in edges:
+                    for place in (edge - 1, edge, edge + 1):
+                        for length in (1, 2, 4097, 1_100_000):
+                            found = os.pread(descriptor, length, max(place, 0))
+                            assert found == content[max(place, 0) :][:length]
+                os.close(descriptor)
+                assert (at / file).read_bytes() == content
+        finally:
+            umount(at, force=True)
+
+
+@pytest.fixture(scope="module", params=sorted(SESSIONS))
+def many(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveMount]:
+    """A folder of 100,000 entries, of which there are no files."""
+    base = tmp_path_factory.mktemp("many")
+    (base / "source").mkdir()
+    with mounting(base / "source", base / "mount", str(request.param), dataset=MANY) as mounted:
+        yield mounted
+
+
+def memory_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_H8_a_folder_of_100_000_entries(many: LiveMount) -> None:
+    """All names come in order, from any place, and take no memory."""
+    server = stats(many.at)["server_pid"]
+    assert isinstance(server, int)
+    before_bytes = memory_bytes(server)
+    with os.scandir(many.at / "many") as entries:
+        next(entries)
+    names = [b".", b"..", *many_names()]
+    folder = Folder(many.at / "many")
+    places = [folder.tell()]
+    found = []
+    while name := folder.read():
+        found.append(name)
+        places.append(folder.tell())
+    assert found == names
+    noise = random.Random(1)
+    for _ in range(200):
+        place = noise.randrange(len(names))
+        folder.seek(places[place])
+        assert [folder.read() for _ in range(3)] == (names + [b""] * 3)[place : place + 3]
+    folder.seek(places[-1])
+    assert folder.read() == b""
+    libc.rewinddir(folder._stream)
+    assert folder.read() == b"."
+    folder.close()
+    assert memory_bytes(server) - before_bytes < 48 << 20
+
+
+def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session: str) -> None:
+    """On a store of 100 ms latency; counted where it is asked, not timed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(16):
+        (source / f"slow{number}").write_bytes(b"%d" % number * 1000)
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        wrong: list[int] = []
+
+        def read(number: int) -> None:
+            if (mounted.at / f"slow{number}").read_bytes() != b"%d" % number * 1000:
+                wrong.append(number)
+
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(16)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert not wrong
+        cache = fresh_stats(mounted)["cache"]
+        assert isinstance(cache, dict)
+        assert cache["at_once_max"] == 16
+
+
+def test_auto_falls_back_where_the_kernel_lacks_something(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The portable session serves then, the log says why, and nothing lies below its mount."""
+    monkeypatch.setenv(LACKING, str(int(Flag.NO_OPENDIR_SUPPORT)))
+    with mounting(source, tmp_path / "mount", "auto") as mounted:
+        assert stats(mounted.at)["session"] == "pyfuse3"
+        assert (mounted.at / "b").read_bytes() == b"beta"
+        log = default_log(request_for(source, mounted.at)).read_text()
+        assert "the kernel session cannot be used: the kernel lacks" in log
+        assert "NO_OPENDIR_SUPPORT" in log
+        assert Path("/proc/self/mounts").read_text().count(str(mounted.at)) == 1

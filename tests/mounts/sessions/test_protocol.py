@@ -1,0 +1,231 @@
+"""Requests that no kernel would send: each ends alone, and never the session."""
+
+import errno
+import itertools
+import logging
+import os
+import random
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.attributes import HIDDEN_ROOT, Owner
+from diesel_fs.mounts.sessions import protocol
+from diesel_fs.mounts.sessions.kernel import KernelSession
+from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed, Op
+from diesel_fs.mounts.sessions.session import MountOptions
+from diesel_fs.mounts.vfs import Vfs
+from tests.mounts.folder_dataset import FolderReader, snapshot_of
+
+UNANSWERED = {Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT}
+NODES = [0, 1, 2, 3, 4, 5, 99, HIDDEN_ROOT, HIDDEN_ROOT + 1, HIDDEN_ROOT + 9, (1 << 64) - 1]
+PARSERS: list[Callable[[memoryview], object]] = [
+    protocol.parse_header,
+    protocol.parse_if_read,
+    protocol.parse_name,
+    protocol.parse_read,
+    protocol.parse_interrupt,
+    protocol.parse_init,
+]
+
+
+def message(op: int, unique: int, node: int, body: bytes = b"") -> bytes:
+    """A request as the kernel would write it."""
+    return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, 0, 0, 0) + body
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_malformed(content: bytes) -> None:
+    for parse in PARSERS:
+        with suppress(Malformed):
+            parse(memoryview(content))
+    for op in (Op.FORGET, Op.BATCH_FORGET):
+        request = protocol.RequestHeader(len(content), op, 1, 1, 0, 0, 0)
+        try:
+            found = protocol.parse_forgets(request, memoryview(content))
+        except Malformed:
+            continue
+        assert len(found) <= 1 + len(content) // 16
+
+
+class Device:
+    """The kernel's side of a session whose device is a socket: one packet a message."""
+
+    def __init__(self, source: Path) -> None:
+        snapshot = Snapshot(snapshot_of(source))
+        vfs = Vfs(snapshot, FolderReader(snapshot, source), Owner(0, 0), read_deadline_s=5.0)
+        self.session = KernelSession(vfs, "/nowhere", MountOptions("folder", 1))
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        theirs.setblocking(False)
+        self.session._device = theirs.detach()
+        self._unique = itertools.count(1)
+        self._socket = trio.socket.from_stdlib_socket(self._ours)
+
+    def run(self, talk: Callable[[], Awaitable[None]]) -> None:
+        """Talks to the session while it serves; fails where the session has ended."""
+
+        async def run() -> None:
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.session.serve, lambda: None)
+                    await talk()
+                    nursery.cancel_scope.cancel()
+
+        trio.run(run)
+        self._ours.close()
+        self.session.close()
+
+    async def tell(self, content: bytes) -> None:
+        await self._socket.send(content)
+
+    async def answer(self) -> tuple[int, int, bytes]:
+        """The unique, errno and content of the next answer."""
+        found = await self._socket.recv(1 << 22)
+        length, error, unique = OUT_HEADER.unpack_from(found)
+        assert length == len(found)
+        assert -1000 < error <= 0
+        assert error == 0 or length == OUT_HEADER.size
+        return unique, -error, found[OUT_HEADER.size :]
+
+    async def ask(self, op: int, node: int, body: bytes = b"") -> tuple[int, bytes]:
+        """The errno and content of the answer, which must be the answer to this."""
+        unique = next(self._unique)
+        await self.tell(message(op, unique, node, body))
+        told, error, content = await self.answer()
+        assert told == unique
+        return error, content
+
+    async def is_alive(self) -> bool:
+        error, content = await self.ask(Op.GETATTR, 1, bytes(16))
+        return error == 0 and len(content) == protocol.ATTR_OUT.size
+
+
+@pytest.fixture
+def device(source: Path) -> Iterator[Device]:
+    """A session over a small folder; what it logs of the nonsense is not shown."""
+    (source / "link").symlink_to("a")
+    (source / "folder").mkdir()
+    logging.disable(logging.CRITICAL)
+    yield Device(source)
+    logging.disable(logging.NOTSET)
+
+
+def test_every_request_has_one_answer(device: Device) -> None:
+    """Every number of a request, known or not, any node, a body that is noise."""
+    noise = random.Random(1)
+
+    async def talk() -> None:
+        for op in [*range(61), 4096, (1 << 32) - 1] * 3:
+            for node in NODES:
+                body = noise.randbytes(noise.choice([0, 1, 7, 8, 16, 40, 40, 40, 64, 300]))
+                if op in UNANSWERED:
+                    await device.tell(message(op, 1 << 60, node, body))
+                else:
+                    await device.ask(op, node, body)
+            assert await device.is_alive()
+
+    device.run(talk)
+
+
+def test_a_name_of_noise_is_found_or_not(device: Device) -> None:
+    noise = random.Random(2)
+
+    async def talk() -> None:
+        for _ in range(500):
+            name = noise.randbytes(noise.choice([0, 1, 3, 255, 256, 4000])) + b"\0" * (
+                noise.random() < 0.9
+            )
+            error, content = await device.ask(Op.LOOKUP, noise.choice(NODES), name)
+            assert error or len(content) == protocol.ENTRY_OUT.size
+        assert await device.is_alive()
+
+    device.run(talk)
+
+
+def test_a_read_is_as_long_as_was_asked_for_or_the_file(device: Device, source: Path) -> None:
+    """At any place, of anything; never longer than the room, which the kernel would not take."""
+    noise = random.Random(3)
+    edges = [0, 1, 4095, 4096, 4999, 5000, 5001, 1 << 20, (1 << 63) - 1, (1 << 64) - 1]
+    content = (source / "a").read_bytes()
+
+    async def talk() -> None:
+        _, entry = await device.ask(Op.LOOKUP, 1, b"a\0")
+        file = protocol.ENTRY_OUT.unpack(entry)[0]
+        for op in (Op.READ, Op.READDIRPLUS):
+            for node, offset in itertools.product([*NODES, file], edges):
+                size = noise.choice([1, 4096, 65_536, (1 << 32) - 1 if op == Op.READ else 4096])
+                body = struct.pack("<QQII16x", 0, offset, size, 0)
+                error, found = await device.ask(op, node, body)
+                assert len(found) <= max(size, 4096)
+                if op == Op.READ and node == file:
+                    assert (error, found) == (0, content[offset : offset + size])
+        assert await device.is_alive()
+
+    device.run(talk)
+
+
+def test_garbage_is_dropped(device: Device) -> None:
+    """Bytes that are no request have nobody who waits for an answer."""
+    noise = random.Random(4)
+
+    async def talk() -> None:
+        for _ in range(500):
+            await device.tell(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
+        assert await device.is_alive()
+
+    device.run(talk)
+
+
+def test_an_interrupted_read_is_answered_once(source: Path) -> None:
+    """With EINTR, at once; another reader of the same bytes goes on waiting."""
+    (source / "wait").write_bytes(b"w" * 5000)
+    device = Device(source)
+
+    async def talk() -> None:
+        _, entry = await device.ask(Op.LOOKUP, 1, b"wait\0")
+        node = protocol.ENTRY_OUT.unpack(entry)[0]
+        body = struct.pack("<QQII16x", 0, 0, 4096, 0)
+        await device.tell(message(Op.READ, 1001, node, body))
+        await device.tell(message(Op.READ, 1002, node, body))
+        await device.tell(message(Op.INTERRUPT, 1005, 0, struct.pack("<Q", 1001)))
+        await device.tell(message(Op.INTERRUPT, 1007, 0, struct.pack("<Q", 77)))
+        assert await device.answer() == (1001, errno.EINTR, b"")
+        assert await device.is_alive()
+        source.with_name(source.name + ".go").touch()
+        assert await device.answer() == (1002, 0, b"w" * 4096)
+
+    device.run(talk)
+
+
+def test_what_the_kernel_does_not_take_ends_that_request_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is refused (a bug of ours) is tried again as EIO."""
+    real = os.writev
+    failed: list[int] = []
+
+    def writev(descriptor: int, pieces: "list[bytes]") -> int:
+        if len(pieces) > 1 and not failed:
+            failed.append(1)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, pieces)
+
+    monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.os.writev", writev)
+
+    async def talk() -> None:
+        assert await device.ask(Op.STATFS, 1) == (errno.EIO, b"")
+        assert await device.is_alive()
+
+    device.run(talk)
+    assert failed

@@ -1,0 +1,122 @@
+"""The loop under pyfuse3: most requests take no turn of trio's, and other tasks get theirs."""
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pyfuse3
+import pytest
+import trio
+
+from diesel_fs.mounts.sessions.pyfuse3_loop import TrioStandIn, installed
+from diesel_fs.mounts.sessions.request_wait import POLL_S, SLICE_S
+
+LATE_S = 20 * (SLICE_S + POLL_S)  # a busy machine adds what it likes; a hang adds for ever
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """The two ends of a pipe: what is written is a request."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
+    """A request that is there is had without a turn; now and then there is one all the same."""
+    os.write(pipe[1], b"request")
+
+    async def serve() -> tuple[int, int]:
+        loop, requests, turns = TrioStandIn(lambda: True), 0, 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(others)
+                while turns < 10:
+                    async with loop.Lock():
+                        await loop.wait_readable(pipe[0])
+                    requests += 1
+                nursery.cancel_scope.cancel()
+        return requests, turns
+
+    requests, turns = trio.run(serve)
+    assert requests > 3 * turns
+
+
+def test_a_wait_for_the_next_request_holds_nothing_up_for_long(pipe: tuple[int, int]) -> None:
+    async def serve() -> float:
+        loop = TrioStandIn(lambda: True)
+        with trio.move_on_after(0.05):
+            while True:
+                await loop.wait_readable(pipe[0])  # none comes
+        os.write(pipe[1], b"one")
+        await loop.wait_readable(pipe[0])
+        os.read(pipe[0], 3)
+        start_s = time.monotonic()
+        with trio.move_on_after(0.0):
+            await loop.wait_readable(pipe[0])
+        return time.monotonic() - start_s
+
+    assert trio.run(serve) < LATE_S
+
+
+def test_while_a_read_waits_the_next_request_is_not_polled_for(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its bytes are what comes next, and they come through trio."""
+    monkeypatch.setattr("diesel_fs.mounts.sessions.request_wait.POLL_S", 1e6)
+    monkeypatch.setattr("diesel_fs.mounts.sessions.request_wait.SLICE_S", 1e6)
+
+    async def serve() -> bool:
+        loop = TrioStandIn(lambda: False)
+        os.write(pipe[1], b"one")
+        await loop.wait_readable(pipe[0])  # a slice begins
+        os.read(pipe[0], 3)
+        with trio.move_on_after(0.01) as scope:
+            await loop.wait_readable(pipe[0])
+        return scope.cancelled_caught
+
+    assert trio.run(serve)
+
+
+def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
+    async def run() -> list[str]:
+        lock, told = TrioStandIn.Lock(), []
+
+        async def worker(name: str) -> None:
+            for turn in range(3):
+                async with lock:
+                    told.append(f"{name}{turn}")
+                if name == "a" and turn == 1:
+                    await trio.sleep(0.01)
+                async with lock:
+                    told.append("in")
+                    await trio.lowlevel.checkpoint()
+                    told.append("out")
+
+        async with trio.open_nursery() as nursery:
+            for name in "abc":
+                nursery.start_soon(worker, name)
+        return told
+
+    with_lock = trio.run(run)
+    assert len(with_lock) == 3 * 3 * 3
+    assert all(after == "out" for at, after in pairwise(with_lock) if at == "in")
+    assert {name[0] for name in with_lock if name[-1].isdigit()} == set("abc")
+
+
+def test_pyfuse3_has_trio_back_afterwards() -> None:
+    """The attribute is what its own asyncio mode sets too; were it gone, this would say so."""
+    loop = TrioStandIn(lambda: True)
+    assert vars(pyfuse3)["trio"] is trio
+    with installed(loop):
+        assert vars(pyfuse3)["trio"] is loop
+    assert vars(pyfuse3)["trio"] is trio

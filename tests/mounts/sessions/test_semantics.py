@@ -1,0 +1,252 @@
+"""What programs see in a mount: SEMANTICS.md, paragraph by paragraph, over every session."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting
+from tests.mounts.test_dot_diesel import fresh_stats
+
+pytestmark = pytest.mark.fuse
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def everything_below(root: Path) -> Iterator[str]:
+    """All paths below a folder, relative, itself included."""
+    yield "."
+    for folder, inner, files in os.walk(root):
+        for name in inner + files:
+            yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: LiveMount) -> None:
+    """A path shows the bytes, size, mode, mtime and link target that were put, and no others."""
+    paths = sorted(everything_below(tree.at))
+    assert paths == sorted(everything_below(tree.source))
+    assert len(paths) > len(ODD_NAMES) + 10
+    for path in paths:
+        ours, theirs = (os.lstat(root / path) for root in (tree.at, tree.source))
+        assert (ours.st_mode, ours.st_mtime_ns) == (theirs.st_mode, theirs.st_mtime_ns), path
+        if stat.S_ISLNK(ours.st_mode):
+            assert os.readlink(tree.at / path) == os.readlink(tree.source / path)
+        elif stat.S_ISREG(ours.st_mode):
+            assert ours.st_size == theirs.st_size
+            assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
+
+
+def test_a_copy_equals_the_source(tree: LiveMount, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-a", f"{tree.at}/.", tmp_path / "copy"], check=True)
+    subprocess.run(["diff", "-r", "--no-dereference", tree.source, tmp_path / "copy"], check=True)
+    assert not (tmp_path / "copy" / ".diesel").exists()
+
+
+def test_tar_reads_a_mount(tree: LiveMount, tmp_path: Path) -> None:
+    subprocess.run(["tar", "cf", tmp_path / "t.tar", "-C", tree.at, "."], check=True)
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        assert len(tar.getmembers()) == len(list(everything_below(tree.source)))
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
+def test_H10_names_are_bytes(tree: LiveMount, name: bytes) -> None:
+    """A name is a string of 1 to 255 bytes other than NUL and `/`; nothing folds or decodes it."""
+    folder = os.path.join(os.fsencode(tree.at), b"odd")
+    with open(os.path.join(folder, name), "rb") as file:
+        assert file.read() == b"content %d" % ODD_NAMES.index(name)
+    assert name in os.listdir(folder)
+    with pytest.raises(FileNotFoundError):
+        os.stat(os.path.join(folder, name[:-1] + b"!"))
+
+
+def test_H10_a_name_of_256_bytes_is_too_long(tree: LiveMount) -> None:
+    with pytest.raises(OSError, match="too long") as raised:
+        os.stat(tree.at / ("x" * 256))
+    assert raised.value.errno == errno.ENAMETOOLONG
+
+
+def test_a_missing_name_is_asked_for_once(tree: LiveMount) -> None:
+    """A name that does not exist never will: the kernel keeps the answer."""
+    before = requests(tree)
+    for _ in range(50):
+        assert not os.path.lexists(tree.at / "deep" / "no such name")
+    assert requests(tree)["lookup"] - before["lookup"] <= 5  # some find the statistics
+
+
+def requests(mounted: LiveMount) -> Counter[str]:
+    """How many requests of each kind there have been; the kernel forgets when it likes."""
+    counted = fresh_stats(mounted)["requests"]
+    assert isinstance(counted, dict)
+    return Counter({name: n for name, n in counted.items() if "forget" not in name})
+
+
+MODIFYING: dict[str, Callable[[Path], object]] = {
+    "creat": lambda at: os.open(at / "new", os.O_CREAT | os.O_WRONLY, 0o644),
+    "open for writing": lambda at: os.open(at / "page", os.O_WRONLY),
+    "open for both": lambda at: os.open(at / "page", os.O_RDWR),
+    "open truncating": lambda at: os.open(at / "page", os.O_WRONLY | os.O_TRUNC),
+    "open appending": lambda at: os.open(at / "page", os.O_WRONLY | os.O_APPEND),
+    "mkdir": lambda at: os.mkdir(at / "new"),
+    "rmdir": lambda at: os.rmdir(at / "empty folder"),
+    "unlink": lambda at: os.unlink(at / "page"),
+    "rename": lambda at: os.rename(at / "page", at / "new"),
+    "rename, not replacing": lambda at: renameat2(at / "page", at / "new", 1),
+    "rename, exchanging": lambda at: renameat2(at / "page", at / "large", 2),
+    "link": lambda at: os.link(at / "page", at / "new"),
+    "symlink": lambda at: os.symlink("page", at / "new"),
+    "mknod": lambda at: os.mknod(at / "new"),
+    "mkfifo": lambda at: os.mkfifo(at / "new"),
+    "chmod": lambda at: os.chmod(at / "page", 0o600),
+    "chown": lambda at: os.chown(at / "page", 1, 1),
+    "utimensat": lambda at: os.utime(at / "page"),
+    "truncate": lambda at: os.truncate(at / "page", 0),
+    "setxattr": lambda at: os.setxattr(at / "page", "user.x", b"y"),
+    "removexattr": lambda at: os.removexattr(at / "page", "user.x"),
+    "creat in .diesel": lambda at: os.open(at / ".diesel" / "new", os.O_CREAT | os.O_WRONLY, 0o644),
+    "unlink in .diesel": lambda at: os.unlink(at / ".diesel" / "stats"),
+}
+
+
+def renameat2(old: Path, new: Path, flags: int) -> None:
+    """rename(2) with flags, which Python does not have."""
+    if libc.renameat2(-100, bytes(old), -100, bytes(new), flags) < 0:
+        raise OSError(ctypes.get_errno(), "renameat2")
+
+
+@pytest.mark.parametrize("call", sorted(MODIFYING))
+def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
+    """Whatever would change the tree fails with EROFS; the daemon is not even asked."""
+    with pytest.raises(OSError, match=r".") as raised:
+        MODIFYING[call](tree.at)
+    assert raised.value.errno == errno.EROFS
+    assert (tree.at / "page").read_bytes() == (tree.source / "page").read_bytes()
+    assert not (tree.at / "new").exists()
+
+
+def test_H7_an_open_file_cannot_be_changed(tree: LiveMount) -> None:
+    descriptor = os.open(tree.at / "page", os.O_RDONLY)
+    try:
+        for change in (
+            lambda: os.posix_fallocate(descriptor, 0, 8192),
+            lambda: os.ftruncate(descriptor, 0),
+            lambda: os.write(descriptor, b"x"),
+        ):
+            with pytest.raises(OSError, match=r".") as raised:
+                change()
+            assert raised.value.errno in (errno.EBADF, errno.EINVAL, errno.EROFS)
+    finally:
+        os.close(descriptor)
+
+
+def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
+    """A file of 0 bytes exists, and reading it asks nobody."""
+    before = requests(tree)
+    assert (tree.at / "empty").read_bytes() == b""
+    assert (tree.at / "empty").stat().st_size == 0
+    assert requests(tree)["read"] - before["read"] == 1  # of the statistics
+
+
+def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount) -> None:
+    """Programs run, locks are the kernel's own, extended attributes there are none."""
+    assert subprocess.run([tree.at / "program"], check=True, capture_output=True).stdout == b"ran\n"
+    with open(tree.at / "page", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        with open(tree.at / "page", "rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fsync(file.fileno())
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == 4096
+    for call in (os.listxattr, lambda path: os.getxattr(path, "user.x")):
+        with pytest.raises(OSError, match=r".") as raised:
+            call(tree.at / "page")
+        assert raised.value.errno == errno.ENOTSUP
+    assert os.access(tree.at / "page", os.R_OK)
+    assert not os.access(tree.at / "page", os.W_OK)
+    with pytest.raises(OSError, match="Invalid") as raised:
+        os.readlink(tree.at / "page")
+    descriptor = os.open(tree.at / "page", os.O_RDONLY | os.O_NOATIME)
+    assert os.pread(descriptor, 10, 5000) == b""
+    os.close(descriptor)
+    os.close(os.open(tree.at / "link", os.O_PATH | os.O_NOFOLLOW))
+
+
+def test_H13_statfs_is_plausible(tree: LiveMount) -> None:
+    """statfs gives the dataset's size, nothing free, and never 0, because tools divide by it."""
+    told = os.statvfs(tree.at)
+    size = sum(path.stat().st_size for path in tree.source.rglob("*") if path.is_file())
+    assert told.f_blocks * told.f_frsize >= size - 5000
+    assert told.f_blocks > 0
+    assert told.f_files == len(list(everything_below(tree.source)))
+    assert (told.f_bfree, told.f_bavail, told.f_ffree, told.f_namemax) == (0, 0, 0, 255)
+    subprocess.run(["df", tree.at], check=True, capture_output=True)
+
+
+def test_H15_inode_numbers(tree: LiveMount) -> None:
+    """Inode numbers are unique, stable, not 0; a file has one link; `..` leads back."""
+    found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
+    numbers = [each.st_ino for each in found.values()]
+    assert 0 not in numbers
+    assert len(set(numbers)) == len(numbers)
+    assert all(each.st_nlink == 1 for each in found.values())
+    assert found == {path: os.lstat(tree.at / path) for path in found}
+    still = tree.at / "deep" / "er" / "still"
+    assert os.stat(still / "..").st_ino == os.stat(still.parent).st_ino
+    listed = {entry.name: entry.inode() for entry in os.scandir(tree.at)}
+    assert listed == {name: found[name].st_ino for name in listed}
+    wanted = str(found["page"].st_ino)
+    command = ["find", str(tree.at), "-inum", wanted]
+    assert subprocess.run(command, check=True, capture_output=True).stdout.strip().endswith(b"page")
+
+
+REQUESTS_A_FILE = {
+    "pyfuse3": (Counter(open=1, read=1, release=1), Counter(open=1, release=1)),
+    "kernel": (Counter(read=1), Counter()),
+}
+
+
+def test_what_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
+    """With pyfuse3 OPEN, READ and RELEASE; when its pages are kept, OPEN and RELEASE. With the
+    kernel session one READ; when its pages are kept, nothing. CLOSE asks nothing.
+    """
+    counts = []
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        os.listdir(mounted.at)
+        for reads in (0, 0, 1, 1, 1, 1):
+            for _ in range(reads):
+                with open(mounted.at / "a", "rb", buffering=0) as file:  # no isatty
+                    file.read()
+            counts.append(requests(mounted))
+    own = counts[1] - counts[0]  # what asking costs
+    first, *later = [after - before - own for before, after in pairwise(counts[1:])]
+    first_cost, later_cost = REQUESTS_A_FILE[session]
+    assert first == first_cost
+    assert later_cost in later  # not each: the kernel may drop pages at any time
+
+
+def test_parts_of_a_large_file(tree: LiveMount) -> None:
+    """Reads at any place give the bytes of that place; behind the end there are none."""
+    content = (tree.source / "large").read_bytes()
+    with open(tree.at / "large", "rb", buffering=0) as file:
+        for offset in (0, 1, 4095, 4096, 131_071, 4_999_999, 5_000_000, 5_000_001, 9_000_000):
+            assert os.pread(file.fileno(), 70_000, offset) == content[offset : offset + 70_000]
+
+
+def test_options_of_the_mount(tree: LiveMount) -> None:
+    """The mount is `ro,nosuid,nodev,noatime,default_permissions`, of type `fuse.diesel`."""
+    [line] = [
+        line for line in Path("/proc/self/mounts").read_text().splitlines() if str(tree.at) in line
+    ]
+    source, _, kind, options, *_ = line.split(" ")
+    assert (source, kind) == ("folder@7", "fuse.diesel")
+    wanted = {"ro", "nosuid", "nodev", "noatime", "default_permissions"}
+    assert wanted <= set(options.split(","))
+    assert "allow_other" not in options

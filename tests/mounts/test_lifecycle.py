@@ -1,0 +1,383 @@
+"""How a mount begins and ends: start, signals, unmounting, death."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
+from diesel_fs.mounts import mount, stats, umount
+from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.mountpoint import is_alive, mounted_at
+from diesel_fs.mounts.processes import children_of, ends_within
+from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
+from tests.mounts.folder_daemon import GRACE
+
+pytestmark = pytest.mark.fuse
+
+HOPE_S = 60.0
+"""Whatever comes about does so far earlier, on a busy machine too."""
+
+NEVER_S = 3600.0
+"""What waits for this has not come about."""
+
+HOLD = """if True:
+    import os, sys
+    {hold}
+    print("held", flush=True)
+    sys.stdin.read()
+    {after}
+"""
+
+
+class Holder:
+    """A process that holds a mount in some way until it is told to stop."""
+
+    def __init__(self, hold: str, after: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD.format(hold=hold, after=after)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "held\n"
+
+    def stop(self) -> str:
+        """What it wrote, and its complaint."""
+        output, complaint = self.process.communicate(timeout=HOPE_S)
+        return output + complaint
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; Z where it waits for its parent, empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.fixture
+def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount]:
+    """A mount of a test's own, with a file whose reads wait."""
+    (source / "wait").write_bytes(b"w" * 5000)
+    with mounting(source, tmp_path / "mount", session, read_deadline_s=NEVER_S) as mounted:
+        yield mounted
+
+
+def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    at = tmp_path / "mount"
+    at.mkdir()
+    mount(request_for(source, at, session), program=PROGRAM)
+    pid = int(str(stats(at)["pid"]))
+    assert (at / "b").read_bytes() == b"beta"
+    assert state_of(pid) in "SR"
+    assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
+    umount(at)
+    assert state_of(pid) in ("", "Z")  # Z: nobody's child, and pid 1 has not looked yet
+    assert mounted_at(str(at)) is None
+    assert os.listdir(at) == []
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind", "message"),
+    [
+        ("absent", NoSuchDataset, "no dataset absent; put it first"),
+        ("broken", DieselError, "a bug of ours"),
+        ("dying", DieselError, "did not come up"),
+    ],
+)
+def test_a_mount_that_does_not_come_up_says_why(
+    source: Path, tmp_path: Path, dataset: str, kind: type[DieselError], message: str
+) -> None:
+    """The reason, and the last lines of this start's log; nothing is left mounted."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, dataset=dataset)
+    with pytest.raises(DieselError) as raised:
+        mount(request, program=PROGRAM)
+    assert type(raised.value) is kind
+    assert message.partition(";")[0] in raised.value.message
+    assert raised.value.advice == message.partition("; ")[2]
+    assert ("Traceback" in raised.value.details) == (dataset == "broken")
+    assert bool(raised.value.details) == (dataset == "broken")
+    assert mounted_at(str(at)) is None
+    assert default_log(request).stat().st_mode & 0o777 == 0o600
+
+
+def test_S8_no_secret_in_arguments_environment_or_log(
+    source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIESEL_KEY", "canary-in-env")
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        process = Path(f"/proc/{mounted.pid}")
+        seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        seen += default_log(request_for(source, mounted.at)).read_bytes()
+        assert b"canary" not in seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, 0])
+def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
+    held: LiveMount, number: int
+) -> None:
+    """Told to end by a signal, or taken out of the tree: the helper goes, as it should."""
+    holder = Holder(f"f = open('{held.at}/a', 'rb')")
+    log = default_log(request_for(held.source, held.at))
+    if number:
+        os.kill(held.pid, number)
+    else:
+        umount(held.at, lazy=True)
+        wait_until(lambda: len(children_of(held.pid)) < 2)  # the server alone
+    holder.stop()
+    assert ends_within(held.pid, HOPE_S)
+    assert "is mounted on" in log.read_text()
+    assert " ERROR " not in log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_H4_a_signal_unmounts_and_ends(held: LiveMount, number: signal.Signals) -> None:
+    """SIGTERM and SIGINT unmount and end the daemon."""
+    os.kill(held.pid, number)
+    assert ends_within(held.pid, HOPE_S)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_H4_SIGHUP_is_ignored_in_the_background(held: LiveMount) -> None:
+    os.kill(held.pid, signal.SIGHUP)
+    assert (held.at / "b").read_bytes() == b"beta"
+    assert not ends_within(held.pid, 0.3)
+
+
+def test_H4_a_signal_while_a_file_is_open_detaches(held: LiveMount) -> None:
+    """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
+    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
+    os.kill(held.pid, signal.SIGTERM)
+    assert ends_within(held.pid, HOPE_S)
+    assert mounted_at(str(held.at)) is None
+    assert "[Errno" in holder.stop()
+
+
+def test_H4_reads_under_way_finish(held: LiveMount) -> None:
+    """A read that gets its bytes within the grace gets them, though the daemon has been told."""
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append((held.at / "wait").read_bytes()))
+    reader.start()
+    wait_until(lambda: reads_that_wait(held))
+    os.kill(held.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(held.at)) is None)
+    held.release_reads()
+    reader.join()
+    assert found == [b"w" * 5000]
+    assert ends_within(held.pid, HOPE_S)
+
+
+def test_H4_reads_that_do_not_finish_get_an_error(held: LiveMount) -> None:
+    found: list[int] = []
+
+    def read() -> None:
+        try:
+            (held.at / "wait").read_bytes()
+        except OSError as error:
+            found.append(error.errno or 0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: reads_that_wait(held))
+    os.kill(held.pid, signal.SIGTERM)
+    assert ends_within(held.pid, HOPE_S)
+    reader.join(2.0)
+    assert not reader.is_alive()
+    assert found[0] in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)
+
+
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is told to end waits for reads as long as these take."""
+    monkeypatch.setenv(GRACE, str(NEVER_S))
+
+
+@pytest.mark.usefixtures("patient")
+def test_H4_a_second_signal_ends_at_once(held: LiveMount) -> None:
+    reader = Holder(
+        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
+    )
+    wait_until(lambda: reads_that_wait(held))
+    os.kill(held.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(held.at)) is None)
+    assert not ends_within(held.pid, 0.5), "it had patience with reads"
+    os.kill(held.pid, signal.SIGTERM)
+    assert ends_within(held.pid, HOPE_S)
+    assert "[Errno" in reader.stop()
+
+
+def reads_that_wait(mounted: LiveMount) -> int:
+    """How many READs have come that are not answered from memory."""
+    reads = stats(mounted.at)["reads"]
+    assert isinstance(reads, dict)
+    return int(reads["misses"])
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Returns when the condition holds; fails after some seconds."""
+    deadline_s = time.monotonic() + HOPE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+HOLDING = {
+    "an open file": "f = open('{at}/a', 'rb')",
+    "an open folder": "f = os.open('{at}', os.O_RDONLY)",
+    "a mapped file": "import mmap; f = open('{at}/a', 'rb'); "
+    "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
+    "the place where it stands": "os.chdir('{at}')",
+}
+
+
+@pytest.mark.parametrize("way", sorted(HOLDING))
+def test_umount_of_a_busy_mount_names_the_processes(held: LiveMount, way: str) -> None:
+    """Busy: exit 11 with the process IDs, and it goes on serving."""
+    holder = Holder(HOLDING[way].format(at=held.at))
+    with pytest.raises(BusyError) as raised:
+        umount(held.at)
+    assert raised.value.exit_code == 11
+    assert raised.value.message == f"{held.at} is held by processes {holder.process.pid}"
+    assert (held.at / "b").read_bytes() == b"beta"
+    holder.stop()
+    umount(held.at)
+    assert ends_within(held.pid, 0)
+
+
+def test_umount_lazily_detaches_and_serves_who_holds_it(held: LiveMount) -> None:
+    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(len(f.read()))")
+    umount(held.at, lazy=True)
+    assert mounted_at(str(held.at)) is None
+    assert not ends_within(held.pid, 0.1)
+    assert holder.stop() == "5000\n"
+    assert ends_within(held.pid, HOPE_S)
+
+
+def test_umount_lazily_of_an_idle_mount_ends_it(held: LiveMount) -> None:
+    umount(held.at, lazy=True)
+    assert ends_within(held.pid, 0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_H6_umount_by_force_ends_a_mount_that_hangs(held: LiveMount, stopped: bool) -> None:
+    """Force aborts: readers get an error, though neither store nor daemon answers."""
+    reader = Holder(
+        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
+    )
+    wait_until(lambda: reads_that_wait(held))
+    if stopped:
+        os.kill(held.pid, signal.SIGSTOP)
+    umount(held.at, force=True)
+    assert mounted_at(str(held.at)) is None
+    assert ends_within(held.pid, 0)
+    assert "[Errno" in reader.stop()
+
+
+def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is mounted there"):
+        umount(tmp_path)
+    with pytest.raises(UsageError, match="a mount of proc"):
+        umount("/proc")
+
+
+@pytest.mark.parametrize("whom", ["pid", "server_pid"])
+def test_H1_readers_of_a_killed_daemon_get_an_error(
+    held: LiveMount, session: str, whom: str
+) -> None:
+    """After kill -9, also while reads are unanswered: errors, and nobody in D state."""
+    victim = stats(held.at)[whom]
+    assert isinstance(victim, int)
+    source = (
+        f"import threading; t = [threading.Thread(target=lambda: open('{held.at}/wait').read())"
+        " for _ in range(8)]; [x.start() for x in t]"
+    )
+    readers = Holder(source)
+    wait_until(lambda: reads_that_wait(held))
+    os.kill(victim, signal.SIGKILL)
+    assert readers.stop().count("[Errno") == 8
+    assert state_of(readers.process.pid) == ""
+    assert ends_within(held.pid, HOPE_S)
+    calls: list[Callable[[], object]] = [lambda: os.statvfs(held.at)]
+    if session == "pyfuse3":  # else the kernel opens what it knows by itself
+        calls.append(lambda: os.open(held.at / "b", os.O_RDONLY))
+    for call in calls:
+        with pytest.raises(OSError, match=r".") as raised:
+            call()
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    assert os.stat(held.at).st_ino == 1  # which is why stat proves nothing
+    assert not is_alive(str(held.at))
+    with pytest.raises(DieselError, match="Transport endpoint is not connected"):
+        stats(held.at)
+
+
+def test_H2_mounting_again_on_a_dead_mount(held: LiveMount, session: str) -> None:
+    """A dead mount of ours is detached and mounted again; a living one is refused."""
+    again = request_for(held.source, held.at, session)
+    with pytest.raises(BusyError, match="folder@7 is mounted on"):
+        mount(again, program=PROGRAM)
+    os.kill(held.pid, signal.SIGKILL)
+    assert ends_within(held.pid, HOPE_S)
+    mount(again, program=PROGRAM)
+    assert (held.at / "b").read_bytes() == b"beta"
+    assert Path("/proc/self/mounts").read_text().count(str(held.at)) == 1
+    umount(held.at)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_umount_of_a_dead_mount(held: LiveMount) -> None:
+    os.kill(held.pid, signal.SIGKILL)
+    assert ends_within(held.pid, HOPE_S)
+    umount(held.at)
+    assert mounted_at(str(held.at)) is None
+
+
+def test_two_mounts_of_one_dataset(held: LiveMount, tmp_path: Path, session: str) -> None:
+    """Each has its own daemon; one's end is nothing to the other."""
+    with mounting(held.source, tmp_path / "second", session) as second:
+        assert second.pid != held.pid
+        assert (second.at / "a").read_bytes() == (held.at / "a").read_bytes()
+        os.kill(second.pid, signal.SIGKILL)
+    assert (held.at / "b").read_bytes() == b"beta"
+
+
+FOREGROUND = """if True:
+    import sys
+    from diesel_fs.fuse import MountRequest, mount_in_foreground
+    from tests.fuse.conftest import PROGRAM
+    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_H4_in_the_foreground(
+    source: Path, tmp_path: Path, session: str, number: signal.Signals
+) -> None:
+    """In the foreground the program itself serves, logs to stderr, and ends by a signal with 0."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, session).to_json()
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, request], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "is mounted on" in process.stderr.readline()
+    assert stats(at)["pid"] == process.pid
+    process.send_signal(number)
+    _, log = process.communicate(timeout=2)
+    assert process.returncode == 0
+    assert f"{number.name}: unmounting" in log
+    assert mounted_at(str(at)) is None

@@ -1,0 +1,380 @@
+"""The three processes of a mount: whichever is killed or stopped, and when, no reader hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, DieselError
+from diesel_fs.mounts import mount, stats, umount
+from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.prefetch.resident_set import READ_BYTES_MAX
+from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.sessions import syscalls as kernel
+from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
+from tests.mounts.folder_daemon import WATCHDOG
+from tests.mounts.folder_dataset import HANG, PUSHED
+from tests.mounts.test_dot_diesel import fresh_stats
+
+pytestmark = pytest.mark.fuse
+
+CONTENT = b"0123456789abcdef" * (READ_BYTES_MAX // 16 * 3 // 2)
+"""Of the file that is read and pushed: what a smaller file's READ brings is not pushed again."""
+
+READERS = 8
+FREED_S = 15.0  # far less than the 20 s after which a read that waits is an error
+
+READ = """if True:
+    import os, signal, sys, threading
+    def read(file):
+        try:
+            content = b""
+            while part := os.pread(file, 1 << 20, len(content)):
+                content += part  # short where a page after it cannot be read: then comes the error
+        except OSError as error:
+            found = b"%d" % error.errno
+        else:
+            right = bytes.fromhex(sys.argv[2]) * int(sys.argv[4])
+            found = b"right" if content == right else b"WRONG"
+        os.write(1, found + b"\\n")
+    files = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(int(sys.argv[3]))]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threads = [threading.Thread(target=read, args=(file,)) for file in files]
+    print("opened", flush=True)
+    [thread.start() for thread in threads]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The process numbers of a mount."""
+
+    supervisor: int
+    server: int
+    helper: int
+
+    def all(self) -> tuple[int, int, int]:
+        return self.supervisor, self.server, self.helper
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Returns when the condition holds; fails after some seconds."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie is gone where nobody but pid 1 is to look."""
+    if state_of(pid) != "Z":
+        return not state_of(pid)
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
+
+
+def processes_of(mounted: LiveMount) -> Processes:
+    told = stats(mounted.at)
+    server = told["server_pid"]
+    assert isinstance(server, int)
+    [helper] = [pid for pid in children_of(mounted.pid) if pid != server]
+    return Processes(mounted.pid, server, helper)
+
+
+def reads_that_wait(at: Path) -> int:
+    """How many READs have come that are not answered from memory."""
+    reads = stats(at)["reads"]
+    assert isinstance(reads, dict)
+    return int(reads["misses"])
+
+
+def where(pid: int) -> str:
+    """Where in the kernel a process waits."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stack").read_text()
+    return ""
+
+
+@pytest.fixture
+def mounted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[LiveMount, Processes]]:
+    """A mount over the kernel session, its watchdog impatient."""
+    monkeypatch.setenv(WATCHDOG, "3")
+    (source / PUSHED).write_bytes(CONTENT)
+    with mounting(source, tmp_path / "mount", "kernel") as found:
+        yield found, processes_of(found)
+
+
+@contextmanager
+def reading(
+    at: Path, name: str = PUSHED, content: bytes = CONTENT
+) -> Iterator[subprocess.Popen[str]]:
+    """A process whose threads read a file, all at once."""
+    arguments = [str(at / name), content[:16].hex(), str(READERS), str(len(content) // 16)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", READ, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "opened\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def wait_for_the_push(at: Path, helper: int) -> None:
+    """Returns when the helper waits for the page lock that an unanswered READ holds."""
+    wait_until(lambda: reads_that_wait(at))
+    wait_until(lambda: state_of(helper) == "D")
+    time.sleep(0.1)
+    assert state_of(helper) == "D", "the push did not wait"
+    stack = where(helper)
+    assert not stack or "fuse_notify" in stack or "fuse_dev_write" in stack, stack
+
+
+def look_at_the_end(readers: subprocess.Popen[str], killed_s: float) -> list[str]:
+    """What the readers found, which must be in time, and never wrong bytes."""
+    output, _ = readers.communicate(timeout=20)
+    assert time.monotonic() - killed_s < FREED_S
+    found = output.split()
+    assert len(found) == READERS
+    assert "WRONG" not in found
+    return found
+
+
+VICTIMS = {
+    "server": ["server"],
+    "helper": ["helper"],
+    "server and helper": ["server", "helper"],
+    "helper and server": ["helper", "server"],
+    "supervisor": ["supervisor"],
+}
+
+
+@pytest.mark.parametrize("victims", sorted(VICTIMS))
+def test_Z1_killed_while_a_push_waits_for_a_READ(
+    mounted: tuple[LiveMount, Processes], victims: str
+) -> None:
+    """Readers get an error within 2 s, nothing stays in D state, and mounting again cleans up."""
+    found, pids = mounted
+    with reading(found.at) as readers:
+        wait_for_the_push(found.at, pids.helper)
+        killed_s = time.monotonic()
+        for victim in VICTIMS[victims]:
+            os.kill(getattr(pids, victim), signal.SIGKILL)
+        look_at_the_end(readers, killed_s)
+    for pid in pids.all():
+        wait_until(lambda pid=pid: is_gone(pid), FREED_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    found.release_reads()
+    mount(request_for(found.source, found.at, "kernel"), program=PROGRAM)
+    assert (found.at / PUSHED).read_bytes() == CONTENT
+    umount(found.at)
+    assert mounted_at(str(found.at)) is None
+
+
+def test_Z1_a_killed_helper_that_can_end_leaves_the_mount_alone(
+    mounted: tuple[LiveMount, Processes],
+) -> None:
+    """Reads go on, nothing is pushed, and the log says so."""
+    found, pids = mounted
+    with reading(found.at) as readers:
+        wait_for_the_push(found.at, pids.helper)
+        os.kill(pids.helper, signal.SIGKILL)
+        found.release_reads()
+        assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+    wait_until(lambda: is_gone(pids.helper))
+    assert (found.at / "a").read_bytes() == b"alpha" * 1000
+    log = default_log(request_for(found.source, found.at)).read_text()
+    assert "nothing is pushed" in log
+    umount(found.at)
+    assert all(map(is_gone, pids.all()))
+
+
+def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, Processes]) -> None:
+    found, pids = mounted
+    with reading(found.at) as readers:
+        wait_for_the_push(found.at, pids.helper)
+        os.kill(pids.server, signal.SIGSTOP)
+        time.sleep(1.0)
+        assert readers.poll() is None
+        assert state_of(pids.server) == "T"
+        wait_until(lambda: readers.poll() is not None)
+        look_at_the_end(readers, time.monotonic())
+    for pid in pids.all():
+        assert ends_within(pid, FREED_S)
+    log = default_log(request_for(found.source, found.at)).read_text()
+    assert "has not answered for 3 s" in log
+
+
+def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[LiveMount, Processes]) -> None:
+    """Its end does not wait for it, either."""
+    found, pids = mounted
+    os.kill(pids.helper, signal.SIGSTOP)
+    assert (found.at / "a").read_bytes() == b"alpha" * 1000
+    umount(found.at)
+    assert all(map(is_gone, pids.all()))
+
+
+def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
+    mounted: tuple[LiveMount, Processes],
+) -> None:
+    """Ctrl-Z, or a container that is frozen: afterwards everything goes on."""
+    found, pids = mounted
+    for pid in pids.all():
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5.0)  # longer than the watchdog's patience
+    os.kill(pids.supervisor, signal.SIGCONT)
+    time.sleep(0.7)
+    for pid in pids.all():
+        os.kill(pid, signal.SIGCONT)
+    assert (found.at / "a").read_bytes() == b"alpha" * 1000
+    time.sleep(1.0)
+    assert all(state_of(pid) in ("S", "R") for pid in pids.all())
+
+
+def test_umount_ends_all_although_the_helper_waits_for_the_store(
+    source: Path, tmp_path: Path
+) -> None:
+    """The helper holds the file system too, and is made to let go."""
+    (source / HANG).write_bytes(CONTENT)
+    with mounting(source, tmp_path / "mount", "kernel") as found:
+        pids = processes_of(found)
+        (found.at / "b").read_bytes()  # a miss: the whole chunk is wanted
+        time.sleep(0.5)
+        kernel.umount2(str(found.at))  # as umount(8) does, which waits for nobody
+        assert mounted_at(str(found.at)) is None
+        for pid in pids.all():
+            assert ends_within(pid, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lazy", "force"])
+def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: str) -> None:
+    """Busy is busy, lazily its readers are served to their end, and force ends all at once."""
+    found, pids = mounted
+    with reading(found.at) as readers:
+        wait_for_the_push(found.at, pids.helper)
+        if kind == "plain":
+            with pytest.raises(BusyError, match=f"held by processes {readers.pid};"):
+                umount(found.at)
+            assert readers.poll() is None
+            found.release_reads()
+            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+            umount(found.at)
+        elif kind == "lazy":
+            umount(found.at, lazy=True)
+            assert mounted_at(str(found.at)) is None
+            time.sleep(0.3)
+            assert readers.poll() is None
+            found.release_reads()
+            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+        else:
+            umount(found.at, force=True)
+            look_at_the_end(readers, time.monotonic())
+    for pid in pids.all():
+        assert ends_within(pid, FREED_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("times", [1, 2])
+def test_H4_signals_while_a_push_waits(
+    mounted: tuple[LiveMount, Processes], number: signal.Signals, times: int
+) -> None:
+    found, pids = mounted
+    with reading(found.at) as readers:
+        wait_for_the_push(found.at, pids.helper)
+        started_s = time.monotonic()
+        for _ in range(times):
+            os.kill(pids.supervisor, number)
+            time.sleep(0.1)
+        assert ends_within(pids.supervisor, 0.9 if times == 2 else FREED_S)
+        look_at_the_end(readers, started_s + 0.1)
+    assert all(map(is_gone, pids.all()))
+    assert mounted_at(str(found.at)) is None
+
+
+FOREGROUND = """if True:
+    import os, sys
+    from diesel_fs.fuse import MountRequest, mount_in_foreground
+    from tests.fuse.conftest import PROGRAM
+    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_H4_a_signal_to_the_whole_group_counts_once(
+    source: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, or the end of a service: a READ under way is still answered."""
+    content = CONTENT[:65_536]  # one READ
+    (source / "wait").write_bytes(content)
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, "kernel").to_json()
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, request],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        assert "is mounted on" in process.stderr.readline()
+        found = LiveMount(source, at, process.pid)
+        pids = processes_of(found)
+        with reading(at, "wait", content) as readers:
+            wait_until(lambda: reads_that_wait(at))
+            os.killpg(process.pid, number)
+            wait_until(lambda: mounted_at(str(at)) is None)
+            found.release_reads()
+            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+        _, log = process.communicate(timeout=3)
+        assert process.returncode == 0
+        assert f"{number.name}: unmounting" in log
+        assert "at once" not in log
+        assert all(map(is_gone, pids.all()))
+    finally:
+        process.kill()
+        process.communicate(timeout=5)
+        with suppress(DieselError):
+            umount(at, force=True)
+
+
+@pytest.mark.parametrize("name", [PUSHED, "retry"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
+    source: Path, tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    """Whether it waits for a page that is read ahead, or in a READ of its own, which the kernel
+    then interrupts (pyfuse3 does not hear of that). Later reads of the file work.
+    """
+    (source / name).write_bytes(CONTENT)
+    with mounting(source, tmp_path / "mount", "kernel") as found:
+        with reading(found.at, name) as readers:
+            wait_until(lambda: reads_that_wait(found.at) >= (2 if name == "retry" else 1))
+            time.sleep(0.1)
+            assert readers.poll() is None
+            readers.send_signal(number)
+            readers.wait(timeout=FREED_S)
+        interrupts = fresh_stats(found)["requests"]
+        assert isinstance(interrupts, dict)
+        if name == "retry":
+            assert interrupts.get("interrupt"), "no READ was interrupted"
+        found.release_reads()
+        assert (found.at / name).read_bytes() == CONTENT

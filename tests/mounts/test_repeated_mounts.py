@@ -1,0 +1,79 @@
+"""Mounting, reading and unmounting again and again leaves nothing behind.
+
+`DIESEL_ROUNDS=1000` runs as many; `make test` runs some.
+"""
+
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.mounts import mount, umount
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.processes import children_of, daemon_of
+from tests.mounts.conftest import PROGRAM, request_for
+
+pytestmark = pytest.mark.fuse
+
+ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "50"))
+TIME_MAX_S = 40.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
+ROUNDS_MIN = 20
+"""On a busy machine the time ends it sooner."""
+
+HANG_S = 300.0
+
+
+def own(place: Path) -> Iterator[str]:
+    """What exists because of mounts at a place: processes, mounts, connections, descriptors."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(place) in command:
+            yield f"process {pid} {command!r}"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        if str(place) in line:
+            yield f"mount {line}"
+    for descriptor in os.listdir("/proc/self/fd"):
+        yield f"descriptor {descriptor}"
+    for thread in threading.enumerate():
+        yield f"thread {thread.name}"
+    for name in os.listdir("/dev/shm"):
+        if "diesel" in name:
+            yield f"shared memory {name}"
+
+
+def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
+    """No descriptor, thread, mount, process, connection or shared memory."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    request = request_for(source, at, "kernel", policy="oneshot")
+    before = set(own(tmp_path))
+    devices = set()
+    started_s, rounds = time.monotonic(), 0
+    while rounds < ROUNDS and (rounds < ROUNDS_MIN or time.monotonic() - started_s < TIME_MAX_S):
+        mount(request, program=PROGRAM)
+        found = mounted_at(str(at))
+        assert found is not None
+        devices.add(found.device)
+        daemon = daemon_of(found.device)
+        assert daemon is not None
+        assert len(children_of(daemon)) == 2
+        assert (at / "a").read_bytes() == b"alpha" * 1000
+        assert (at / "b").read_bytes() == b"beta"
+        umount(at)
+        assert os.listdir(at) == []
+        rounds += 1
+        if rounds % 100 == 0:  # a thousand rounds take longer than any test may hang
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
+    assert not set(own(tmp_path)) - before
+    # Others may have been given a number since: theirs is a mount, ours would be none.
+    connections = Path("/sys/fs/fuse/connections")
+    left = {f"0:{name}" for name in os.listdir(connections)} if connections.is_dir() else set()
+    mounted = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    assert not (left & devices) - mounted

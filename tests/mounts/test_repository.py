@@ -1,0 +1,307 @@
+"""Mounts of real datasets: what others do to a dataset while it is mounted, and after."""
+
+import errno
+import logging
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.errors import ConflictError, ForeignError, MetadataError
+from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.processes import holders_of
+from diesel_fs.repository.leases import leased_versions
+from diesel_fs.repository.local import LocalRepository
+
+pytestmark = pytest.mark.fuse
+
+FILE_BYTES = 200_000
+
+
+def noise(seed: int) -> bytes:
+    """What no other seed gives, and no compression shortens."""
+    return random.Random(seed).randbytes(FILE_BYTES)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Path:
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    return folder
+
+
+def put(url: str, files: dict[str, bytes], dataset: str = "ds") -> None:
+    """Each file in a chunk of its own."""
+    with connect(dataset, url, create=True) as written:
+        for path, content in files.items():
+            written.put(content, path)
+            written.flush()
+
+
+@contextmanager
+def mounted(request: MountRequest) -> Iterator[Path]:
+    """A mount that goes away, whatever happened to it."""
+    mount(request)
+    try:
+        yield Path(request.mountpoint)
+    finally:
+        if mounted_at(request.mountpoint):
+            umount(request.mountpoint, force=True)
+
+
+def read_or_errno(path: Path) -> bytes | int:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        return error.errno or -1
+
+
+def test_an_empty_dataset(url: str, at: Path, session: str) -> None:
+    connect("ds", url, create=True).close()
+    with mounted(MountRequest(url, "ds", str(at), session=session)):
+        assert os.listdir(at) == []
+        assert list(os.walk(at)) == [(str(at), [], [])]
+        assert read_or_errno(at / "a") == errno.ENOENT
+        assert os.statvfs(at).f_blocks >= 1
+        assert stats(at)["bytes"] == 0
+        assert (at / ".diesel/snapshot").stat().st_size > 0
+        with pytest.raises(OSError, match=r".") as raised:
+            (at / "a").write_bytes(b"")
+        assert raised.value.errno == errno.EROFS
+        umount(at)
+    assert os.listdir(at) == []
+
+
+def test_H16_a_dataset_that_changes_keeps_its_version_in_a_mount(
+    url: str, at: Path, session: str
+) -> None:
+    before = {
+        name: noise(seed) for seed, name in enumerate(("kept", "changed", "gone", "folder/f"))
+    }
+    put(url, before)
+    with mounted(MountRequest(url, "ds", str(at), session=session)):
+        with connect("ds", url) as dataset:
+            dataset.put(noise(100), "changed")
+            dataset.put(noise(101), "new")
+            dataset.delete("gone")
+            dataset.delete("folder", recursive=True)
+            dataset.flush()
+            assert dataset.ls() == ["changed", "kept", "new"]
+            assert dataset.version > int(str(stats(at)["version"]))
+        assert sorted(os.listdir(at)) == ["changed", "folder", "gone", "kept"]
+        assert {name: (at / name).read_bytes() for name in before} == before
+        assert read_or_errno(at / "new") == errno.ENOENT
+
+
+def test_H16_a_dataset_that_is_deleted_gives_its_own_bytes(
+    url: str, at: Path, session: str
+) -> None:
+    """Also where another one of the same name, paths and sizes has taken its place."""
+    before = {f"f{seed}": noise(seed) for seed in range(12)}
+    put(url, before)
+    with mounted(MountRequest(url, "ds", str(at), session=session)):
+        assert (at / "f0").read_bytes() == before["f0"]
+        with connect("ds", url) as dataset:
+            dataset.delete_dataset()
+        put(url, {name: noise(100 + seed) for seed, name in enumerate(before)})
+        found = {name: read_or_errno(at / name) for name in before}
+        assert found["f0"] == before["f0"]  # the kernel has its pages
+        assert found == before  # the mount's lease spares its chunks
+        assert sorted(os.listdir(at)) == sorted(before)
+        assert (at / "f2").stat().st_size == FILE_BYTES
+
+
+def test_H16_chunks_that_have_gone_all_the_same_give_EIO(
+    url: str, at: Path, session: str, tmp_path: Path
+) -> None:
+    """Never other bytes. The log says that the snapshot may be too old."""
+    before = {f"f{seed}": noise(seed) for seed in range(12)}
+    put(url, before)
+    log = tmp_path / "log"
+    with mounted(MountRequest(url, "ds", str(at), session=session, log_file=str(log))):
+        assert (at / "f0").read_bytes() == before["f0"]
+        for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+            chunk.unlink()
+        put(url, {name: noise(100 + seed) for seed, name in enumerate(before)}, "other")
+        found = {name: read_or_errno(at / name) for name in before}
+        assert found["f0"] == before["f0"]  # the kernel has its pages
+        assert all(found[name] in (before[name], errno.EIO) for name in before)
+        assert found["f11"] == errno.EIO  # nor has it been read ahead
+        assert "snapshot too old" in log.read_text()
+
+
+def test_a_mount_has_a_lease_on_its_version(
+    url: str, at: Path, session: str, tmp_path: Path
+) -> None:
+    put(url, {"a": b"a"})
+    with LocalRepository.open(url) as repository:
+        view, objects = repository.view("ds"), repository.objects
+        with mounted(MountRequest(url, "ds", str(at), session=session)):
+            assert leased_versions(objects, view.identity, time.time()) == {view.version}
+            umount(at)
+        assert leased_versions(objects, view.identity, time.time()) == set()
+
+
+def test_H21_a_new_mount_of_a_newer_version_shows_no_old_page(
+    url: str, at: Path, session: str
+) -> None:
+    """The same path, size, node number and mount point; an old descriptor keeps the old bytes."""
+    old, new = noise(1), noise(2)
+    request = MountRequest(url, "ds", str(at), session=session)
+    put(url, {"a": old})
+    with mounted(request):
+        assert (at / "a").read_bytes() == old
+        kept = os.open(at / "a", os.O_RDONLY)
+        try:
+            put(url, {"a": new})
+            umount(at, lazy=True)
+            with mounted(request):
+                assert (at / "a").stat().st_ino == os.stat(kept).st_ino
+                assert (at / "a").read_bytes() == new
+                with (at / "a").open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                assert mapped[:] == new
+                mapped.close()
+                assert os.pread(kept, FILE_BYTES, 0) == old
+                umount(at)
+        finally:
+            os.close(kept)
+    with mounted(request):
+        assert (at / "a").read_bytes() == new
+
+
+READERS = """if True:
+    import os, random, sys
+    at, count, files = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    for number in range(count):
+        if os.fork():
+            continue
+        chosen = random.Random(number)
+        held = []
+        while True:  # as a worker does: open, read, close, keep a few
+            held.append(open(f"{at}/f{chosen.randrange(files)}", "rb"))
+            if len(held[-1].read()) != %d:
+                os._exit(1)
+            if len(held) == 1:
+                os.write(1, b"%%d\\n" %% os.getpid())
+            if len(held) > 4:
+                held.pop(0).close()
+            if os.path.exists(f"{at}-stop"):
+                os._exit(0)
+    codes = [os.wait()[1] for _ in range(count)]
+    print(*codes)
+"""
+
+
+def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: str) -> None:
+    """32 forked workers read; a third is killed in the midst of it: each OPEN gets its RELEASE."""
+    count, files = 32, 12
+    put(url, {f"f{seed}": noise(seed) for seed in range(files)})
+    with mounted(MountRequest(url, "ds", str(at), session=session)):
+        program = READERS % FILE_BYTES
+        readers = subprocess.Popen(
+            [sys.executable, "-c", program, str(at), str(count), str(files)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert readers.stdout is not None
+        pids = [int(readers.stdout.readline()) for _ in range(count)]
+        for pid in pids[::3]:
+            os.kill(pid, signal.SIGKILL)
+        (at.parent / "mount-stop").touch()
+        codes = readers.communicate(timeout=60)[0].split()
+        assert sorted(codes) == ["0"] * (count - len(pids[::3])) + ["9"] * len(pids[::3])
+        found = mounted_at(str(at))
+        assert found is not None
+        assert holders_of(found.device) == []
+        assert open_handles(at) == 0
+        assert all((at / f"f{seed}").read_bytes() == noise(seed) for seed in range(files))
+        umount(at)  # is refused while anybody holds it
+
+
+def open_handles(at: Path) -> int:
+    """OPENs without their RELEASE, which the kernel sends when the last descriptor has gone."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        said = stats(at)
+        requests = said["requests"]
+        assert isinstance(requests, dict)
+        if said["session"] == "kernel":
+            assert "release" not in requests, "the kernel opens files by itself"
+            return 0
+        handles = int(requests["open"]) - int(requests["release"])
+        if not handles or time.monotonic() > deadline_s:
+            return handles
+        time.sleep(1.1)  # the statistics stand still for a second
+
+
+@pytest.fixture
+def saved(url: str, at: Path, session: str, tmp_path: Path) -> MountRequest:
+    """A request for a saved version that is no longer the current one."""
+    put(url, {"a": b"old"})
+    with connect("ds", url) as dataset:
+        dataset.save_meta(tmp_path / "snap")
+    put(url, {"a": b"new"})
+    return MountRequest(url, "ds", str(at), session=session, snapshot_file=str(tmp_path / "snap"))
+
+
+def changed(request: MountRequest, **options: object) -> MountRequest:
+    return replace(request, **options)  # type: ignore[arg-type]  # fields by name
+
+
+def test_E4_a_stale_snapshot_warns_whoever_mounts(
+    saved: MountRequest, at: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(saved):
+        assert (at / "a").read_bytes() == b"old"
+    (warned,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "is of version" in warned.getMessage()
+    caplog.clear()
+    for options in ({"stale": "allow"}, {"offline": True}):
+        with mounted(changed(saved, **options)):
+            assert (at / "a").read_bytes() == b"old"
+    assert caplog.records == []
+
+
+def test_E4_a_refused_snapshot_is_a_conflict_and_told_once(saved: MountRequest, at: Path) -> None:
+    with pytest.raises(ConflictError) as refused:
+        mount(changed(saved, stale="refuse"))
+    assert refused.value.exit_code == 12
+    assert str(refused.value).count("is of version") == 1
+    assert str(refused.value).count("--stale warn") == 1
+    assert mounted_at(str(at)) is None
+
+
+def test_E6_without_metadata_only_offline_mounts(
+    saved: MountRequest, at: Path, tmp_path: Path
+) -> None:
+    for file in (tmp_path / "store").glob("meta.sqlite*"):
+        file.unlink()
+    with pytest.raises(MetadataError, match="nobody can tell") as refused:
+        mount(saved)
+    assert refused.value.exit_code == 14
+    with mounted(changed(saved, offline=True)):
+        assert (at / "a").read_bytes() == b"old"
+
+
+def test_a_snapshot_of_another_dataset_is_not_mounted(saved: MountRequest, at: Path) -> None:
+    put(saved.url, {"a": b"a cat"}, "cats")
+    with pytest.raises(ForeignError):
+        mount(changed(saved, dataset="cats", offline=True))
+    assert mounted_at(str(at)) is None

@@ -1,0 +1,169 @@
+"""The file system without a mount: nodes, editions of hidden files, short answers, deadlines."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import trio
+
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.attributes import (
+    ABSENT,
+    ABSENT_NOW,
+    HIDDEN_ROOT,
+    ROOT,
+    Attributes,
+    FuseErrno,
+    Owner,
+)
+from diesel_fs.mounts.dot_diesel import HiddenFile
+from diesel_fs.mounts.vfs import LISTING_ENTRIES, LISTINGS_KEPT, Vfs
+from tests.mounts.folder_dataset import FolderReader, snapshot_of
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hidden(vfs: Vfs, name: bytes) -> Attributes:
+    """What a name in `.diesel` leads to."""
+    return trio.run(vfs.lookup_hidden, HIDDEN_ROOT, name)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def vfs(source: Path, clock: Clock) -> Vfs:
+    """A small dataset, its clock in the test's hand."""
+    (source / "link").symlink_to("a")
+    (source / "many").mkdir()
+    for number in range(LISTING_ENTRIES + 10):
+        (source / "many" / f"{number:05}").touch()
+    content = snapshot_of(source)
+    snapshot = Snapshot(content)
+    return Vfs(
+        snapshot,
+        FolderReader(snapshot, source),
+        Owner(1, 2, 0o022),
+        hidden={b"snapshot": HiddenFile(lambda: content)},
+        clock=clock,
+    )
+
+
+def test_a_node_is_the_index_and_one(vfs: Vfs) -> None:
+    """The node of an entry is its index in the snapshot plus 1; the root is 1."""
+    assert vfs.attributes(ROOT).node == 1
+    for name in (b"a", b"b", b"link", b"many"):
+        found = vfs.lookup(ROOT, name)
+        assert found.node == vfs.snapshot.lookup(name) + 1
+        assert found == vfs.attributes(found.node)
+    assert vfs.lookup(ROOT, b"none") == ABSENT
+    assert vfs.link_target(vfs.lookup(ROOT, b"link").node) == b"a"
+
+
+@pytest.mark.parametrize("node", [0, -1, 99_999, HIDDEN_ROOT - 1, HIDDEN_ROOT + 9, 1 << 63])
+def test_an_unknown_node_is_stale(vfs: Vfs, node: int) -> None:
+    for call in (vfs.attributes, lambda node: vfs.read_nowait(node, 0, 1)):
+        with pytest.raises(FuseErrno) as raised:
+            call(node)
+        assert raised.value.errno == errno.ESTALE
+
+
+def test_listings_agree_with_attributes(vfs: Vfs) -> None:
+    """What a listing tells of a child is what its attributes say; positions are the children's."""
+    folder = vfs.lookup(ROOT, b"many").node
+    names = []
+    position = 0
+    while len((part := vfs.listing(folder, position)).names) > position - part.position:
+        assert part.position == position
+        rows = zip(part.names, part.nodes, part.modes, part.sizes, part.mtimes_ns, strict=True)
+        for name, *told in rows:
+            assert tuple(told) == vfs.lookup(folder, name)[:4]
+            names.append(name)
+        position = part.position + len(part.names)
+    assert names == [b"%05d" % number for number in range(LISTING_ENTRIES + 10)]
+    assert vfs.listing(folder, LISTING_ENTRIES + 3).position == LISTING_ENTRIES
+    assert vfs.listing(vfs.lookup(ROOT, b"a").node, 0).names == ()
+    for each in range(3, LISTINGS_KEPT + 10):
+        vfs.listing(each, 0)
+    assert len(vfs._listings) == LISTINGS_KEPT
+
+
+def test_a_hidden_file_gets_a_new_node_when_and_only_when_it_changes(
+    vfs: Vfs, clock: Clock
+) -> None:
+    first = hidden(vfs, b"stats")
+    vfs.count_lookup(first.node)
+    content = vfs.read_nowait(first.node, 0, first.size)
+    clock.now_s = 0.99
+    vfs.requests["read"] += 1
+    assert hidden(vfs, b"stats") == first, "they stand still for a second"
+    clock.now_s = 1.0
+    second = hidden(vfs, b"stats")
+    assert second.node > first.node
+    assert vfs.read_nowait(first.node, 0, 9999) == content
+    vfs.forget(first.node, 1)
+    with pytest.raises(FuseErrno):
+        vfs.read_nowait(first.node, 0, 9999)
+    snapshot = hidden(vfs, b"snapshot")
+    clock.now_s = 1e6
+    assert hidden(vfs, b"snapshot") == snapshot
+    assert hidden(vfs, b"nothing") == ABSENT_NOW
+
+
+def test_a_hidden_file_that_does_not_change_keeps_its_node(vfs: Vfs, clock: Clock) -> None:
+    same = Vfs(
+        vfs.snapshot,
+        vfs._reader,
+        Owner(0, 0),
+        hidden={b"x": HiddenFile(lambda: bytes([1, 2]), max_age_s=1.0)},
+        clock=clock,
+    )
+    first = hidden(same, b"x")
+    clock.now_s = 5.0
+    assert hidden(same, b"x") == first
+
+
+def test_editions_that_nobody_knows_go(vfs: Vfs, clock: Clock) -> None:
+    """Statistics that are asked for again and again take no memory."""
+    for second in range(1000):
+        clock.now_s = 2.0 * second
+        node = hidden(vfs, b"stats").node
+        vfs.count_lookup(node)
+        vfs.forget(node, 1)
+    assert len(vfs._hidden._nodes) == 1
+
+
+def test_owner_and_umask(vfs: Vfs) -> None:
+    assert stat.S_IMODE(vfs.attributes(ROOT).mode) & 0o022 == 0
+    assert stat.S_IMODE(vfs.lookup(ROOT, b"link").mode) == 0o777
+    assert stat.S_IMODE(vfs.attributes(HIDDEN_ROOT).mode) == 0o555
+
+
+def test_reads_are_in_full_or_refused(vfs: Vfs, source: Path) -> None:
+    node = vfs.lookup(ROOT, b"a").node
+
+    async def read() -> None:
+        assert vfs.read_nowait(node, 0, 10) is None
+        assert await vfs.read(node, 4995, 4096) == b"alpha"
+        assert vfs.read_nowait(node, 0, 4096) == (b"alpha" * 1000)[:4096]
+        assert vfs.read_nowait(node, 5000, 4096) == b""
+        assert vfs.read_nowait(node, 9999, 4096) == b""
+        os.truncate(source / "b", 2)
+        with pytest.raises(FuseErrno) as raised:
+            await vfs.read(vfs.lookup(ROOT, b"b").node, 0, 4096)
+        assert raised.value.errno == errno.EIO
+
+    trio.run(read)
+    assert vfs.reads == {"hits": 1, "misses": 2, "held": 0, "failed": 1, "bytes": 5 + 4096}

@@ -1,0 +1,133 @@
+"""A mount that follows its dataset for long holds no more than one that has just begun to."""
+
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from diesel_fs.mounts.processes import children_of
+from diesel_fs.peers.client_connection import connect_unix
+from diesel_fs.peers.options import TaskOptions
+from tests.mounts.versions.followed_dataset import (
+    FILES,
+    FollowedMount,
+    begin,
+    mounted,
+    noise,
+    wait_until,
+)
+
+pytestmark = pytest.mark.fuse
+
+FIRST_SWITCHES, SWITCHES = 5, 50
+MEMORY_BYTES = 8 << 20
+CHANGED_BYTES = 1 << 20
+"""So much is new in each version: after the first switches the master's memory is full."""
+
+SETTLED_S = 60.0
+"""Threads that have nothing to do end after ten seconds."""
+
+
+class Figures(NamedTuple):
+    """What one process holds."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+    anonymous_kib: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Figures":
+        here = Path(f"/proc/{pid}")
+        rollup = (here / "smaps_rollup").read_text().splitlines()
+        [anonymous] = [line.split()[1] for line in rollup if line.startswith("Anonymous:")]
+        return cls(
+            len(os.listdir(here / "fd")),
+            len(os.listdir(here / "task")),
+            len((here / "maps").read_text().splitlines()),
+            int(anonymous),
+        )
+
+    def has_grown(self, before: "Figures") -> bool:
+        """Whether more has been added than comes and goes: a leak adds 45 of its kind or more, and
+        of memory that was read through 45 MiB.
+        """
+        most = Figures(*map(sum, zip(before, ROOM, strict=True)))
+        return any(now > limit for now, limit in zip(self, most, strict=True))
+
+
+ROOM = Figures(10, 10, 30, 16 << 10)
+
+
+def master_of(runtime: Path) -> int:
+    """The process of the only master whose socket lies in this runtime folder."""
+    [place] = runtime.glob("diesel/tasks/*/0/socket")
+    with socket.socket(socket.AF_UNIX) as link:
+        connect_unix(link, str(place))
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[0])
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of this test's own; the master that is left there is ended."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder
+    for _ in folder.glob("diesel/tasks/*/0/socket"):
+        os.kill(master_of(folder), signal.SIGKILL)
+
+
+def processes_of(ds: FollowedMount, runtime: Path) -> dict[str, int]:
+    """The mount's processes, and the task's master on this node."""
+    told = ds.stats()
+    supervisor, server = told["pid"], told["server_pid"]
+    assert isinstance(supervisor, int)
+    assert isinstance(server, int)
+    found = {"supervisor": supervisor, "server": server}
+    if ds.request.session == "kernel":
+        [found["helper"]] = [pid for pid in children_of(supervisor) if pid != server]
+    if ds.request.task_options:
+        found["master"] = master_of(runtime)
+    return found
+
+
+def switch(ds: FollowedMount, number: int) -> None:
+    """Goes over to another version, and reads all of it."""
+    changed = noise(number, CHANGED_BYTES)
+    ds.change({"changed": changed})
+    for path, content in {**FILES, "changed": changed}.items():
+        assert (ds.at / path).read_bytes() == content
+
+
+@pytest.mark.parametrize("task", ["", "training"], ids=["alone", "task"])
+def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
+    tmp_path: Path, runtime: Path, session: str, task: str
+) -> None:
+    """Descriptors, threads, mappings and memory of the server, helper, supervisor and master."""
+    ds = begin(tmp_path, session)
+    joins = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
+    ds.request = replace(ds.request, task_options=joins, memory_bytes=MEMORY_BYTES)
+    with mounted(ds.request):
+        for number in range(FIRST_SWITCHES):
+            switch(ds, number)
+        processes = processes_of(ds, runtime)
+        before = {name: Figures.of(pid) for name, pid in processes.items()}
+        for number in range(FIRST_SWITCHES, SWITCHES):
+            switch(ds, number)
+        assert processes_of(ds, runtime) == processes, "one of them was started again"
+
+        def grown() -> dict[str, tuple[Figures, Figures]]:
+            now = {name: Figures.of(pid) for name, pid in processes.items()}
+            return {
+                name: (before[name], now[name]) for name in now if now[name].has_grown(before[name])
+            }
+
+        wait_until(lambda: not grown(), SETTLED_S, lambda: f"these have grown: {grown()}")

@@ -1,0 +1,223 @@
+"""Mounts that follow: whoever is killed meanwhile, many readers, many who open one snapshot."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.processes import ends_within
+from diesel_fs.repository.local import LocalRepository
+from tests.mounts.dying_daemon import DIES
+from tests.mounts.versions.followed_dataset import (
+    FILES,
+    HOPE_S,
+    FollowedMount,
+    begin,
+    mounted,
+    noise,
+    wait_until,
+)
+
+pytestmark = pytest.mark.fuse
+
+DYING = (sys.executable, "-m", "tests.mounts.dying_daemon")
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, session: str) -> FollowedMount:
+    """A dataset, not mounted yet."""
+    return begin(tmp_path, session)
+
+
+@pytest.fixture
+def followed_mount(begun: FollowedMount) -> Iterator[FollowedMount]:
+    with mounted(begun.request):
+        yield begun
+
+
+def processes(ds: FollowedMount) -> dict[str, int]:
+    """The mount's own."""
+    if ds.request.session == "kernel":
+        wait_until(lambda: ds.stats()["residency"])
+    told = ds.stats()
+    residency = told.get("residency")
+    found = {"supervisor": told["pid"], "server": told["server_pid"]}
+    if isinstance(residency, dict) and "pid" in residency:
+        found["helper"] = residency["pid"]
+    return {name: pid for name, pid in found.items() if isinstance(pid, int)}
+
+
+def many_names(count: int, letter: str) -> dict[str, bytes]:
+    return {f"many/{letter}{number:05}": b"" for number in range(count)}
+
+
+READERS = """if True:
+    import os, sys, random
+    at = sys.argv[1]
+    while not os.path.exists(at + "-stop"):
+        try:
+            for name in random.sample(os.listdir(at + "/many"), 50):
+                with open(f"{at}/many/{name}", "rb") as file:
+                    file.read()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            break
+"""
+
+
+@contextmanager
+def reading(ds: FollowedMount) -> Iterator[None]:
+    """Processes that list, look up and read all the while; none of them may hang."""
+    command = [sys.executable, "-c", READERS, str(ds.at)]
+    readers = [subprocess.Popen(command) for _ in range(2)]
+    try:
+        yield
+    finally:
+        ds.at.with_name("mount-stop").touch()
+        for reader in readers:
+            try:
+                reader.wait(10)
+            finally:
+                reader.kill()
+
+
+@pytest.mark.parametrize("victim", ["helper", "server", "supervisor"])
+def test_whoever_is_killed_during_a_switch_leaves_no_hang(
+    begun: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a part of the names has been told. Where it is the helper, the server tells the rest."""
+    ds = begun
+    if (victim, ds.request.session) == ("helper", "pyfuse3"):
+        return  # it has none
+    with connect("ds", ds.url) as dataset:
+        for name, content in many_names(3000, "a").items():
+            dataset.put(content, name)
+    monkeypatch.setenv(DIES, victim)
+    with mounted(ds.request, DYING), reading(ds):
+        pids = processes(ds)
+        assert len(os.listdir(ds.at / "many")) == 3000
+        with connect("ds", ds.url) as dataset:
+            dataset.delete("many", recursive=True)
+            for name, content in many_names(6000, "b").items():
+                dataset.put(content, name)
+        assert ends_within(pids[victim], HOPE_S)
+        if victim == "helper":
+            with connect("ds", ds.url) as dataset:
+                ds.wait_for(dataset.version)
+            assert len([*map(os.stat, (ds.at / "many").iterdir())]) == 6000
+            assert not (ds.at / "many/a00000").exists()
+            assert (ds.at / "kept").read_bytes() == FILES["kept"]
+            ds.change({"0new": b"0"})
+            assert (ds.at / "0new").read_bytes() == b"0"
+        else:
+            for pid in pids.values():
+                assert ends_within(pid, 5.0)
+            with pytest.raises(OSError, match=r".") as raised:
+                os.statvfs(ds.at)
+            assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def test_readers_meet_no_error_but_absence_while_versions_go_by(ds: FollowedMount) -> None:
+    """Half of the names come and go; who has opened one reads it whole, of one version."""
+    at = ds.at
+    ds.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
+    wrong: list[object] = []
+    stop = threading.Event()
+
+    def read(seed: int) -> None:
+        chance = random.Random(seed)
+        while not stop.is_set():
+            number = chance.randrange(40)
+            try:
+                content = (at / f"many/s{number}").read_bytes()
+                if content not in (noise(number, 5000), noise(100 + number, 6000)):
+                    wrong.append((number, len(content)))
+            except FileNotFoundError:
+                if number < 20:
+                    wrong.append(number)
+            except OSError as error:
+                wrong.append(error)
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for reader in readers:
+        reader.start()
+    try:
+        for step in range(6):
+            odd = step % 2
+            files = {
+                f"many/s{number}": noise(100 * (1 - odd) + number, 5000 + 1000 * (1 - odd))
+                for number in range(40)
+            }
+            gone = tuple(f"many/s{number}" for number in range(20, 40, 2) if odd)
+            ds.change({name: files[name] for name in files if name not in gone}, gone=gone)
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join(20)
+    assert not wrong
+
+
+OPENERS = """if True:
+    import os, sys, time
+    from diesel_fs.repository import Repository
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.001)
+    with Repository.open(sys.argv[1]) as repository:
+        view = repository.view("ds")
+        print(view.version, view.lookup(b"kept"), view.entry_count)
+"""
+
+
+@pytest.mark.only_session("kernel")
+def test_many_processes_open_one_snapshot_at_once(
+    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes whose cache folder lies on a shared file system: all have the version, and one copy of
+    it is left, whole.
+    """
+    cache = begun.at.with_name("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    go = begun.at.with_name("go")
+    command = [sys.executable, "-c", OPENERS, begun.url, str(go)]
+    openers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(12)]
+    go.touch()
+    found = {opener.communicate(timeout=60)[0] for opener in openers}
+    assert [opener.returncode for opener in openers] == [0] * len(openers)
+    with LocalRepository.open(begun.url) as repository:
+        view = repository.view("ds")
+        assert found == {f"{view.version} {view.lookup(b'kept')} {view.entry_count}\n"}
+        identity = view.identity
+    kept = [path for path in cache.rglob("*") if path.is_file()]
+    assert [path.name.split(".")[0] for path in kept] == [f"{identity.hex}-{view.version:016x}"]
+    Snapshot(kept[0].read_bytes())
+
+
+@pytest.mark.only_session("kernel")
+def test_the_current_snapshot_is_fetched_once_for_a_node(
+    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By identity and version: a second mount finds it, even where the store's copy is damaged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(begun.at.with_name("cache")))
+    request = replace(begun.request, follow=False)
+    store = Path(begun.url.removeprefix("file://"))
+    with mounted(request):
+        assert (begun.at / "kept").read_bytes() == FILES["kept"]
+    snapshots = [path for path in store.rglob("*") if path.parent.name == "snapshots"]
+    assert snapshots
+    for path in snapshots:
+        path.write_bytes(b"damaged")
+    for database in store.glob("meta.sqlite*"):
+        database.unlink()
+    with mounted(request):
+        assert (begun.at / "kept").read_bytes() == FILES["kept"]

@@ -1,0 +1,336 @@
+"""Mounts, and mounts that follow, where the dataset is not in a folder of this machine's: behind a
+server, in a bucket, with its metadata in a Redis.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import ConflictError, ForeignError, MetadataError
+from diesel_fs.mounts import mount, umount
+from diesel_fs.mounts.sessions.syscalls import cached_bytes
+from tests.mounts.versions.followed_dataset import (
+    FILE_BYTES,
+    FILES,
+    POLL_INTERVAL_S,
+    FollowedMount,
+    begin,
+    mounted,
+    noise,
+    tried,
+    wait_until,
+)
+from tests.server.program import Server
+from tests.server.server_with_redis import ServerWithRedis
+from tests.storage.conftest import s3 as s3
+from tests.storage.metadata.redis_servers import RedisServer
+from tests.storage.objects.s3_server import Server as S3Server
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
+    made = ServerWithRedis(tmp_path_factory.mktemp("behind"), workers=1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def followed_mount(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
+    """A dataset behind the server, not mounted yet."""
+    server.empty()
+    for left in leases(server):  # by mounts that were ended by force
+        left.unlink()
+    return begin(tmp_path, session, server.url, server.credentials["root"])
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node that has nothing yet."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache
+
+
+def leases(server: ServerWithRedis) -> list[Path]:
+    """Those that mounts hold."""
+    return [*server.store.glob("datasets/*/leases/*")]
+
+
+def check_pages_stay(ds: FollowedMount, number: int) -> None:
+    assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    ds.change({f"0newer{number}": b"0"})
+    with ds.served_by_page_cache():
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+
+
+def check_following(ds: FollowedMount) -> None:
+    """What is open stays, names lead to the new; of what is unchanged the pages stay."""
+    at = ds.at
+    assert (at / "kept").read_bytes() == FILES["kept"]
+    node = os.stat(at / "kept").st_ino
+    held = os.open(at / "changed", os.O_RDONLY)
+    ds.change({"0new": b"0", "changed": noise(90)}, gone=("gone",))
+    assert os.stat(at / "kept").st_ino == node
+    tried(lambda number: check_pages_stay(ds, number))
+    assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
+    assert (at / "changed").read_bytes() == noise(90)
+    assert (at / "0new").read_bytes() == b"0"
+    assert not (at / "gone").exists()
+    assert (at / "left/inner/f").read_bytes() == FILES["left/inner/f"]
+    os.close(held)
+
+
+def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
+    ds: FollowedMount, server: ServerWithRedis
+) -> None:
+    """Meanwhile what is in memory is read; a lease is held on each version that is answered for."""
+    with mounted(ds.request):
+        held = os.open(ds.at / "d/gone", os.O_RDONLY)
+        check_following(ds)
+        ds.change({"1new": b"1"}, gone=("d/gone",))
+        wait_until(lambda: len(leases(server)) == 2)
+        (crashed,) = server.servers
+        crashed.kill()
+        server.servers.clear()
+        with (ds.at / "kept").open("rb") as kept:
+            if cached_bytes(kept.fileno(), FILE_BYTES) == FILE_BYTES:  # no idle page went
+                assert kept.read() == FILES["kept"]
+        assert sorted(os.listdir(ds.at / "d")) == ["kept"]
+        server.add(f"127.0.0.1:{crashed.port}")
+        ds.change({"2new": b"2", "kept": noise(91)})
+        assert (ds.at / "2new").read_bytes() == b"2"
+        assert (ds.at / "kept").read_bytes() == noise(91)
+        assert os.pread(held, FILE_BYTES + 1, 0) == FILES["d/gone"]
+        os.close(held)
+        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: len(leases(server)) == 1)
+        if ds.request.session == "kernel":
+            assert ds.stats()["residency"]
+        umount(ds.at)
+    wait_until(lambda: not leases(server))
+
+
+@pytest.mark.only_session("kernel")
+def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
+    ds: FollowedMount, server: ServerWithRedis
+) -> None:
+    with mounted(ds.request):
+        held = os.open(ds.at / "changed", os.O_RDONLY)
+        ds.change({"changed": noise(92)}, gone=("gone",))
+        with ds.connected() as dataset:
+            dataset.purge(grace_s=0)
+        assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
+        os.close(held)
+        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: len(leases(server)) == 1)
+        with ds.connected() as dataset:
+            dataset.purge(grace_s=0)
+        assert (ds.at / "changed").read_bytes() == noise(92)
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+
+
+@pytest.mark.only_session("kernel")
+def test_a_redis_that_has_gone_changes_nothing(ds: FollowedMount, server: ServerWithRedis) -> None:
+    """Whether the server can tell the newest version or not: it is followed again afterwards."""
+    with mounted(ds.request):
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        server.redis.kill()
+        try:
+            time.sleep(10 * POLL_INTERVAL_S)
+            assert (ds.at / "d/kept").read_bytes() == FILES["d/kept"]
+        finally:
+            server.redis.start()
+        ds.change({"0new": b"0"})
+        assert ds.warnings("cannot follow") <= 1
+        assert ds.stats()["residency"]
+
+
+@pytest.mark.only_session("kernel")
+def test_a_server_that_has_gone_keeps_nobody_from_leaving(
+    ds: FollowedMount, server: ServerWithRedis
+) -> None:
+    """Also while it is asked for the newest version, and does not answer."""
+    (stopped,) = server.servers
+    with mounted(ds.request):
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        for pid in stopped.workers():
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(0.3)
+            started_s = time.monotonic()
+            umount(ds.at)
+            assert time.monotonic() - started_s < 5
+        finally:
+            for pid in stopped.workers():
+                os.kill(pid, signal.SIGCONT)
+
+
+# What is fetched ----------------------------------------------------------------------------------
+
+
+@pytest.mark.only_session("kernel")
+def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
+    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By identity and version: the second mount asks whether it is current, and gets no byte."""
+    with ds.connected() as dataset:
+        for number in range(3000):
+            dataset.put(b"", f"many/{number:05}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another node's"))
+    stores = ("--store", server.store.as_uri(), "--meta", server.redis.url)
+    sent = []
+    with Server(tmp_path / "counting", *stores, "--metrics", "0") as counting:
+        wait_until(lambda: "metrics at" in counting.log)
+        request = replace(ds.request, url=counting.url, follow=False)
+        for _ in range(2):
+            before = sent_bytes(counting)
+            with mounted(request):
+                assert len(os.listdir(ds.at / "many")) == 3000
+                sent.append(sent_bytes(counting) - before)
+    assert sent[0] > 50_000 > 20 * sent[1]
+
+
+def sent_bytes(server: Server) -> int:
+    """To all clients so far."""
+    where = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    with urllib.request.urlopen(where, timeout=10) as answer:
+        found = re.search(r"^diesel_sent_bytes_total (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place in a bucket that this process and its mounts can reach."""
+    for name in [name for name in os.environ if "proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+    for name, text in s3.environ.items():
+        monkeypatch.setenv(name, text)
+    return s3.place()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis", {"appendonly": "yes"}) as made:
+        yield made
+
+
+PUTS = """if True:
+    import ast, sys
+    from diesel_fs import clouds
+    from diesel_fs.client import connect
+    from diesel_fs.layout import snapshot_prefix
+    from diesel_fs.repository import Repository
+    clouds.enable()
+    url, what = sys.argv[1:]
+    if what == "put":
+        files, gone = ast.literal_eval(sys.stdin.read())
+        with connect("ds", url, create=True) as dataset:
+            for path in gone:
+                dataset.delete(path, recursive=True)
+            for path, content in files.items():
+                dataset.put(content, path)
+                dataset.flush()
+        with connect("ds", url) as dataset:
+            print(dataset.version)
+    else:
+        with Repository.open(url) as repository:
+            prefix = snapshot_prefix(repository.dataset("ds").identity)
+            for name in list(repository.objects.names(prefix)):
+                repository.objects.delete(name)
+                repository.objects.put(name, [b"damaged"])
+                print(name)
+"""
+
+
+class InBucket(FollowedMount):
+    """A dataset in a bucket: other processes write it, since this one may fork."""
+
+    def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
+        return int(self.tell("put", repr((files, gone))))
+
+    def tell(self, what: str, given: str = "") -> str:
+        command = [sys.executable, "-c", PUTS, self.url, what]
+        return subprocess.run(
+            command, input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        ).stdout
+
+
+@pytest.mark.only_session("kernel")
+@pytest.mark.usefixtures("own_cache")
+def test_a_mount_follows_in_a_bucket_whose_metadata_are_in_a_redis(
+    bucket: str, redis: RedisServer, tmp_path: Path, session: str
+) -> None:
+    """And a node fetches a version's snapshot once: a second mount needs none that is sound."""
+    ds = begin(tmp_path, session, f"{bucket}?meta={redis.url}", made=InBucket)
+    with mounted(ds.request):
+        check_following(ds)
+    assert isinstance(ds, InBucket)
+    assert ds.tell("damage")
+    with mounted(replace(ds.request, follow=False)):
+        assert (ds.at / "changed").read_bytes() == noise(90)
+
+
+@pytest.mark.only_session("kernel")
+@pytest.mark.usefixtures("own_cache")
+def test_a_mount_follows_with_its_metadata_in_a_redis(
+    redis: RedisServer, tmp_path: Path, session: str
+) -> None:
+    """Where that has gone, the store's snapshots tell which version is the newest."""
+    ds = begin(tmp_path, session, f"{(tmp_path / 'store').as_uri()}?meta={redis.url}")
+    with mounted(ds.request):
+        check_following(ds)
+        redis.kill()
+        assert (ds.at / "d/kept").read_bytes() == FILES["d/kept"]
+        redis.start()
+        ds.change({"1new": b"1"})
+        assert not ds.warnings("cannot follow")
+
+
+# Which version is newer ---------------------------------------------------------------------------
+
+
+@pytest.mark.only_session("kernel")
+def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
+    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is stale the warning names both versions; where nobody can tell, exit 14."""
+    saved = tmp_path / "saved"
+    with ds.connected() as dataset:
+        dataset.save_meta(saved)
+        old = dataset.version
+    request = replace(ds.request, follow=False, snapshot_file=str(saved))
+    with mounted(request):
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    assert not caplog.messages
+    new = ds.put({"0new": b"0"})
+    with mounted(request):
+        assert not (ds.at / "0new").exists()
+        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    (said,) = caplog.messages
+    assert f"is of version {old}, current is {new}" in said
+    with pytest.raises(ConflictError, match=f"version {old}, current is {new}"):
+        mount(replace(request, stale="refuse"))
+    with ds.connected() as dataset:
+        dataset.delete_dataset()
+    ds.put({"0new": b"0"})
+    with pytest.raises(ForeignError, match="not of 'ds'"):
+        mount(request)
+    nowhere = replace(request, url="diesel://127.0.0.1:1")
+    with pytest.raises(MetadataError, match="nobody can tell whether"):
+        mount(nowhere)
+    with mounted(replace(nowhere, offline=True)):
+        assert os.stat(ds.at / "kept").st_size == len(FILES["kept"])

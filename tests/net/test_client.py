@@ -1,0 +1,598 @@
+"""A client's connections: requests and answers, what is sent again, several servers, forks."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from diesel_fs.credentials import Credentials
+from diesel_fs.errors import (
+    BusyError,
+    ConfigError,
+    CorruptError,
+    DeadlineError,
+    DieselError,
+    MetadataError,
+    NoSuchDataset,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net import client as rpc
+from diesel_fs.net import frames as wire
+from diesel_fs.net.client import ServerLink
+from diesel_fs.net.client_connection import Deadline
+from diesel_fs.net.messages import Message
+from diesel_fs.urls import parse_url
+from diesel_server.limits import ConnectionLimits
+from diesel_server.requests import Reply, Request
+
+from ..server.fake_server import ME, STORE, ThreadedServer, links
+from ..server.program import until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedServer]:
+    with ThreadedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def link(server: ThreadedServer) -> Iterator[ServerLink]:
+    link = server.link()
+    yield link
+    link.close()
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_payload_goes_and_comes_in_parts(link: ServerLink) -> None:
+    parts: list[Bytes] = [
+        b"a" * 3,
+        bytearray(b"b" * 70_000),
+        memoryview(b"c" * 5_000_000),
+        b"",
+        b"d",
+    ]
+    whole = b"".join(bytes(part) for part in parts)
+    answer = link.call({"do": "echo", "text": "hello"}, parts)
+    assert answer.message["text"] == "hello"
+    assert answer.payload.tobytes() == whole
+    room = memoryview(bytearray(len(whole)))
+    assert link.call({"do": "echo"}, parts, room=room).payload.obj is room.obj
+    assert room == whole
+
+
+def test_a_thousand_small_parts(link: ServerLink) -> None:
+    parts = [bytes([i % 256]) * (i % 7) for i in range(1000)]
+    assert link.call({"do": "echo"}, parts).payload.tobytes() == b"".join(parts)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1999, 2001])
+def test_a_payload_that_does_not_fit_its_room_is_refused(link: ServerLink, size: int) -> None:
+    room = memoryview(bytearray(size))
+    with pytest.raises(CorruptError, match="were asked for"):
+        link.call({"do": "echo"}, [bytes(2000)], room=room)
+    assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
+
+
+def test_an_error_is_its_class_and_ends_that_request_alone(link: ServerLink) -> None:
+    """G3: one request meets an error, or a bug; the connection goes on."""
+    peer = link.call({"do": "echo"}).message["peer"]
+    with pytest.raises(NoSuchDataset, match="gone"):
+        link.call({"do": "fail", "kind": "NoSuchDataset", "message": "gone"}, [bytes(100_000)])
+    with pytest.raises(DieselError, match="internal error") as caught:
+        link.call({"do": "bug"})
+    assert "secret" not in str(caught.value)
+    with pytest.raises(NoSuchDataset):  # with room for what does not come
+        link.call(
+            {"do": "fail", "kind": "NoSuchDataset", "message": "x"},
+            room=memoryview(bytearray(10)),
+        )
+    assert link.call({"do": "echo"}).message["peer"] == peer
+
+
+def test_a_request_that_is_unknown_and_fields_that_are(link: ServerLink) -> None:
+    """G4: what may be left out is, what may not is refused."""
+    with pytest.raises(UsageError, match="does not know the request"):
+        link.call({"do": "later"})
+    assert link.call({"do": "echo", "later": 1}, [b"x"]).payload.tobytes() == b"x"
+    with pytest.raises(UsageError, match="later!"):
+        link.call({"do": "echo", "later!": 1}, [bytes(1_000_000)])
+    assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
+
+
+def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
+    def later(request: Request) -> Reply:
+        return Reply({"later!": 1})
+
+    with ThreadedServer({"later": later}) as server, pytest.raises(UsageError, match="later!"):
+        server.link().call({"do": "later"})
+
+
+def test_streams(link: ServerLink) -> None:
+    """Each answer but the last has `more`; one that is left early takes its connection along."""
+    answers = list(link.stream({"do": "count", "n": 5}))
+    assert [answer.message["i"] for answer in answers] == list(range(5))
+    assert [answer.payload.nbytes for answer in answers] == list(range(5))
+    assert [answer.message.get("more", False) for answer in answers] == [True] * 4 + [False]
+    assert [answer.message.get("i") for answer in link.stream({"do": "progress", "n": 3})] == [
+        0, 1, 2, None,
+    ]  # fmt: skip
+    for answer in link.stream({"do": "count", "n": 100_000}):
+        assert answer.message["i"] == 0
+        break
+    assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
+    with pytest.raises(DieselError, match="internal error"):  # it promised an answer
+        list(link.stream({"do": "count", "n": 0}))
+
+
+def test_a_generator_whose_client_has_gone_is_closed() -> None:
+    closed = threading.Event()
+
+    held = []  # else it would be closed by being forgotten
+
+    def begun(request: Request) -> Iterator[Reply]:
+        held.append(endless(request))
+        return held[0]
+
+    def endless(request: Request) -> Iterator[Reply]:
+        try:
+            while True:
+                yield Reply({"more": True}, [bytes(1 << 20)])
+        finally:
+            closed.set()
+
+    with ThreadedServer({"endless": begun}) as server:
+        stream = server.link().stream({"do": "endless"})
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]  # an Iterator that is a generator
+        assert closed.wait(10)
+
+
+def test_many_threads_share_a_link(server: ThreadedServer, link: ServerLink) -> None:
+    def ask(i: int) -> bool:
+        body = bytes([i % 256]) * (i * 37 % 50_000)
+        return link.call({"do": "echo", "text": str(i)}, [body]).payload.tobytes() == body
+
+    with ThreadPoolExecutor(24) as threads:
+        assert all(threads.map(ask, range(400)))
+    assert len(link._idle) <= rpc.IDLE_CONNECTIONS_MAX
+    link.close()
+    with pytest.raises(MetadataError, match="closed"):
+        link.call({"do": "echo"})
+
+
+def test_connections_that_have_been_idle_for_long_are_not_used(
+    server: ThreadedServer, link: ServerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = link.call({"do": "echo"}).message["peer"]
+    assert link.call({"do": "echo"}).message["peer"] == first
+    monkeypatch.setattr(rpc, "IDLE_S", 0.0)
+    assert link.call({"do": "echo"}).message["peer"] != first
+
+
+def test_descriptors_come_back(server: ThreadedServer) -> None:
+    link = server.link()
+    link.call({"do": "echo"})
+    link.close()
+    before = fds()
+    for _ in range(20):
+        link = server.link()
+        link.call({"do": "echo"})
+        link.close()
+    until(lambda: fds() <= before, "closed sockets")
+
+
+def test_the_store_is_known_and_connecting_is_lazy() -> None:
+    nobody = ServerLink.open(parse_url("diesel://127.0.0.1:1"), ME, open_s=0.2)
+    with pytest.raises(MetadataError, match=r"127\.0\.0\.1:1"):
+        assert nobody.store_id
+    with ThreadedServer() as server:
+        assert server.link().store_id == STORE
+
+
+@pytest.mark.parametrize(
+    "url", ["diesel://h:x", "diesel://h:99999", "diesel://:1", "diesel://a,,b"]
+)
+def test_malformed_addresses(url: str) -> None:
+    with pytest.raises(ConfigError):
+        ServerLink.open(parse_url(url), ME)
+
+
+def test_a_host_that_does_not_exist() -> None:
+    begun = time.monotonic()
+    with pytest.raises(MetadataError, match="cannot reach"):
+        ServerLink.open(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call(
+            {"do": "x"}
+        )
+    assert time.monotonic() - begun < 30
+
+
+def test_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with ThreadedServer(host="::1") as server:
+        assert "[::1]" in server.url
+        assert str(server.link().call({"do": "echo"}).message["peer"]).startswith("[::1]:")
+
+
+@pytest.mark.parametrize(
+    "credentials", [Credentials("me", bytes(32)), Credentials("you", bytes(range(32)))]
+)
+def test_wrong_credentials_are_refused_at_once(
+    server: ThreadedServer, credentials: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.cells.get("diesel_connections_total")
+    begun = time.monotonic()
+    with pytest.raises(PermissionDenied):
+        server.link(credentials).call({"do": "echo"})
+    assert time.monotonic() - begun < 3
+    assert server.cells.get("diesel_connections_total") == before + 1
+    lines = [line for line in caplog.messages if "refused user=" in line]
+    assert len(lines) == 1
+    assert f"user={credentials.user} from=127.0.0.1:" in lines[0]
+    assert "do=login" in lines[0]
+
+
+def test_who_is_revoked_is_refused_on_a_live_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diesel_server.connection.ACCOUNT_REFRESH_S", 0.0)
+    with ThreadedServer() as server:
+        link = server.link()
+        link.call({"do": "echo"})
+        server.login.revoked = True
+        with pytest.raises(PermissionDenied, match="not valid"):
+            link.call({"do": "echo"}, [bytes(100_000)])
+
+
+def test_a_deadline_covers_the_whole_answer(server: ThreadedServer, link: ServerLink) -> None:
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError):
+        link.call({"do": "sleep", "seconds": 5}, deadline_s=0.3)
+    assert time.monotonic() - begun < 2
+
+    def drip(client: socket.socket) -> None:
+        client.sendall(wire.frame({"id": 1}, wire.ANSWER_LIMITS, 1000))
+        for _ in range(100):
+            client.send(b"x")
+            time.sleep(0.05)
+
+    with Scripted(drip) as scripted:
+        begun = time.monotonic()
+        with pytest.raises(DeadlineError):
+            scripted.link().call({"do": "echo"}, deadline_s=1.0)
+        assert time.monotonic() - begun < 3
+
+
+def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
+    monkeypatch: pytest.MonkeyPatch, server: ThreadedServer
+) -> None:
+    """G4: a client of another version is told so, by the server and by itself."""
+    for version in (wire.VERSION - 1, wire.VERSION + 1):
+        other = wire.greeting()[:8] + version.to_bytes(2, "little") + bytes(6)
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "greeting", lambda other=other: other)
+            begun = time.monotonic()
+            with pytest.raises(MetadataError) as caught:
+                server.link(open_s=0.2).call({"do": "echo"})
+            assert time.monotonic() - begun < 8
+        assert wire.version_mismatch(version) in str(caught.value)
+        assert caught.value.exit_code == 14
+
+
+# What is sent again
+
+
+class Scripted:
+    """A server that logs anybody in, reads one request of each connection and does as told."""
+
+    def __init__(self, *acts: "object") -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.requests: list[Message] = []
+        self._acts = list(acts)
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client:
+            try:
+                client.recv(16, socket.MSG_WAITALL)
+                client.sendall(wire.welcome(bytes(32)))
+                self._read(client)
+                client.sendall(wire.frame({"user": "me", "store": str(STORE)}, wire.ANSWER_LIMITS))
+                message = self._read(client)
+                self.requests.append(message)
+                act = self._acts.pop(0) if self._acts else None
+                if act is None:
+                    client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER_LIMITS))
+                    time.sleep(5)
+                else:
+                    act(client)  # type: ignore[operator]  # one of several acts
+            except OSError:
+                return
+
+    def _read(self, client: socket.socket) -> Message:
+        lengths = wire.parse_lengths(client.recv(8, socket.MSG_WAITALL), wire.REQUEST_LIMITS)
+        head = client.recv(lengths.head, socket.MSG_WAITALL)
+        if lengths.payload:
+            client.recv(lengths.payload, socket.MSG_WAITALL)
+        return wire.parse_head(head, wire.REQUEST_LIMITS)
+
+    def link(self) -> ServerLink:
+        return ServerLink.open(parse_url(f"diesel://127.0.0.1:{self.port}"), ME)
+
+    def __enter__(self) -> "Scripted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+def close(client: socket.socket) -> None:
+    client.shutdown(socket.SHUT_RDWR)
+
+
+def half(client: socket.socket) -> None:
+    client.sendall(wire.frame({"id": 1}, wire.ANSWER_LIMITS, 100) + b"x" * 50)
+
+
+def test_what_may_be_repeated_is_sent_again_when_the_connection_breaks() -> None:
+    """G1."""
+    with Scripted(close, half, close) as scripted:
+        link = scripted.link()
+        assert link.call({"do": "echo", "n": 1}).message["id"] == 1
+        assert [request["n"] for request in scripted.requests] == [1] * 4
+
+
+def test_what_may_not_is_not() -> None:
+    for act in (close, half):
+        with Scripted(act) as scripted:
+            with pytest.raises(MetadataError, match="not known"):
+                scripted.link().call({"do": "echo"}, may_repeat=False)
+            assert len(scripted.requests) == 1
+
+
+def test_what_has_not_arrived_whole_may_always_be_sent_again() -> None:
+    """The server closes before it has the whole request: it cannot have been carried out."""
+    server = ThreadedServer()
+    try:
+        link = server.link()
+        link.call({"do": "echo"})
+        port = server.port
+        server.stop()
+        server = ThreadedServer(port=port)
+        assert link.call({"do": "echo"}, [b"x"], may_repeat=False).payload.tobytes() == b"x"
+    finally:
+        server.stop()
+
+
+def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
+    """G2, the client's side: `retry_after_s`, also for what may not be repeated."""
+
+    def busy(client: socket.socket) -> None:
+        answer: Message = {
+            "id": 1, "error": "BusyError", "message": "overloaded", "advice": "",
+            "retry_after_s": 0.05,
+        }  # fmt: skip
+        client.sendall(wire.frame(answer, wire.ANSWER_LIMITS))
+
+    def locked(client: socket.socket) -> None:
+        answer: Message = {"id": 1, "error": "BusyError", "message": "locked", "advice": ""}
+        client.sendall(wire.frame(answer, wire.ANSWER_LIMITS))
+
+    with Scripted(busy, busy) as scripted:
+        scripted.link().call({"do": "echo"}, may_repeat=False)
+        assert len(scripted.requests) == 3
+    with Scripted(*[busy] * 100) as scripted, pytest.raises(BusyError, match="overloaded"):
+        scripted.link().call({"do": "echo"}, deadline_s=0.5)
+    with Scripted(locked) as scripted:
+        with pytest.raises(BusyError, match="locked"):
+            scripted.link().call({"do": "echo"})
+        assert len(scripted.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        wire.frame({"id": 2}, wire.ANSWER_LIMITS),
+        wire.frame({}, wire.ANSWER_LIMITS),
+        b"\xff" * 8,
+        b"\1\0\0\0\0\0\0\0\xc1",
+        b"\0" * 8,
+    ],
+)
+def test_N10_an_answer_that_contradicts_the_wire(said: bytes) -> None:
+    with Scripted(lambda client: client.sendall(said)) as scripted, pytest.raises(CorruptError):
+        scripted.link().call({"do": "echo"})
+
+
+# Several servers
+
+
+def test_G1_another_server_is_asked_when_one_dies() -> None:
+    first, second = ThreadedServer(), ThreadedServer()
+    try:
+        link = links([first, second])
+        for _ in range(3):
+            link.call({"do": "echo"})
+        used = [server for server in (first, second) if server.cells.get("diesel_logins_total")]
+        assert len(used) == 1, "it sticks to one that works"
+        used[0].stop()
+        assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
+    finally:
+        first.stop()
+        second.stop()
+
+
+def test_clients_spread_over_the_servers() -> None:
+    with ThreadedServer() as first, ThreadedServer() as second:
+        for _ in range(40):
+            links([first, second]).call({"do": "echo"})
+        assert first.cells.get("diesel_logins_total") > 5
+        assert second.cells.get("diesel_logins_total") > 5
+
+
+def test_a_server_that_hangs_is_left_for_another() -> None:
+    """It accepts, and then says nothing, or nothing any more."""
+    with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
+        for _ in range(4):
+            url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
+            link = ServerLink.open(parse_url(url), ME)
+            link._first = 0
+            begun = time.monotonic()
+            assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
+            assert time.monotonic() - begun < 11
+            if hangs.requests:
+                return
+    raise AssertionError("it was never asked: proves nothing")
+
+
+@pytest.mark.parametrize("hello", [True, False])
+def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: bool) -> None:
+    """Stopped, or the machine is gone: neither the first call nor the next fails for it."""
+    silent = [socket.create_server(("127.0.0.1", 0), backlog=16 if hello else 0) for _ in range(2)]
+    with ExitStack() as stack, ThreadedServer() as well:
+        for each in silent:
+            stack.enter_context(each)
+            for _ in range(0 if hello else 2):  # its backlog is full: connecting hangs
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(each.getsockname())
+        places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
+        link = ServerLink.open(
+            parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0
+        )
+        link._first = 2
+        with pytest.raises(DieselError):
+            link._connected(Deadline(0.0))
+        assert link._first == 0, "who could not is not asked first again"
+        assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
+        assert link._first == 2, "who answers is asked first the next time"
+
+
+def test_G8_servers_of_one_address_serve_one_store() -> None:
+    other = UUID(int=8)
+    with ThreadedServer() as first, ThreadedServer(store=other) as second:
+        link = links([first, second])
+        store = link.store_id
+        link.close_idle()
+        (first if store == STORE else second).stop()
+        with pytest.raises(MetadataError, match="another store"):
+            link.call({"do": "echo"}, deadline_s=3)
+
+
+def test_a_server_that_is_going_sends_its_clients_to_another() -> None:
+    with ThreadedServer() as first, ThreadedServer() as second:
+        link = links([first, second])
+        link._first = 0
+        link.call({"do": "echo"})
+        thread = threading.Thread(
+            target=lambda: link.call({"do": "sleep", "seconds": 1.5}), daemon=True
+        )
+        thread.start()
+        time.sleep(0.2)
+        first.begin_stop()
+        link._first = 0
+        assert link.call({"do": "echo"}, may_repeat=False)
+        until(lambda: second.cells.get("diesel_requests_total", "other", "ok"), "its count")
+        thread.join(10)
+
+
+def test_too_many_connections_are_told_so() -> None:
+    with ThreadedServer(count=ConnectionLimits(3)) as server:
+        held = [server.link() for _ in range(2)]
+        for link in held:
+            link.call({"do": "echo"})
+        with pytest.raises(BusyError, match="which is the limit"):
+            server.link(open_s=0.3).call({"do": "echo"})
+        held[0].close()
+        assert server.link().call({"do": "echo"})
+
+
+# Forks
+
+
+def test_Z9_a_forked_child_has_connections_of_its_own(
+    server: ThreadedServer, link: ServerLink
+) -> None:
+    """Parent and child both go on, and the child's end breaks nothing of the parent's."""
+    parent_peer = link.call({"do": "echo"}).message["peer"]
+    stream = link.stream({"do": "count", "n": 50})
+    next(stream)
+    reading, writing = os.pipe()
+    before = fds()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            signal.alarm(20)
+            free = fds()
+            answer = link.call({"do": "echo"}, [b"child"])
+            if answer.payload.tobytes() == b"child" and answer.message["peer"] != parent_peer:
+                code = 0 if free < before else 2
+            os.write(writing, str(answer.message["peer"]).encode())
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.read(reading, 100).decode() != parent_peer
+    assert len(list(stream)) == 49
+    assert link.call({"do": "echo"}, [b"parent"]).payload.tobytes() == b"parent"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_Z9_a_fork_while_other_threads_are_asking(server: ThreadedServer, link: ServerLink) -> None:
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            assert link.call({"do": "echo"}, [b"x" * 1000]).payload.nbytes == 1000
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            pid = os.fork()
+            if not pid:
+                signal.alarm(20)
+                fine = link.call({"do": "echo"}, [b"y"]).payload.tobytes() == b"y"
+                os._exit(0 if fine else 1)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_numpy_memory_is_sent_as_it_is(link: ServerLink) -> None:
+    values = np.arange(1000, dtype=np.uint32)
+    assert link.call({"do": "echo"}, [values.data]).payload.tobytes() == values.tobytes()

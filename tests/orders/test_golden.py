@@ -1,0 +1,91 @@
+"""Orders that every later version must give: runs that were begun with an older one go on."""
+
+import pytest
+
+from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
+
+from .datasets import dataset
+
+SMALL = dataset(6, 3)
+MASK = (1 << 64) - 1
+
+
+def draw(state: int, word: int) -> int:
+    """The generator as `shuffle.py` describes it, in whole numbers."""
+    z = (state + (word + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def by_the_book(seed: int, epoch: int, group_size: int) -> list[int]:
+    """The order of SMALL, file by file."""
+    chunk_state, file_state = (draw(draw(domain, seed), epoch) for domain in (1, 2))
+
+    def chunk_key(number: int) -> int:
+        high, low = (int.from_bytes(SMALL.chunk_ids[number][at : at + 8], "big") for at in (0, 8))
+        return draw(draw(chunk_state, high), low)
+
+    chunks = sorted(range(6), key=chunk_key)
+    order = []
+    for start in range(0, 6, group_size):
+        group = set(chunks[start : start + group_size])
+        files = [i for i in SMALL.files().tolist() if int(SMALL.chunk_of([i])[0]) in group]
+        order += sorted(files, key=lambda i: draw(file_state, i))
+    return order
+
+
+def test_the_generator_is_splitmix64() -> None:
+    """The first outputs for the state 1234567, as published with the algorithm."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [draw(1234567, word) for word in range(3)] == published
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+@pytest.mark.parametrize("epoch", [0, 5, 2**63 - 1])
+@pytest.mark.parametrize("group_size", [1, 2, 4, 100])
+def test_orders_are_as_described(seed: int, epoch: int, group_size: int) -> None:
+    order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size)
+    assert order.tolist() == by_the_book(seed, epoch, group_size)
+
+
+GOLDEN = {
+    (0, 0, 2, 0, 1): [9, 15, 11, 25, 13, 23, 19, 21, 17, 14, 16, 18, 22, 20, 24, 10, 12, 8],
+    (1, 2, 2, 0, 1): [17, 11, 19, 21, 13, 15, 18, 16, 8, 12, 14, 10, 22, 20, 23, 25, 24, 9],
+    (1, 3, 2, 0, 1): [9, 22, 24, 25, 23, 20, 14, 10, 8, 12, 18, 16, 21, 13, 17, 15, 19, 11],
+    (42, 7, 3, 1, 4): [20, 19, 24, 10, 9],
+    (2**63 - 1, 2**63 - 1, 1, 0, 1): [
+        11,
+        13,
+        15,
+        21,
+        17,
+        19,
+        24,
+        22,
+        20,
+        9,
+        25,
+        23,
+        8,
+        10,
+        12,
+        18,
+        16,
+        14,
+    ],
+}
+"""By seed, epoch, group size, rank and world."""
+
+FULL = [18, 22, 20, 17, 11, 23, 25, 16, 19, 21, 8, 13, 12, 14, 10, 24, 9, 15]
+
+
+@pytest.mark.parametrize(("numbers", "expected"), GOLDEN.items())
+def test_golden_orders(numbers: tuple[int, int, int, int, int], expected: list[int]) -> None:
+    seed, epoch, group_size, rank, world = numbers
+    order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size, rank=rank, world=world)
+    assert order.tolist() == expected
+
+
+def test_a_golden_full_shuffle() -> None:
+    assert full_shuffle(SMALL, 1, 2).tolist() == FULL

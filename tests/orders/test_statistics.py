@@ -1,0 +1,128 @@
+"""How random orders are. Seeds are fixed, so that chance has had its say once and for all."""
+
+import math
+
+import numpy as np
+import pytest
+
+from diesel_fs.orders.shuffle import (
+    BATCH_FILES,
+    chunk_order,
+    chunk_shuffle,
+    full_shuffle,
+    measure_quality,
+)
+
+from .datasets import dataset
+
+SNAPSHOT = dataset(20, 10)
+EPOCHS = 2000
+DECILES = 10
+
+
+def far_out(observed: "np.typing.NDArray[np.int64]", *, freedom: int) -> float:
+    """Of counts that should all be equal: how many standard deviations chi-square is too large."""
+    expected = observed.mean()
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 20])
+@pytest.mark.parametrize("by_seed", [True, False])
+def test_each_file_is_as_likely_at_each_tenth_of_the_order(group_size: int, by_seed: bool) -> None:
+    """For each file: 2,000 orders, and 200 of them should have it in each tenth."""
+    files = SNAPSHOT.files()
+    seen = np.zeros((len(SNAPSHOT), DECILES), np.int64)
+    tenth = np.arange(len(files)) * DECILES // len(files)
+    for number in range(EPOCHS):
+        seed, epoch = (number, 5) if by_seed else (5, number)
+        order = chunk_shuffle(SNAPSHOT, seed, epoch, group_size=group_size)
+        seen[order, tenth] += 1
+    counts = seen[files]
+    assert counts.sum() == EPOCHS * len(files)
+    # Files of a chunk go together, so the whole table has the freedom of chunks at least.
+    worst = max(far_out(row, freedom=DECILES - 1) for row in counts)
+    assert worst < 6  # of 200 files; 4 to 5 is usual for the largest of so many
+    mean = float(np.mean([far_out(row, freedom=DECILES - 1) for row in counts]))
+    assert abs(mean) < 0.75
+
+
+def test_each_chunk_is_as_likely_beside_each_other() -> None:
+    """Which two chunks share a group of two."""
+    together = np.zeros((20, 20), np.int64)
+    for epoch in range(EPOCHS):
+        order = chunk_order(SNAPSHOT, 9, epoch, group_size=2)
+        for files in np.split(order.indices, order.ends)[:-1]:
+            one, other = sorted(set(SNAPSHOT.chunk_of(files).tolist()))
+            together[one, other] += 1
+    pairs = together[np.triu_indices(20, 1)]
+    assert pairs.sum() == EPOCHS * 10
+    assert abs(far_out(pairs, freedom=len(pairs) - 1)) < 4
+
+
+def test_the_files_of_a_group_are_well_mixed() -> None:
+    """Which file of a pair comes first, in and across chunks, is as good as a coin."""
+    files = SNAPSHOT.files()
+    ahead = np.zeros(len(SNAPSHOT), np.int64)
+    for epoch in range(EPOCHS):
+        place = np.empty(len(SNAPSHOT), np.int64)
+        place[full_shuffle(SNAPSHOT, 3, epoch)] = np.arange(len(files))
+        ahead[files] += place[files] < place[np.roll(files, 1)]
+    deviations = (ahead[files] - EPOCHS / 2) / math.sqrt(EPOCHS / 4)
+    assert float(np.abs(deviations).max()) < 4.5
+    assert 0.8 < float(deviations.std()) < 1.2
+
+
+def test_epochs_of_one_seed_and_seeds_of_one_epoch_are_unrelated() -> None:
+    files = len(SNAPSHOT.files())
+    orders = [full_shuffle(SNAPSHOT, seed, epoch) for seed in range(12) for epoch in range(12)]
+    places = np.argsort(orders).astype(np.float64)
+    places -= places.mean(axis=1, keepdims=True)
+    rho = places @ places.T / (places[0] @ places[0])
+    others = rho[np.triu_indices(len(orders), 1)]
+    assert float(np.abs(others).max()) < 5 / math.sqrt(files)
+    assert abs(float(others.std()) * math.sqrt(files) - 1) < 0.05
+
+
+def test_quality_of_known_orders() -> None:
+    """40 chunks of 100 files, in 8 folders; measured again here, the slow way."""
+    snapshot = dataset(40, 100, folders=8)
+    packed = snapshot.files()[np.lexsort((snapshot.columns.offset[snapshot.files()],
+                                          snapshot.chunk_of(snapshot.files())))]  # fmt: skip
+    for order in (
+        packed,
+        chunk_shuffle(snapshot, 1, 2, group_size=4),
+        full_shuffle(snapshot, 1, 2),
+    ):
+        measured = measure_quality(snapshot, order)
+        batches = [order[at : at + BATCH_FILES] for at in range(0, len(order), BATCH_FILES)]
+        batches = [batch.tolist() for batch in batches if len(batch) == BATCH_FILES]
+        chunks = snapshot.chunk_of(np.arange(len(snapshot)))
+        in_batch = [len({int(chunks[i]) for i in batch}) for batch in batches]
+        folders = [len({snapshot.parent(i) for i in batch}) for batch in batches]
+        assert measured.chunks_in_batch == pytest.approx(sum(in_batch) / len(in_batch))
+        assert measured.folders_in_batch == pytest.approx(sum(folders) / len(folders))
+        assert (measured.files, measured.chunks, measured.folders) == (4000, 40, 8)
+    packed_quality = measure_quality(snapshot, packed)
+    assert packed_quality.rank_correlation == pytest.approx(1)
+    assert packed_quality.chunks_open_max == 1
+    assert measure_quality(snapshot, packed[::-1]).rank_correlation == pytest.approx(-1)
+    by_four = measure_quality(snapshot, chunk_shuffle(snapshot, 1, 2, group_size=4))
+    assert by_four.chunks_open_max == 4
+    assert by_four.chunks_in_batch < 8
+    full = measure_quality(snapshot, full_shuffle(snapshot, 1, 2))
+    assert full.chunks_open_max == 40
+    assert abs(full.rank_correlation) < 3 / math.sqrt(4000)
+    assert full.chunks_in_batch == pytest.approx(full.chunks_in_batch_expected, rel=0.02)
+    # 1 - C(3900, 256) / C(4000, 256) for each chunk
+    absent = math.comb(3900, BATCH_FILES) / math.comb(4000, BATCH_FILES)
+    assert full.chunks_in_batch_expected == pytest.approx(40 * (1 - absent))
+
+
+def test_quality_of_a_few_files() -> None:
+    """Fewer than a batch: the batch is all of them."""
+    few = dataset(3, 2)
+    measured = measure_quality(few, chunk_shuffle(few, 1, 2))
+    assert measured.chunks_in_batch == measured.chunks_in_batch_expected == 3
+    one = dataset(1, 1)
+    assert measure_quality(one, one.files()).chunks_open_max == 1

@@ -1,0 +1,93 @@
+"""A dataset, a stand-in for a master, and a `TaskStore` between them, for tests of that."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.peers.client import TaskStore
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+
+from ..trees import write
+from .fake_master import Behaviour, FakeMaster
+
+FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
+    "text": b"the same words, " * 1000,
+    "large": os.urandom(3 * CHUNK_BYTES_MIN + 77),
+}
+DEADLINE_S, PAUSE_S = 1.5, 0.5
+"""A busy machine lets the tests' own master wait for its turn, too."""
+
+LITTLE_MEMORY = 1 << 10
+"""Nothing fits; chunks in memory are others'."""
+
+
+class Counting(StoreWrapper):
+    """The store itself: how often it is read."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.reads = 0
+        self.fails = False
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.reads += 1
+        if self.fails:
+            raise ObjectStoreError("the store fails")
+        self.inner.read_into(name, start, buffer)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
+    folder = tmp_path_factory.mktemp("task")
+    source = write(folder / "source", FILES)
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
+        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
+        put_tree(opened, "ds", source, options=options)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def view(repository: LocalRepository) -> Snapshot:
+    return repository.view("ds")
+
+
+@pytest.fixture(scope="module")
+def chunks(repository: LocalRepository, view: Snapshot) -> dict[int, bytes]:
+    names = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
+    return {at: bytes(repository.objects.get(name)) for at, name in enumerate(names)}
+
+
+@pytest.fixture
+def behaviour() -> Behaviour:
+    return Behaviour()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "socket"
+
+
+@pytest.fixture
+def master(path: Path, chunks: dict[int, bytes], behaviour: Behaviour) -> Iterator[FakeMaster]:
+    with FakeMaster(path, chunks, behaviour) as standing:
+        yield standing
+
+
+@pytest.fixture
+def inner(repository: LocalRepository) -> Counting:
+    return Counting(repository.objects)
+
+
+@pytest.fixture
+def store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
+    made = TaskStore(inner, path, view, deadline_s=DEADLINE_S, pause_s=PAUSE_S)
+    yield made
+    made.close()

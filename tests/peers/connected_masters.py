@@ -1,0 +1,298 @@
+"""Masters that talk over real sockets, with made-up chunks and nothing else of a task."""
+
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from uuid import UUID
+
+import numpy as np
+import trio
+from trio.testing import MockClock
+
+from diesel_fs.net.frames import parse_head
+from diesel_fs.net.tls import Certificate
+from diesel_fs.peers import hello, wire
+from diesel_fs.peers.acceptor import Acceptor
+from diesel_fs.peers.hello import Hello, Proofs
+from diesel_fs.peers.membership import Member, TaskName
+from diesel_fs.peers.peer import LocalIdentity, Peer
+from diesel_fs.peers.wire import ABSENT, GIVEN, Parts
+
+SECRET = bytes(range(32))
+SIZES = np.array([1 << 20, 300_000, 6 << 20, 40 << 20], np.uint64)
+TASK = TaskName(UUID(int=7), "me", "task")
+
+
+def run(main: Callable[[], Awaitable[None]], clock: MockClock | None = None) -> None:
+    """A test, which ends: within a minute, or half an hour of a clock that jumps."""
+
+    async def within() -> None:
+        with trio.fail_after(60 if clock is None else 2000):
+            await main()
+
+    trio.run(within, clock=clock)
+
+
+def jumping() -> MockClock:
+    """A clock that jumps when nobody has had anything to do for a while: sockets are real."""
+    return MockClock(autojump_threshold=0.02)
+
+
+def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
+    return LocalIdentity(rank, bytes([rank]) * 16, TASK, 3, SECRET, SIZES, certificate)
+
+
+def content(chunk: int, start: int, size: int) -> bytes:
+    """What stands in a chunk."""
+    at = np.arange(start // 8, (start + size) // 8 + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
+    return (at + np.uint64(chunk)).tobytes()[start % 8 :][:size]
+
+
+def parts(*records: tuple[int, int, int]) -> Parts:
+    """Parts from (chunk, start, bytes)."""
+    return np.array(records, "<u4").reshape(-1, 3)
+
+
+class FakeAnswers:
+    """Answers: what is `hot` at once, the rest when `ready` says so; `absent` chunks never."""
+
+    def __init__(self) -> None:
+        self.hot = True
+        self.absent: set[int] = set()
+        self.ready: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.asked: list[tuple[int, int, bool]] = []
+        self.slow = self.slow_most = 0
+        self._chunks: dict[int, memoryview] = {}
+
+    def view(self, chunk: int, start: int, size: int) -> memoryview:
+        if chunk not in self._chunks:
+            self._chunks[chunk] = memoryview(content(chunk, 0, int(SIZES[chunk])))
+        return self._chunks[chunk][start : start + size]
+
+    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
+        if not self.hot or self.absent & set(parts[:, 0].tolist()):
+            return None
+        return [self.view(*part) for part in parts.tolist()]
+
+    async def answer(
+        self, rank: int, parts: Parts, *, load: bool
+    ) -> tuple[bytes, list[memoryview]]:
+        self.asked.append((rank, len(parts), load))
+        self.slow += 1
+        self.slow_most = max(self.slow, self.slow_most)
+        try:
+            await self.ready()
+        finally:
+            self.slow -= 1
+        given = [int(chunk) not in self.absent for chunk in parts[:, 0]]
+        statuses = bytes(GIVEN if each else ABSENT for each in given)
+        views = [self.view(*p) for p, each in zip(parts.tolist(), given, strict=True) if each]
+        return statuses, views
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def member(port: int, certificate: bytes = b"") -> Member:
+    return Member(1, bytes([1]) * 16, f"127.0.0.1:{port}", 3, certificate)
+
+
+class Node:
+    """An acceptor of rank 1 that runs."""
+
+    def __init__(self, acceptor: Acceptor, standing: FakeAnswers, port: int) -> None:
+        self.acceptor = acceptor
+        self.answers = standing
+        self.port = port
+
+
+@asynccontextmanager
+async def answering(
+    mine: LocalIdentity | None = None, standing: FakeAnswers | None = None, **limits: int
+) -> AsyncIterator[Node]:
+    mine = mine or me(1)
+    standing = standing or FakeAnswers()
+    acceptor = Acceptor(mine, standing, **limits)
+    with listening() as listener:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(acceptor.serve, [listener])
+            try:
+                yield Node(acceptor, standing, listener.getsockname()[1])
+            finally:
+                while _OPEN:
+                    await trio.aclose_forcefully(_OPEN.pop().stream)
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def asking(
+    port: int, mine: LocalIdentity | None = None, certificate: bytes = b""
+) -> AsyncIterator[Peer]:
+    peer = Peer(mine or me(0), member(port, certificate))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peer.run)
+        yield peer
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def pair(standing: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer, Node]]:
+    async with answering(standing=standing) as node, asking(node.port) as peer:
+        yield peer, node
+
+
+async def read(
+    peer: Peer, *records: tuple[int, int, int], load: bool = False
+) -> tuple[list[int], list[bytes]]:
+    """The statuses of a read, and the bytes of what was given, which are compared."""
+    room = memoryview(bytearray(sum(size for _, _, size in records)))
+    statuses = await peer.read(parts(*records), room, load=load)
+    found, at = [], 0
+    for (chunk, start, size), status in zip(records, statuses, strict=True):
+        if status == GIVEN:
+            got = bytes(room[at : at + size])
+            assert got == content(chunk, start, size), (chunk, start, size)
+            found.append(got)
+        at += size
+    return statuses.tolist(), found
+
+
+# by hand ------------------------------------------------------------------------------------------
+
+
+class RawPeer:
+    """A connection that a test speaks on by hand, as connector or acceptor."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+
+    async def send(self, *parts: bytes) -> None:
+        await self.stream.send_all(b"".join(parts))
+
+    async def exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            some = await self.stream.receive_some(size - len(found))
+            if not some:
+                raise EOFError
+            found += some
+        return bytes(found)
+
+    async def receive_all(self) -> bytes:
+        """Until the other end closes, however it does that."""
+        found = b""
+        try:
+            while some := await self.stream.receive_some(65536):
+                found += bytes(some)
+        except trio.BrokenResourceError:
+            pass
+        return found
+
+    async def frame(self) -> dict[str, object]:
+        head = int.from_bytes((await self.exactly(8))[:4], "little")
+        return dict(parse_head(await self.exactly(head), hello.HELLO_LIMITS))
+
+    async def handshake(
+        self,
+        mine: LocalIdentity,
+        *,
+        to: int = 1,
+        secret: bytes = SECRET,
+        binding: bytes = hello.NO_BINDING,
+    ) -> dict[str, object]:
+        """As a connector. What is answered to the hello."""
+        await self.send(hello.greeting())
+        await self.exactly(hello.GREETING_BYTES)
+        nonce = await self.exactly(hello.NONCE_BYTES)
+        said = Hello(mine.rank, mine.instance, to, mine.identity, mine.version, os.urandom(32))
+        proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
+        await self.send(hello.hello_frame(said, proofs.connector))
+        return await self.frame()
+
+    async def welcome(self, mine: LocalIdentity) -> None:
+        """As an acceptor."""
+        await self.exactly(hello.GREETING_BYTES)
+        nonce = os.urandom(32)
+        await self.send(hello.welcome(nonce))
+        length = int.from_bytes((await self.exactly(8))[:4], "little")
+        said, _ = hello.parse_hello(await self.exactly(length))
+        proofs = Proofs(mine.secret, nonce, hello.NO_BINDING, mine.task.digest, said)
+        await self.send(hello.proof_frame(proofs.acceptor))
+
+    async def request(self) -> tuple[wire.RequestHead, bytes]:
+        head = wire.parse_request(await self.exactly(wire.HEAD_BYTES))
+        return head, await self.exactly(head.counted * wire.PART_BYTES)
+
+
+_OPEN: list[RawPeer] = []  # what a test has opened; it ends with the master that it is for
+
+
+async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
+    stream: trio.abc.Stream = await trio.open_tcp_stream("127.0.0.1", port)
+    if tls is not None:
+        stream = trio.SSLStream(stream, tls)
+    _OPEN.append(RawPeer(stream))
+    return _OPEN[-1]
+
+
+async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
+    """Somebody who is let in."""
+    hand = await open_raw(port)
+    assert "proof" in await hand.handshake(replace(me(0), rank=rank))
+    return hand
+
+
+@asynccontextmanager
+async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
+    """A master whose connections a test answers by hand after the handshake; the port."""
+    with listening() as listener:
+        listener.setblocking(False)
+        accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+
+        async def one(stream: trio.SocketStream) -> None:
+            async with stream:
+                hand = RawPeer(stream)
+                try:
+                    await hand.welcome(me(1))
+                    await behave(hand)
+                except (EOFError, trio.BrokenResourceError):
+                    pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, one, [accepting])
+            yield listener.getsockname()[1]
+            nursery.cancel_scope.cancel()
+
+
+def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
+    """Something that takes so long."""
+
+    async def wait() -> None:
+        await trio.sleep(seconds)
+
+    return wait
+
+
+async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float) -> None:
+    """Come back when something is true, within so many seconds."""
+    with trio.fail_after(seconds):
+        while True:
+            found = true()
+            if found if isinstance(found, bool) else await found:
+                return
+            await trio.sleep(0.01)
+
+
+async def gather(*works: Callable[[], Awaitable[None]]) -> None:
+    async with trio.open_nursery() as nursery:
+        for work in works:
+            nursery.start_soon(work)
+
+
+def lines(messages: Sequence[str]) -> list[str]:
+    """Refusals in a log."""
+    return [line for line in messages if line.startswith("refused")]

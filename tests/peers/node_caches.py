@@ -1,0 +1,210 @@
+"""Chunks for tests of holdings, and where they are fetched from."""
+
+import gc
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import ParamSpec, TypeVar
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trio
+from trio.testing import MockClock
+
+from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.read_through import ReadCostModel
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.peers.node_cache import NodeCache
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+IDENTITY = UUID(int=5)
+Main = Callable[[], Awaitable[None]]
+EXTRA_BYTES = 40  # each chunk has so many more than the one before
+
+
+@cache
+def chunk(number: int, body_bytes: int = 4000) -> bytes:
+    """The chunk of that number: sizes differ, and no byte is where another has it."""
+    builder = ChunkBuilder(IDENTITY, 2 * body_bytes, "none")
+    body_bytes += EXTRA_BYTES * number
+    builder.room(body_bytes)[:] = random.Random(number).randbytes(body_bytes)
+    builder.add_file((b"", b"f%d" % number), 0o644, 1, body_bytes)
+    buffers, _ = builder.seal(id_of(number))
+    return b"".join(buffers)
+
+
+def id_of(number: int) -> ChunkId:
+    return ChunkId(number.to_bytes(8, "big") * 2)
+
+
+class ChunkSource:
+    """Gives chunks whole, as holdings ask for them; `numbers` has the number of each."""
+
+    def __init__(self, numbers: Sequence[int], body_bytes: int = 4000) -> None:
+        self.body_bytes = body_bytes
+        self.switch_version(numbers)
+        self.fetches: Counter[int] = Counter()
+        self.under_way: Counter[int] = Counter()
+        self.most = 0
+        self.seconds = 0.0
+        self.fails = self.damages = False
+        self.error: BaseException | None = None
+
+    def switch_version(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
+        self.contents = [chunk(number, self.body_bytes) for number in numbers]
+
+    @property
+    def ids(self) -> list[ChunkId]:
+        return [id_of(number) for number in self.numbers]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.uint64]:
+        return np.array([len(content) for content in self.contents], np.uint64)
+
+    async def fetch(self, number: int, room: memoryview) -> None:
+        content, name = self.contents[number], self.numbers[number]
+        self.fetches[name] += 1
+        self.under_way[name] += 1
+        assert self.under_way[name] == 1, "twice at once"
+        self.most = max(self.most, self.under_way.total())
+        try:
+            await trio.sleep(self.seconds)
+        finally:
+            self.under_way[name] -= 1
+        if self.error is not None:
+            raise self.error
+        if self.fails:
+            raise ObjectStoreError("the store is away")
+        room[:] = content
+        if self.damages:
+            room[len(room) // 2] ^= 1
+
+
+def make_cache(
+    source: ChunkSource,
+    memory_bytes: int,
+    *,
+    policy: str = "lru",
+    disk: DiskTier | None = None,
+    costs: ReadCostModel | None = None,
+    mine: bool = True,
+) -> NodeCache:
+    holdings = NodeCache(
+        IDENTITY,
+        source.ids,
+        source.sizes,
+        memory_bytes=memory_bytes,
+        policy=POLICIES[policy](),
+        fetch=source.fetch,
+        disk=disk,
+        disk_policy=POLICIES[policy](),
+        costs=costs or ReadCostModel(),
+    )
+    holdings.set_owned(np.full(len(source.numbers), mine))
+    return holdings
+
+
+@asynccontextmanager
+async def run_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
+    """With its fetches; what it holds stays."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(holdings.run)
+        yield holdings
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def run_and_close_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
+    """With its fetches; nothing is left of it, neither memory nor descriptors."""
+    try:
+        async with run_cache(holdings):
+            yield holdings
+    finally:
+        holdings.close()
+
+
+async def run_inline(
+    self: NodeCache, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+) -> Made:
+    """Instead of in a thread, where time is simulated: the clock does not see that threads work."""
+    return work(*given, **named)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what is done in threads and tells nobody."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.002)
+
+
+def raw(content: memoryview | None) -> bytes | None:
+    return None if content is None else bytes(content)
+
+
+def descriptors() -> Mapping[str, int]:
+    """This process's memfds of chunks, by what they are."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        found[target] += "diesel-chunk" in target
+    return +found
+
+
+@pytest.fixture(autouse=True)
+def memory_is_let_go() -> Iterator[None]:
+    """No chunk's memory is left after a test, in a module that imports this."""
+    before = descriptors()
+    yield
+    for _ in range(100):
+        gc.collect()  # frames of errors; a thread that was left alone may need a moment
+        if descriptors() == before:
+            return
+        time.sleep(0.02)
+    assert descriptors() == before
+
+
+def run_simulated(main: Main) -> None:
+    """With a clock that jumps where nobody has anything to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeCache, "_in_thread", run_inline)
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def total(source: ChunkSource, *numbers: int) -> int:
+    return sum(len(source.contents[number]) for number in numbers)
+
+
+def total_bytes(source: ChunkSource) -> int:
+    return total(source, *range(len(source.contents)))
+
+
+def in_memory(held: NodeCache) -> set[int]:
+    return set(held._memory.views)
+
+
+def held_numbers(held: NodeCache) -> set[int]:
+    """In memory or on the disk."""
+    return {number for number in range(len(held._sizes)) if held.holds(number)}
+
+
+async def misses_until_loaded(held: NodeCache, number: int, times: int, size: int = 3000) -> int:
+    """So often until it came; 0 where it did not."""
+    for misses in range(1, times + 1):
+        if await held.get(number, size, load=True) is not None:
+            return misses
+    return 0

@@ -1,0 +1,84 @@
+"""A training process of one node, which does as it is told and checks every byte.
+
+A line of JSON on stdin is an order, a line on stdout its outcome. The first says what to read:
+`{"mount": DIR}`, or the words of `connect`, among them perhaps `master`, the module of another
+program that is a master, and `lies` for it. The others are:
+
+    {"do": "epoch", "files": N, "seed": S, "batch": B, "pace_s": P}    all files, in random order
+    {"do": "stats"}                                                    what the task says of itself
+
+It ends with its stdin.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import diesel_fs
+from diesel_fs.peers import launch
+from diesel_fs.storage.objects.cloud import direct as clouds
+from tests.peers.contents import content, path
+
+Read = Callable[[list[str]], Iterable[bytes | memoryview]]
+
+
+def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
+    """What became of each file, and how long the slowest batch took."""
+    order = random.Random(seed).sample(range(files), files)
+    right, wrong, worst_s, errors = 0, 0, 0.0, []
+    start_s = time.monotonic()
+    for first in range(0, files, batch):
+        numbers = order[first : first + batch]
+        began_s = time.monotonic()
+        try:
+            got = [bytes(each) for each in read([path(number) for number in numbers])]
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            got = []
+        worst_s = max(worst_s, time.monotonic() - began_s)
+        for number, each in zip(numbers, got, strict=False):
+            right += each == content(number)
+            wrong += each != content(number)
+        time.sleep(pace_s)
+    seconds = time.monotonic() - start_s
+    return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
+
+
+def main() -> None:
+    """Follows orders."""
+    clouds.open_buckets_directly()  # it never forks
+    opened = json.loads(sys.stdin.readline())
+    if "mount" in opened:
+        top = Path(opened["mount"])
+
+        def read(paths: list[str]) -> Iterable[bytes]:
+            return [(top / each).read_bytes() for each in paths]
+
+        def stats() -> object:
+            return json.loads((top / ".diesel" / "stats").read_bytes())
+    else:
+        if "master" in opened:
+            os.environ["LIES"] = opened.pop("lies")
+            program = (sys.executable, "-m", opened.pop("master"))
+            assert launch.join.__kwdefaults__ is not None
+            launch.join.__kwdefaults__["program"] = program
+        dataset = diesel_fs.connect(**opened)
+        read = dataset.read_many  # type: ignore[assignment]  # views do as well
+        stats = dataset.task_stats
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        match order.pop("do"):
+            case "epoch":
+                answer: object = epoch(read, **order)
+            case "stats":
+                answer = stats()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

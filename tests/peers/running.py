@@ -1,0 +1,344 @@
+"""A task that runs for real: a dataset in a store that counts, and programs of users on its nodes.
+
+    with Nodes(tmp_path, 4) as nodes, RunningTask(nodes, files=2_000) as task:
+        readers = [task.reader(rank).ready() for rank in range(4)]
+        outcome = readers[0].epoch(seed=1)
+        task.end()                              # of all that runs in nodes; the dataset stays
+
+The store is an S3 server of the tests' own at the place that all nodes share, and the metadata are
+in Redis there, so what a node gets from outside is counted in one list of requests.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+from redis import Redis
+
+from ..server.program import until
+from ..storage.objects.s3_server import credentials
+from ..storage.objects.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
+from .contents import make
+from .nodes import NodeHost, Nodes, command_line, end, mounts_below
+
+DATASET = "images"
+TASK = "training"
+CHUNK_BYTES = 64 << 10
+OWN_BYTES = 1 << 20
+"""Of a reader alone: no dataset is to fit it, or a second epoch would ask nobody."""
+
+ANSWER_S = 90.0
+PUT_S = 300.0
+SECRET = "a secret of these tests alone, and long enough"  # noqa: S105
+_STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # what a client sends, of PEERS.md section 4
+_CHUNK = re.compile(r"/chunks/")
+
+
+WAIT_MAX_S = 90.0  # whatever comes about does so far earlier, on a busy machine too
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a reader says of an epoch."""
+
+    right: int
+    wrong: int
+    errors: list[str]
+    worst_s: float
+    s: float
+
+
+class Reader:
+    """A training process of a node (`reader_program.py`)."""
+
+    def __init__(self, place: NodeHost, opened: Mapping[str, object], files: int) -> None:
+        self.place = place
+        self.opened = dict(opened)
+        self._files = files
+        self._log_path = place.folder / f"reader-{id(self)}.log"
+        with self._log_path.open("wb") as log:
+            self.process = place.start(
+                *(sys.executable, "-m", "tests.peers.reader_program"),
+                log=log, stdin=subprocess.PIPE,
+            )  # fmt: skip
+        self._tell(opened)
+
+    def ready(self) -> Self:
+        """Wait until it has opened what it reads."""
+        assert self._answer() == {"ready": True}
+        return self
+
+    def begin(self, seed: int, *, batch: int = 64, pace_s: float = 0.0) -> None:
+        """Start an epoch; `outcome` waits for its end."""
+        order = {"do": "epoch", "files": self._files, "seed": seed, "batch": batch}
+        self._tell({**order, "pace_s": pace_s})
+
+    def outcome(self) -> Outcome:
+        return Outcome(**self._answer())  # type: ignore[arg-type]  # as the program says it
+
+    def epoch(self, seed: int, *, batch: int = 64, pace_s: float = 0.0) -> Outcome:
+        self.begin(seed, batch=batch, pace_s=pace_s)
+        return self.outcome()
+
+    def stats(self) -> dict[str, object]:
+        self._tell({"do": "stats"})
+        return self._answer()
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        """Its stdin ends, and so does it; whoever does not is killed."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        end(self.process)
+
+    def _tell(self, order: Mapping[str, object]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        timer = threading.Timer(ANSWER_S, self.process.kill)
+        timer.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
+        assert line, f"a reader ended: {self.log[-3000:]}"
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+
+class RunningTask:
+    """A dataset of so many files, and who reads it."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        *,
+        files: int,
+        name: str = TASK,
+        options: Mapping[str, str] | None = None,
+        source: Path | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """`options` are those of `dlcmd mount`, for each node; the files of `source` are put where
+        there is one."""
+        self.nodes = nodes
+        self.files = files
+        self.name = name
+        self.world = len(nodes)
+        self.part = 0.0  # of the dataset that each master has memory for; 0 for as much as it likes
+        self.options = dict(options or {})
+        self._names = itertools.count(1)
+        self.bytes = 0
+        self.stored_bytes = 0  # what the chunks are together
+        self._source, self._chunk_bytes = source, chunk_bytes
+        self._stack = contextlib.ExitStack()
+        self._readers: list[Reader] = []
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.redis: Redis = self.nodes.start_redis()
+            with self.nodes.shared.entered():
+                self.s3 = ScriptedS3(address=(self.nodes.shared.address, 0))
+            stack.enter_context(self.s3)
+            self.url = f"s3://{BUCKET}/data?meta={self.nodes.redis_url}"
+            for place in (*self.nodes, self.nodes.shared):
+                proxies = [name for name in place.environment if "proxy" in name.lower()]
+                for proxy in proxies:
+                    del place.environment[proxy]
+                place.environment |= {**credentials(self.s3.endpoint), "DIESEL_URL": self.url}
+            source = self._source or self.nodes.folder / "source"
+            self.bytes = 0 if self._source else make(source, self.files)
+            self.nodes.shared.dlcmd(
+                *("put", "--chunk-size", str(self._chunk_bytes), "--compress", "none"),
+                *(source, DATASET),
+                timeout_s=PUT_S,
+            )
+            objects = self.s3.objects.items()
+            self.stored_bytes = sum(
+                len(each.content) for key, each in objects if _CHUNK.search(key)
+            )
+            self.forget()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()  # nobody is to wait for a store that is gone
+        self._stack.close()
+
+    def end(self) -> None:
+        """All that runs in nodes ends as in a crash; what begins next is another task."""
+        for reader in self._readers:
+            end(reader.process)
+        self._readers.clear()
+        for place in self.nodes:
+            place.kill()
+            for point in mounts_below(place.folder):
+                subprocess.run(["umount", "-l", point], check=True)
+            runtime = Path(place.environment["XDG_RUNTIME_DIR"])
+            for left in runtime.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        self.name = f"{TASK}{next(self._names)}"
+        self.world, self.options, self.part = len(self.nodes), {}, 0.0
+        self.s3.delay_s = 0.0
+
+    # Who reads
+
+    def mount(self, rank: int, *options: str, check: bool = True) -> Path:
+        """The dataset on a node, mounted as a user does it."""
+        place = self.nodes[rank]
+        folder = place.folder / f"mount-{self.name}"
+        folder.mkdir(exist_ok=True)
+        words = [word for name, text in self._given(rank).items() for word in (f"--{name}", text)]
+        self.said = place.dlcmd("mount", *words, *options, DATASET, folder, check=check)
+        return folder
+
+    def umount(self, rank: int) -> None:
+        self.nodes[rank].dlcmd("umount", self.nodes[rank].folder / f"mount-{self.name}")
+
+    def reader(self, rank: int, mount: Path | None = None, **more: object) -> Reader:
+        """A process that reads from a mount, or without one from its node's master."""
+        opened: dict[str, object] = {"mount": str(mount)}
+        if mount is None:
+            given = {name.replace("-", "_"): text for name, text in self._given(rank).items()}
+            peers = given.pop("peers", "")
+            numbers = {"rank": rank, "world": self.world, "memory_bytes": OWN_BYTES}
+            opened = {"dataset": DATASET, **given, **numbers, **more}
+            if self.part:
+                opened["task_memory_bytes"] = int(self.part * self.stored_bytes)
+            if peers:
+                opened["peers"] = peers.split(",")
+        reader = Reader(self.nodes[rank], opened, self.files)
+        self._readers.append(reader)
+        return reader
+
+    def _given(self, rank: int) -> dict[str, str]:
+        given = {
+            "task": self.name,
+            "rank": str(rank),
+            "world": str(self.world),
+            "listen": f"{self.nodes[rank].address}:0",
+            **self.options,
+        }
+        return {name: text for name, text in given.items() if text}
+
+    # What came of it
+
+    def masters(self, rank: int) -> list[int]:
+        """The processes that are masters on a node."""
+        return self.nodes[rank].matching("diesel_fs.peers")
+
+    def masters_of(self, rank: int, name: str) -> list[int]:
+        """Those of a task of this name."""
+        return [pid for pid in self.masters(rank) if name in command_line(pid).split()]
+
+    def socket(self, rank: int) -> Path:
+        """Where the master of a node listens to its clients."""
+        runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
+        until(lambda: [*runtime.rglob("socket")], "a master's socket")
+        return next(runtime.rglob("socket"))
+
+    def stats(self, rank: int) -> dict[str, object]:
+        """What a master says of itself, to whoever connects to it, once it has come up."""
+        found: list[dict[str, object]] = []
+
+        def answers() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                found.append(stats_at(self.socket(rank)))
+            return bool(found)
+
+        until(answers, f"a master of node {rank} that answers", WAIT_MAX_S)
+        return found[0]
+
+    def figure(self, rank: int, *names: str) -> int:
+        """One figure of `stats`."""
+        found: object = self.stats(rank)
+        for name in names:
+            found = cast("dict[str, object]", found)[name]
+        assert isinstance(found, int)
+        return found
+
+    def damaged(self, rank: int) -> int:
+        """How often a node was given wrong bytes by others."""
+        peers = cast("dict[str, dict[str, int]]", self.stats(rank)["peers"])
+        return sum(each["damaged"] for each in peers.values())
+
+    def gathered(self, ranks: "range | list[int] | None" = None, count: int = 0) -> None:
+        """Wait until these masters know as many members."""
+        wanted = list(range(self.world) if ranks is None else ranks)
+        for rank in wanted:
+            until(
+                lambda rank=rank: self.figure(rank, "members") == (count or len(wanted)),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+                f"{count or len(wanted)} members at node {rank}",
+                WAIT_MAX_S,
+            )
+
+    def forget(self) -> None:
+        """Count from here."""
+        self.s3.asked.clear()
+
+    def gets(self) -> Counter[str]:
+        """How often each chunk's object was read, in whole or in part."""
+        return Counter(each.key for each in self._chunk_reads())
+
+    def egress_bytes(self) -> int:
+        """What the store gave of chunks."""
+        return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
+
+    def _chunk_reads(self) -> list[RecordedRequest]:
+        return [each for each in [*self.s3.asked] if each.method == "GET"
+                and _CHUNK.search(each.key)]  # fmt: skip
+
+    def _size(self, key: str, wanted: str | None) -> int:
+        size = len(self.s3.objects[key].content)
+        if not wanted:
+            return size
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        return min(int(last or size), size - 1) - int(first) + 1
+
+
+def stats_at(path: Path) -> dict[str, object]:
+    """What the master says of itself that listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(10)
+        link.connect(str(path))
+        link.sendall(_STATS)
+        _, _, status, _, size, _ = struct.unpack("<BBHIII", _received(link, 16))
+        body = _received(link, size)
+    assert status == 0, body
+    said: dict[str, object] = json.loads(body)
+    return said
+
+
+def _received(link: socket.socket, size: int) -> bytes:
+    got = bytearray()
+    while len(got) < size:
+        piece = link.recv(size - len(got))
+        assert piece, "the master ended"
+        got += piece
+    return bytes(got)
+
+
+def is_right(outcome: Outcome, files: int) -> bool:
+    """Every byte of every file, and not one error."""
+    return (outcome.right, outcome.wrong, outcome.errors) == (files, 0, [])

@@ -1,0 +1,357 @@
+"""Answering other masters: who is let in, in what order they are answered, and when it ends."""
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import trio
+
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net.channel import Channel
+from diesel_fs.peers import acceptor as accepting
+from diesel_fs.peers import hello, wire
+from diesel_fs.peers.wire import FAILED, GIVEN
+
+from .connected_masters import (
+    SECRET,
+    SIZES,
+    FakeAnswers,
+    RawPeer,
+    answering,
+    asking,
+    authenticated_raw,
+    content,
+    jumping,
+    lines,
+    me,
+    open_raw,
+    pair,
+    parts,
+    read,
+    run,
+    until,
+    wait_for,
+)
+
+SMALL = (0, 4096, 4096)
+
+
+def asked(number: int, *records: tuple[int, int, int]) -> bytes:
+    return wire.request(number, wire.READ, 0, parts(*records))
+
+
+async def answer(hand: RawPeer) -> tuple[wire.AnswerHead, bytes, bytes]:
+    head = wire.parse_answer(await hand.exactly(wire.HEAD_BYTES))
+    return head, await hand.exactly(head.counted), await hand.exactly(head.payload_bytes)
+
+
+def test_requests_of_all_kinds() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await authenticated_raw(node.port)
+            await hand.send(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
+            head, statuses, payload = await answer(hand)
+            assert (head.id, statuses) == (5, bytes(2))
+            assert payload == content(*SMALL) + content(1, 0, 10)
+            assert (await answer(hand))[0] == (6, wire.PING, 0, 0)
+
+    run(main)
+
+
+def test_what_is_at_hand_overtakes_what_is_not() -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+        standing.ready = wait_for(0.3)
+        async with answering(standing=standing) as node:
+            hand = await authenticated_raw(node.port)
+            await hand.send(asked(1, SMALL))
+            await until(lambda: bool(standing.asked), 5)
+            standing.hot = True
+            await hand.send(asked(2, SMALL))
+            assert [(await answer(hand))[0].id for _ in range(2)] == [2, 1]
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [ObjectStoreError("away"), RuntimeError("a bug")])
+def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+
+        async def fail() -> None:
+            raise error
+
+        standing.ready = fail
+        async with pair(standing) as (peer, _):
+            assert (await read(peer, SMALL, SMALL, load=True))[0] == [FAILED, FAILED]
+            standing.hot = True
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+            assert peer.stats()["connections"] == 1
+
+    run(main)
+    assert [isinstance(error, RuntimeError)] == ["met a bug" in caplog.text]
+
+
+def test_no_more_than_64_answers_of_a_connection_are_looked_for() -> None:
+    """The rest of its requests are not even read; other connections are answered."""
+
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+        standing.ready = trio.sleep_forever
+        async with answering(standing=standing) as node:
+            hand = await authenticated_raw(node.port, rank=5)
+            await hand.send(*[asked(i, SMALL) for i in range(200)])
+            await until(lambda: standing.slow == wire.REQUESTS_MAX, 5)
+            await trio.sleep(0.1)
+            assert standing.slow == wire.REQUESTS_MAX
+            standing.hot = True
+            async with asking(node.port) as peer:
+                assert (await read(peer, SMALL))[0] == [GIVEN]
+
+    run(main)
+
+
+def test_F15_nobody_looks_for_what_nobody_waits_for() -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+        standing.ready = trio.sleep_forever
+        async with answering(standing=standing) as node:
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, SMALL) for i in range(10)])
+            await until(lambda: standing.slow == 10, 5)
+            await hand.stream.aclose()
+            await until(lambda: node.acceptor.stats()["connections"] == 0, 5)
+            assert standing.slow == 0
+
+    run(main)
+
+
+def test_no_more_than_64_MiB_of_a_connection_are_looked_for() -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+        standing.ready = trio.sleep_forever
+        async with answering(standing=standing) as node:
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
+            await until(lambda: standing.slow == 2, 5)
+            await trio.sleep(0.1)
+            assert standing.slow == 2
+
+    run(main)
+
+
+def test_S12_a_connection_that_always_asks_does_not_keep_others_waiting() -> None:
+    async def main() -> None:
+        async with answering() as node, trio.open_nursery() as nursery:
+            took = []
+
+            async def greedy(rank: int) -> None:
+                hand = await authenticated_raw(node.port, rank)
+
+                async def ask() -> None:
+                    some = b"".join(asked(i, *[SMALL] * 4) for i in range(1000))
+                    while True:
+                        await hand.send(some)
+
+                async def drop() -> None:
+                    while True:
+                        await hand.stream.receive_some(1 << 20)
+
+                nursery.start_soon(ask)
+                nursery.start_soon(drop)
+
+            for rank in (2, 3):
+                await greedy(rank)
+            async with asking(node.port) as peer:
+                for _ in range(50):
+                    before = time.perf_counter()
+                    assert (await read(peer, SMALL))[0] == [GIVEN]
+                    took.append(time.perf_counter() - before)
+            assert sorted(took)[45] < 0.3
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+class Insatiable(Channel):
+    """There is always another request, and answers always leave."""
+
+    answers = 0
+
+    def receive_now(self, room: memoryview) -> int:
+        room[:] = (asked(1, SMALL) * (len(room) // 28 + 1))[: len(room)]
+        return len(room) // 28 * 28
+
+    def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
+        self.answers += 1
+        return True
+
+
+def test_S12_others_have_their_turn_after_some_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        turns = 0
+        here, there = socket.socketpair()
+        with here, there:
+            there.send(b"x")  # for the first look
+            channel = Insatiable(here)
+
+            async def hear(*_: object) -> int:
+                return 2
+
+            monkeypatch.setattr(accepting, "accept_tls", hear)
+            monkeypatch.setattr(accepting, "authenticate", hear)
+            monkeypatch.setattr(accepting, "_channel", lambda *_: channel)
+            async with answering() as node:
+                with socket.create_connection(("127.0.0.1", node.port)):
+                    while channel.answers < 10_000:
+                        await trio.lowlevel.checkpoint()
+                        turns += 1
+            assert turns > 200
+
+    run(main)
+
+
+def test_F8_of_a_rank_the_newest_connection_stays() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            first = await authenticated_raw(node.port)
+            second = await authenticated_raw(node.port)
+            assert await first.receive_all() == b""
+            await second.send(wire.request(1, wire.PING))
+            await answer(second)
+            assert node.acceptor.stats()["connections"] == 1
+
+    run(main)
+
+
+def test_F6_who_is_refused_hears_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Another task's secret, another dataset, another version, another rank; and it is logged."""
+
+    async def main() -> None:
+        async with answering() as node:
+            strangers = [
+                ({"secret": b"x" * 32}, me(0), "the wrong secret"),
+                ({}, replace(me(0), task=replace(me(0).task, name="other")), "the wrong secret"),
+                ({}, replace(me(0), version=4), "version 3 of the dataset is here, not 4"),
+                ({"to": 2}, me(0), "rank 1 is here, not 2"),
+            ]
+            for how, mine, why in strangers:
+                hand = await open_raw(node.port)
+                told = await hand.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
+                assert told["message"] == why
+                assert await hand.receive_all() == b""
+            assert (await asked_by(node.port, replace(me(0), version=9))) == "paused"
+
+    run(main)
+    assert len(lines(caplog.messages)) == 5
+    assert "from=127.0.0.1:" in lines(caplog.messages)[0]
+
+
+async def asked_by(port: int, mine: object) -> object:
+    async with asking(port, mine) as peer:  # type: ignore[arg-type]  # it is a Me
+        await read(peer, SMALL)
+        return peer.stats()["state"]
+
+
+def test_F6_another_version_of_the_wire_is_named() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting()[:8] + b"\2\0" + bytes(6))
+            goes_on, _, length = hello.parse_welcome(await hand.exactly(16))
+            assert not goes_on
+            assert b"version 1" in await hand.exactly(length)
+
+    run(main)
+
+
+def test_who_has_become_another_version_ends_all_connections() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await authenticated_raw(node.port)
+            node.acceptor.set_identity(replace(me(1), version=4))
+            assert await hand.receive_all() == b""
+            other = await open_raw(node.port)
+            assert "proof" in await other.handshake(replace(me(0), version=4))
+
+    run(main)
+
+
+def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        async with answering(standing=standing) as node:
+            idle, busy = (
+                await authenticated_raw(node.port, 2),
+                await authenticated_raw(node.port, 3),
+            )
+            begun_s = trio.current_time()
+            ended_s = 0.0
+
+            async def watch() -> None:
+                nonlocal ended_s
+                await idle.receive_all()
+                ended_s = trio.current_time() - begun_s
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                for number in range(8):
+                    await trio.sleep(50)
+                    await busy.send(wire.request(number, wire.PING))
+                    await answer(busy)
+            assert accepting.IDLE_S <= ended_s <= accepting.IDLE_S + 15
+
+    run(main, jumping())
+
+
+def test_F7_who_does_not_take_its_answers_is_let_go() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await authenticated_raw(node.port)
+            await hand.send(*[asked(i, (3, 0, 40 << 20)) for i in range(5)])
+            await trio.sleep(9)
+            assert node.acceptor.stats()["connections"] == 1
+            await trio.sleep(30)
+            assert node.acceptor.stats()["connections"] == 0
+
+    run(main, jumping())
+
+
+def test_answers_to_many_at_once_come_over_a_full_socket() -> None:
+    """Whole, though the asker reads slowly and asks for more meanwhile."""
+
+    async def main() -> None:
+        async with answering() as node:
+            hand = await authenticated_raw(node.port)
+            records = [(2, i * 70_000, 60_000) for i in range(80)]
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hand.send, *[asked(i, *records[:40]) for i in range(12)])
+                for number in range(12):
+                    head, _, payload = await answer(hand)
+                    assert head.id == number
+                    assert payload == b"".join(content(*part) for part in records[:40])
+
+    run(main)
+
+
+def test_the_secret_is_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with answering() as node:
+            await (await open_raw(node.port)).handshake(me(0), secret=b"x" * 32)
+
+    caplog.set_level("DEBUG")
+    run(main)
+    for secret in (SECRET, b"x" * 32):
+        assert secret.hex() not in caplog.text
+        assert repr(secret)[2:-1] not in caplog.text
+    assert len(SIZES) == 4

@@ -1,0 +1,157 @@
+"""At which address the other nodes of a task reach a master: F13, S5."""
+
+import hashlib
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from diesel_fs.errors import UsageError
+from diesel_fs.peers import addresses
+from diesel_fs.peers.addresses import advertised_address, listen_address
+from diesel_fs.urls import RepositoryUrl, parse_url
+
+FILE = parse_url("file:///data")
+
+
+def place(
+    listen: str = "",
+    advertise: str = "",
+    *,
+    rank: int = 0,
+    world: int = 2,
+    peers: Sequence[str] = (),
+    url: RepositoryUrl = FILE,
+) -> tuple[str, int]:
+    return listen_address(listen, advertise, rank=rank, world=world, peers=peers, url=url)
+
+
+def test_F13_what_is_given_is_taken() -> None:
+    assert place("127.0.0.5:80") == ("127.0.0.5", 80)
+    assert place("[::1]:0") == ("::1", 0)
+    assert place("0.0.0.0:9", "10.0.0.1") == ("0.0.0.0", 9)  # noqa: S104
+    assert place(peers=("10.0.0.1:5", "10.0.0.2:6"), rank=1) == ("10.0.0.2", 6)
+    for bad in ("host", ":5", "a:b", "a:99999", "::1:5", "http://a:5", ""):
+        with pytest.raises(UsageError):
+            place(bad)
+
+
+def test_S5_a_node_alone_listens_on_loopback_and_nobody_on_all_by_default() -> None:
+    alone, port = place(world=1)
+    assert (ipaddress.ip_address(alone).is_loopback, port) == (True, 0)
+    assert place(world=1) == (alone, 0)
+    socket.create_server((alone, 0)).close()
+    with pytest.raises(UsageError, match="at which address") as refused:
+        place()
+    assert "--listen" in refused.value.advice
+    with pytest.raises(UsageError, match=r"0\.0\.0\.0"):
+        place("0.0.0.0:9")
+    with pytest.raises(UsageError, match="2 nodes, and this is node 2"):
+        place(peers=("a:1", "b:2"), rank=2)
+
+
+def test_F13_a_name_that_is_loopback_here_is_no_address_for_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Debian writes a machine's own name into /etc/hosts."""
+    known = {"me": ["127.0.1.1"], "both": ["127.0.1.1", "10.1.2.3"]}
+
+    def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror(-2, "unknown")
+        return [(socket.AF_INET, 1, 6, "", (each, port)) for each in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with pytest.raises(UsageError, match=r"me is 127\.0\.1\.1 on this machine"):
+        place("me:5")
+    assert place("me:5", world=1) == ("127.0.1.1", 5)
+    assert place("both:5") == ("10.1.2.3", 5)
+    with pytest.raises(UsageError, match="no address"):
+        place("other:5")
+    for told in ("me", "me:7"):
+        with pytest.raises(UsageError, match=r"me is 127\.0\.1\.1 on this machine") as refused:
+            place("10.0.0.1:5", told)
+        assert "--advertise" in refused.value.advice
+        assert place("10.0.0.1:5", told, world=1) == ("10.0.0.1", 5)
+    assert place("10.0.0.1:5", "both:7") == ("10.0.0.1", 5)
+    assert place("10.0.0.1:5", "other:9") == ("10.0.0.1", 5)
+    assert "--advertise other:9: other has no address" in caplog.text
+
+
+def test_F13_what_is_no_name_at_all_has_no_address(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match="has no address"):
+        place(f"{'x' * 70}.org:9")
+    assert place("10.0.0.1:5", f"{'x' * 70}.org:9")
+    assert "has no address" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listen", "told", "peers"),
+    [
+        ("127.0.0.1:5", "", ()),
+        ("[::1]:0", "", ()),
+        ("10.0.0.1:5", "127.0.0.1", ()),
+        ("10.0.0.1:5", "[::1]:7", ()),
+        ("", "", ("127.0.0.1:5", "10.0.0.2:5")),
+    ],
+)
+def test_F13_who_says_that_only_this_machine_reaches_it_is_warned(
+    listen: str, told: str, peers: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    place(listen, told, peers=peers)
+    [said] = caplog.messages
+    assert "is this machine alone" in said
+    caplog.clear()
+    place(listen, told, peers=peers, world=1)
+    place("127.0.0.1:5", "10.0.0.1")
+    assert not caplog.records
+
+
+def test_where_all_nodes_are_on_one_machine_nobody_is_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for rank in range(2):
+        place(peers=("127.0.0.1:5", "[::1]:6"), rank=rank)
+    assert not caplog.records
+
+
+def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = parse_url("diesel://198.51.100.1:9300")
+    redis = parse_url("s3://bucket/x?meta=redis://198.51.100.2:6379")
+    asked: list[tuple[str, int]] = []
+
+    def ours(common: tuple[str, int]) -> str:
+        asked.append(common)
+        return "10.9.8.7"
+
+    monkeypatch.setattr(addresses, "_our_address", ours)
+    assert place(url=server) == place(url=redis) == ("10.9.8.7", 0)
+    assert asked == [("198.51.100.1", 9300), ("198.51.100.2", 6379)]
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="at which address"):
+        place(url=parse_url("diesel://127.0.0.1:9300"))
+
+
+def test_F13_what_is_told_to_others() -> None:
+    assert advertised_address("", "10.0.0.1", 5) == "10.0.0.1:5"
+    assert advertised_address("", "fe80::1", 5) == "[fe80::1]:5"
+    assert advertised_address("host", "10.0.0.1", 5) == "host:5"
+    assert advertised_address("host:7", "10.0.0.1", 5) == "host:7"
+    assert advertised_address("host:0", "10.0.0.1", 5) == "host:5"
+    assert advertised_address("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
+    for every in ("0.0.0.0", "::"):  # noqa: S104
+        with pytest.raises(UsageError, match="at which address"):
+            advertised_address("", every, 5)
+
+
+def test_F8_nodes_alone_on_two_machines_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is rank 0 and takes the other's place, which must not look like its predecessor's."""
+    own, _ = place(world=1)
+    real = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda boot: real(boot + b"of another machine"))
+    other, _ = place(world=1)
+    assert other != own
+    assert ipaddress.ip_address(other).is_loopback

@@ -1,0 +1,602 @@
+"""`TaskStore`: chunks through a master, which may do what it likes; no read fails of it."""
+
+import gc
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache.coalescing_reader import CoalescingReader
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.errors import MetadataError, ObjectMissing, ObjectStoreError
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.peers import client as client_module
+from diesel_fs.peers import link as link_module
+from diesel_fs.peers.client import TaskStore
+from diesel_fs.peers.link import MasterLink
+from diesel_fs.peers.mapped_chunks import MappedChunks
+from diesel_fs.repository.local import LocalRepository
+
+from ..server.program import until
+from .conftest import DEADLINE_S, FILES, LITTLE_MEMORY, PAUSE_S, Counting
+from .fake_master import (
+    DAMAGED,
+    HELLO,
+    HERE,
+    READ,
+    STATS,
+    SWITCH_VERSION,
+    UNPIN,
+    Behaviour,
+    FakeMaster,
+)
+
+
+def name_of(view: Snapshot, chunk: int) -> str:
+    return chunk_object(view.identity, view.chunk_ids[chunk])
+
+
+def some_parts(view: Snapshot, seed: int, count: int) -> list[tuple[int, int, int]]:
+    random = np.random.default_rng(seed)
+    found = []
+    for chunk in random.integers(0, view.chunk_count, count).tolist():
+        size = int(view.chunk_sizes[chunk])
+        start = int(random.integers(0, size))
+        found.append((chunk, start, int(random.integers(0, min(size - start, 5000) + 1))))
+    return found
+
+
+def check_parts(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], seed: int) -> None:
+    parts = some_parts(view, seed, 200)
+    wanted = [(name_of(view, chunk), start, size) for chunk, start, size in parts]
+    found = list(store.read_parts(wanted))
+    assert all(each.readonly for each in found)
+    right = [chunks[chunk][start : start + size] for chunk, start, size in parts]
+    assert list(map(bytes, found)) == right
+
+
+def check_files(reader: EntryReader) -> None:
+    names = list(FILES)
+    indices = reader.snapshot.lookup_many([name.encode() for name in names])
+    for name, content in zip(names, reader.read_many(indices), strict=True):
+        assert content == FILES[name], name
+    for name, index in zip(names[::7], indices[::7].tolist(), strict=True):
+        assert reader.read(index) == FILES[name], name
+
+
+# Whatever a master does, bytes are right ----------------------------------------------------------
+
+
+def say_nothing_of_odd_chunks(does: Behaviour) -> None:
+    does.has = lambda chunk: chunk % 2 == 0
+
+
+def flip(chunk: int, start: int, content: bytearray) -> None:
+    for at in range(0, len(content), 50):
+        content[at] ^= 1
+
+
+BEHAVIOURS: dict[str, Callable[[Behaviour], object]] = {
+    "good": lambda does: None,
+    "of another rank": lambda does: setattr(does, "source", 7),
+    "lends nothing": lambda does: setattr(does, "lends", False),
+    "has half": say_nothing_of_odd_chunks,
+    "has nothing": lambda does: setattr(does, "has", lambda chunk: False),
+    "F5 wrong bytes": lambda does: setattr(does, "change", flip),
+    "F5 wrong bytes, lent": lambda does: setattr(
+        does, "change_pinned", lambda chunk, content: flip(chunk, 0, content)
+    ),
+    "wants all back": lambda does: setattr(does, "wanted", list(range(4))),
+    "wants what never was": lambda does: setattr(does, "wanted", [99_999, 4_000_000_000]),
+    "refuses": lambda does: setattr(does, "refuses", "I do not like you"),
+    "another version": lambda does: setattr(does, "versions", {1}),
+    "F7 garbage": lambda does: setattr(does, "raw", b"GET / HTTP/1.1\r\n\r\n" * 20),
+    "F7 endless": lambda does: setattr(does, "raw", struct.pack("<BBHIII", 2, 0, 0, 9, 1 << 31, 0)),
+    "F7 of another kind": lambda does: setattr(
+        does, "raw", struct.pack("<BBHIII", 4, 0, 0, 0, 0, 0)
+    ),
+    "breaks off": lambda does: setattr(does, "breaks_off", True),
+    "F2 hangs": lambda does: setattr(does, "hangs", 4.0),
+}
+
+
+@pytest.mark.parametrize("kind", BEHAVIOURS)
+def test_every_byte_is_right_and_no_read_fails(
+    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
+) -> None:
+    BEHAVIOURS[kind](master.behaviour)
+    start_s = time.monotonic()
+    reader = EntryReader(view, store, LITTLE_MEMORY)
+    check_files(reader)
+    check_files(reader)
+    check_files(EntryReader(view, store, 64 << 20))
+    check_files(EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True))
+    assert time.monotonic() - start_s < 20
+    assert reader.stats()["damaged"] == 0
+
+
+@pytest.mark.parametrize("kind", BEHAVIOURS)
+def test_a_helper_of_a_mount_gets_every_byte_too(
+    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
+) -> None:
+    BEHAVIOURS[kind](master.behaviour)
+    reader = CoalescingReader(view, store)
+    order = np.random.default_rng(1).permutation(view.files())
+    reader.prefetch(np.array_split(order, 5))
+    found: dict[int, dict[int, bytes]] = {}
+    for unit in np.array_split(order, 5):
+        for batch in reader.batches(unit):
+            for entry, start, content in zip(
+                batch.entries.tolist(), batch.starts.tolist(), batch.contents, strict=True
+            ):
+                found.setdefault(entry, {})[start] = bytes(content)
+    whole = {
+        view.path(entry).decode(): b"".join(pieces[at] for at in sorted(pieces))
+        for entry, pieces in found.items()
+    }
+    assert whole == FILES
+    assert reader.stats()["damaged"] == reader.stats()["lost"] == 0
+
+
+def test_F9_no_master_at_all(store: TaskStore, view: Snapshot, chunks: dict[int, bytes]) -> None:
+    check_parts(store, view, chunks, 1)
+    check_files(EntryReader(view, store, LITTLE_MEMORY))
+
+
+def test_the_stores_own_errors_stay(store: TaskStore, inner: Counting, view: Snapshot) -> None:
+    inner.fails = True
+    with pytest.raises(ObjectStoreError, match="the store fails"):
+        store.read_into(name_of(view, 0), 0, bytearray(10))
+    with pytest.raises(ObjectMissing):
+        store.inner.inner.read_into(name_of(view, 0)[:-1] + "z", 0, bytearray(1))  # type: ignore[attr-defined]  # wrapped
+
+
+# Where bytes come from ----------------------------------------------------------------------------
+
+
+def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    master.behaviour.source = 5
+    check_parts(store, view, chunks, 2)
+    assert master.kinds().count(READ) == 1
+    assert inner.reads == 0
+    parts = [part for part in some_parts(view, 2, 200) if part[2]]
+    assert list(struct.iter_unpack("<III", master.bodies(READ)[0])) == parts
+
+
+def test_what_is_read_again_and_again_is_mapped_and_then_costs_no_request(
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    room = memoryview(bytearray(100))
+    for _ in range(20):
+        store.read_into(name_of(view, 1), 500, room)
+        assert room == chunks[1][500:600]
+    assert master.pinned == [1]
+    assert master.kinds().count(READ) <= 2
+    assert store.read_nowait(name_of(view, 1), 7, room)
+    assert room == chunks[1][7:107]
+    [slice_] = store.read_parts([(name_of(view, 1), 9, 50)])
+    assert slice_.nbytes == 50
+    assert len(slice_.obj) == len(chunks[1]), "nothing was copied"  # type: ignore[arg-type]  # an array
+    assert inner.reads == 0
+
+
+def test_what_another_node_has_is_not_mapped(
+    store: TaskStore, master: FakeMaster, view: Snapshot
+) -> None:
+    master.behaviour.source = 5
+    for _ in range(20):
+        store.read_into(name_of(view, 1), 500, bytearray(100))
+    assert master.kinds().count(READ) == 20
+    assert not master.pinned
+
+
+def test_no_whole_chunk_is_copied_into_private_memory(
+    store: TaskStore, master: FakeMaster, view: Snapshot, inner: Counting
+) -> None:
+    """Small files in random order, of a dataset that does not fit: slices of what is shared."""
+    reader = EntryReader(view, store, 100_000)
+    small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
+
+    def read_few(seed: int) -> None:
+        """Less than would make reading whole chunks worth it."""
+        few = np.random.default_rng(seed).choice(small, 6, replace=False)
+        for index, content in zip(few.tolist(), reader.read_many(few), strict=True):
+            assert content == FILES[view.path(index).decode()]
+
+    for seed in range(80):
+        read_few(seed)
+    stats = reader.stats()
+    assert (stats["chunk_fetches"], inner.reads) == (0, 0)
+    assert stats["memory_bytes"] <= int(view.chunk_sizes.sum()) // 32
+    before = len(master.requests)
+    fetches = reader.stats()["range_fetches"]
+    for seed in range(100, 120):
+        read_few(seed)
+    assert reader.stats()["range_fetches"] == fetches, "all of it was at hand, and checked"
+    assert master.kinds()[before:].count(READ) == 0
+
+
+def test_a_part_larger_than_the_window_comes_in_pieces(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(link_module, "WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(client_module, "WINDOW_BYTES", 10_000)
+    master.behaviour.pins = False
+    size = len(chunks[0])
+    assert list(map(bytes, store.read_parts([(name_of(view, 0), 0, size)]))) == [chunks[0]]
+    room = bytearray(size)
+    store.read_into(name_of(view, 0), 0, room)
+    assert room == chunks[0]
+    check_parts(store, view, chunks, 4)
+
+
+# What is lent -------------------------------------------------------------------------------------
+
+
+def test_a_lent_chunk_is_returned_when_nobody_looks_at_it_any_more(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Never before: a view that was handed out stays what it is."""
+    monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
+    whole = store.pin(name_of(view, 2), lambda: None)
+    assert whole is not None
+    inside = np.frombuffer(whole[100:300], np.uint8)
+    del whole
+    gc.collect()
+    time.sleep(0.1)
+    assert not any(master.bodies(UNPIN)), "it is kept for who comes next"
+    master.behaviour.revoked = [2]
+    time.sleep(0.2)
+    assert not any(master.bodies(UNPIN)), "somebody still looks at it"
+    assert bytes(inside) == chunks[2][100:300]
+    master.behaviour.revoked = []
+    del inside
+    until(lambda: struct.pack("<I", 2) in master.bodies(UNPIN), "the chunk to be returned")
+    assert master.bodies(UNPIN).count(struct.pack("<I", 2)) == 1
+
+
+def test_a_reader_lets_go_of_what_the_master_wants_back(
+    store: TaskStore, master: FakeMaster, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
+    reader = EntryReader(view, store, 64 << 20)
+    check_files(reader)
+    lent = sorted(set(master.pinned))
+    assert lent
+    assert reader.stats()["chunk_fetches"] == 0
+    gc.collect()
+    master.behaviour.revoked = lent
+
+    def returned() -> set[int]:
+        return {each for body in master.bodies(UNPIN) for (each,) in struct.iter_unpack("<I", body)}
+
+    until(lambda: returned() == set(lent), "all to be returned")
+    assert reader.stats()["memory_bytes"] < 64 << 10  # what was decoded out of them
+    master.behaviour.revoked = []
+    check_files(reader)
+
+
+def test_what_is_written_into_a_lent_chunk_is_ones_own(
+    store: TaskStore, inner: Counting, master: FakeMaster, view: Snapshot, path: Path,
+    chunks: dict[int, bytes],
+) -> None:  # fmt: skip
+    mine = store.pin(name_of(view, 0), lambda: None)
+    assert mine is not None
+    mine[:4] = b"mine"
+    other = TaskStore(inner, path, view)
+    theirs = other.pin(name_of(view, 0), lambda: None)
+    assert theirs is not None
+    assert bytes(theirs) == chunks[0]
+    assert bytes(mine[:4]) == b"mine"
+    other.close()
+    assert bytes(theirs) == chunks[0], "a view outlives the store"
+
+
+def test_F5_a_lent_chunk_that_is_damaged_is_healed_told_of_and_lent_anew(
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
+) -> None:
+    index = view.lookup(b"n007")
+    [extent] = view.extents(index)
+
+    def damage(chunk: int, content: bytearray) -> None:
+        if chunk == extent.chunk:
+            content[extent.offset] ^= 1
+
+    master.behaviour.change_pinned = damage
+    reader = EntryReader(view, store, 64 << 20)
+    assert reader.read(index) == FILES["n007"]
+    assert reader.stats()["healed"] == 1
+    assert inner.reads == 1
+    part = struct.pack("<IIIH", extent.chunk, extent.offset, extent.stored, HERE)
+    assert master.bodies(DAMAGED) == [part]
+    master.behaviour.change_pinned = lambda chunk, content: None
+    assert reader.read(index) == FILES["n007"]
+    assert reader.stats()["healed"] == 1
+    whole = store.pin(name_of(view, extent.chunk), lambda: None)
+    assert whole is not None
+    assert bytes(whole) == master.chunks[extent.chunk]
+    assert master.pinned.count(extent.chunk) == 2
+
+
+def test_F5_who_gave_damaged_bytes_is_told_of(
+    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
+) -> None:
+    master.behaviour.change, master.behaviour.source = flip, 9
+    reader = EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True)
+    for name in ("n001", "n100", "n200"):
+        assert reader.read(view.lookup(name.encode())) == FILES[name]
+    expected = []
+    for name in ("n001", "n100", "n200"):
+        [extent] = view.extents(view.lookup(name.encode()))
+        expected.append(struct.pack("<IIIH", extent.chunk, extent.offset, extent.stored, 9))
+    assert master.bodies(DAMAGED) == expected
+    assert inner.reads == 3
+
+
+def test_over_its_limits_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
+    table = MappedChunks(bytes_max=80_000, chunks_max=100)
+    file = os.memfd_create("x")
+    os.ftruncate(file, 10_000)
+    told: list[int] = []
+    for chunk in range(8):
+        table.keep(chunk, _another(10_000), 10_000)
+        table.on_revoke(chunk, lambda chunk=chunk: told.append(chunk))  # type: ignore[misc]  # bound now
+    assert table.find(0) is not None
+    table.keep(8, file, 10_000)
+    os.close(file)
+    assert told == [1, 2]
+    assert [chunk for chunk in range(9) if table.find(chunk) is not None] == [0, 3, 4, 5, 6, 7, 8]
+    assert sorted(table.take_unmapped()) == [1, 2]
+    assert table.kept_bytes == 70_000
+
+
+def _another(size: int) -> int:
+    file = os.memfd_create("x")
+    os.ftruncate(file, size)
+    return file
+
+
+def test_other_memory_for_a_chunk_is_returned_for_itself() -> None:
+    table = MappedChunks()
+    one, other = _another(5000), _another(5000)
+    first = table.keep(3, one, 5000)
+    assert table.keep(3, one, 5000) == first
+    assert table.take_unmapped() == []
+    table.release([3])
+    second = table.keep(3, other, 5000)
+    del first
+    gc.collect()
+    assert table.take_unmapped() == [3]
+    table.release([3])
+    assert table.take_unmapped() == []
+    del second
+    gc.collect()
+    assert table.take_unmapped() == [3]
+    for file in (one, other):
+        os.close(file)
+
+
+def test_no_descriptor_stays_open_for_what_is_mapped(
+    store: TaskStore, master: FakeMaster, view: Snapshot
+) -> None:
+    for chunk in range(view.chunk_count):
+        assert store.pin(name_of(view, chunk), lambda: None) is not None
+
+    def opened() -> list[str]:
+        files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return [file for file in files if os.path.islink(file) and "lent" in os.readlink(file)]
+
+    until(lambda: not opened(), "all descriptors to be closed")  # the master is in this process
+
+
+# A master that is gone, or hangs ------------------------------------------------------------------
+
+
+def test_F2_a_master_that_hangs_is_not_asked_for_a_while_and_then_used_again(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    check_parts(store, view, chunks, 1)
+    master.behaviour.hangs = 5.0
+    start_s = time.monotonic()
+    check_parts(store, view, chunks, 5)
+    assert DEADLINE_S * 0.9 < time.monotonic() - start_s < 3.0
+    said = len(master.requests)
+    check_parts(store, view, chunks, 6)
+    check_parts(store, view, chunks, 7)
+    assert store._link.counts["not_asked"] >= 2
+    assert len(master.requests) == said
+    master.behaviour.hangs = 0.0
+
+    def asked() -> bool:
+        check_parts(store, view, chunks, 10)
+        return READ in master.kinds()[said:]
+
+    until(asked, "the master to be asked again")
+
+
+def test_many_threads_wait_for_a_master_that_hangs_once(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    """Later one of them asks, and the others do not wait for that."""
+    check_parts(store, view, chunks, 1)
+    master.behaviour.hangs = 5.0
+
+    def worst_s() -> float:
+        took: list[float] = []
+
+        def read(seed: int) -> None:
+            start_s = time.monotonic()
+            check_parts(store, view, chunks, seed)
+            took.append(time.monotonic() - start_s)
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        assert len(took) == 8
+        took.sort()
+        return took[-2]
+
+    assert worst_s() < 2 * DEADLINE_S
+    assert store._link._pause_s == 2 * PAUSE_S, "together they have failed once"
+    time.sleep(PAUSE_S)
+    assert worst_s() < DEADLINE_S * 0.9, "all but one"
+
+
+def test_F1_a_master_that_dies_and_comes_back(
+    path: Path, store: TaskStore, view: Snapshot, chunks: dict[int, bytes], inner: Counting
+) -> None:
+    with FakeMaster(path, chunks, Behaviour()):
+        whole = store.pin(name_of(view, 1), lambda: None)
+        check_parts(store, view, chunks, 1)
+    assert inner.reads == 0
+    check_parts(store, view, chunks, 2)
+    assert inner.reads > 0
+    assert whole is not None
+    assert bytes(whole) == chunks[1], "what it lent outlives it"
+    with FakeMaster(path, chunks, Behaviour()) as back:
+        until(lambda: _is_used(store, view, chunks, back), "the master to be used")
+        del whole
+        gc.collect()
+        store._mapped.release_all()
+        store._link.return_unmapped()
+        assert not any(back.bodies(UNPIN)), "it is not told of what another had lent"
+
+
+def test_F1_a_master_that_could_not_be_started_again_at_once_is_later(
+    path: Path, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    """Nothing is left of a start that fails, no socket either."""
+    tries: list[str] = []
+
+    def revive(_: bool) -> bool:
+        tries.append("a try")
+        if len(tries) < 3:
+            raise MetadataError("no Redis here")
+        return False
+
+    link = MasterLink(
+        path, view.identity, view.version, MappedChunks(), pause_s=0.02, restart=revive
+    )
+    until(lambda: link.connect() or len(tries) >= 3, "the last try")
+    with FakeMaster(path, chunks, Behaviour()):
+        until(link.connect, "the master to be used")
+    link.close()
+
+
+def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: FakeMaster) -> bool:
+    check_parts(store, view, chunks, 3)
+    return READ in back.kinds()
+
+
+def test_a_master_that_refuses_is_asked_again_later_alone(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    """And may still be told what is mapped no more."""
+    check_parts(store, view, chunks, 1)
+    whole = store.pin(name_of(view, 1), lambda: None)
+    master.behaviour.refuses = "the task reads another version"
+    check_parts(store, view, chunks, 2)
+    said = len(master.requests)
+    check_parts(store, view, chunks, 3)
+    check_parts(store, view, chunks, 4)
+    assert len(master.requests) == said
+    del whole
+    master.behaviour.refuses = ""
+    store._mapped.release_all()
+    gc.collect()
+    store._link.return_unmapped()
+    assert struct.pack("<I", 1) in master.bodies(UNPIN)
+
+    def asked() -> bool:
+        check_parts(store, view, chunks, 5)
+        return READ in master.kinds()[said:]
+
+    until(asked, "the master to be asked again")
+
+
+# Forked children, other versions ------------------------------------------------------------------
+
+
+def test_a_forked_child_reads_on_by_connections_of_its_own(
+    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    whole = store.pin(name_of(view, 1), lambda: None)
+    assert whole is not None
+    master.behaviour.source = 4
+    check_parts(store, view, chunks, 1)
+    hellos = master.kinds().count(HELLO)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            assert bytes(whole) == chunks[1]
+            room = memoryview(bytearray(10))
+            assert store.read_nowait(name_of(view, 1), 5, room)
+            check_parts(store, view, chunks, 2)
+            store.close()
+            del whole
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert master.kinds().count(HELLO) == hellos + 1
+    assert not any(master.bodies(UNPIN)), "it is the parent's to return"
+    check_parts(store, view, chunks, 3)
+    assert master.kinds().count(HELLO) == hellos + 1
+    assert bytes(whole) == chunks[1]
+
+
+def test_another_version_is_told_of_and_read_through_the_same_master(
+    repository: LocalRepository,
+    store: TaskStore,
+    master: FakeMaster,
+    view: Snapshot,
+    inner: Counting,
+    chunks: dict[int, bytes],
+) -> None:
+    check_parts(store, view, chunks, 1)
+    later = store.at_version(view)
+    try:
+        [body] = master.bodies(SWITCH_VERSION)
+        assert struct.unpack("<Q", body) == (view.version,)
+        check_parts(later, view, chunks, 2)
+    finally:
+        later.close()
+    check_parts(store, view, chunks, 3)
+    assert inner.reads == 0
+
+
+def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: FakeMaster) -> None:
+    told = store.stats()
+    assert (told["rank"], told["answers"]) == (3, True)
+    assert isinstance(told["client"], dict)
+    assert STATS in master.kinds()
+    master.behaviour.refuses = "no"
+    assert store.stats()["answers"] is False
+
+
+def test_each_read_is_counted_once_where_it_came_from(
+    store: TaskStore, master: FakeMaster, view: Snapshot
+) -> None:
+    """Also the read for which a chunk is mapped."""
+    master.behaviour.has = lambda chunk: chunk != 2
+    room = memoryview(bytearray(100))
+    for chunk in (1, 2):
+        for _ in range(20):
+            store.read_into(name_of(view, chunk), 500, room)
+    assert 1 in master.pinned
+    counts = store._counts
+    assert counts["mapped_reads"] + counts["master_reads"] == counts["store_reads"] == 20

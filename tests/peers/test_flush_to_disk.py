@@ -1,0 +1,187 @@
+"""The end of a node: what it has in memory comes to its disk, for the next who is this node."""
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.peers.node_cache import NodeCache
+
+from ..cache.disk_tier import files, idle, tier_at
+from .node_caches import (
+    ChunkSource,
+    held_numbers,
+    in_memory,
+    make_cache,
+    misses_until_loaded,
+    run_and_close_cache,
+    run_cache,
+    total,
+    total_bytes,
+    until,
+)
+from .node_caches import memory_is_let_go as memory_is_let_go
+from .test_write_back import CHUNKS, all_read, settled, some
+from .test_write_back import place as place
+from .test_write_back import source as source
+
+
+async def ended(held: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
+    """What a master does at its end, once `running` is over."""
+    await held.flush_to_disk(np.isin(np.arange(chunks), [*share]))
+
+
+def standing(place: Path, source: ChunkSource) -> set[int]:
+    """Which chunks stand whole on a disk, as another process finds them."""
+    shelf = tier_at(place)
+    found = set()
+    for number in range(CHUNKS):
+        if (chunk := shelf.find(make_cache(source, 0)._key(number))) is not None:
+            chunk.close()
+            found.add(number)
+    shelf.close()
+    return found
+
+
+def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def first() -> None:
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            assert files(place) == []
+        mine = np.ones(CHUNKS, np.bool_)
+        mine[:2] = False
+        held.set_owned(mine)
+        with caplog.at_level("INFO", "diesel.task"):
+            await ended(held, {1, 2, 3})
+        assert in_memory(held) == set(), "the memory is free as soon as may be"
+        held.close()
+
+    async def second() -> None:
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert held_numbers(held) == set(range(1, CHUNKS)), "but for what it owned never"
+            assert await all_read(held, source) == CHUNKS
+
+    trio.run(first)
+    size = total(source, *range(1, CHUNKS))
+    assert f"7 chunks ({size:,} bytes): that is all" in caplog.text
+    trio.run(second)
+    assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
+
+
+def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 0), disk=tier_at(place))
+        ) as before:
+            await settled(before)
+            for number in (0, 1, 5):
+                assert await misses_until_loaded(before, number, 1)
+                await settled(before)
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+        held.set_owned(np.arange(CHUNKS) != 1)
+        with caplog.at_level("INFO", "diesel.task"):
+            await ended(held, {0, 6, 7})
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
+    assert "2 chunks (" in caplog.text
+    assert "the disk takes no more" in caplog.text
+
+
+def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: ChunkSource) -> None:
+    async def main() -> None:
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            for number in (0, 1):
+                held._write_back.enqueue(number, held._memory.views[number])
+                held._memory.drop(number)
+        held.set_owned(np.arange(CHUNKS) != 1)
+        await ended(held, set())
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 2, 3, 4, 5, 6, 7}
+
+
+def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
+    place: Path,
+    source: ChunkSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go_on, fill = threading.Event(), disk_shelf._FilePlace.commit
+
+    def slow(self: disk_shelf._FilePlace, content: memoryview) -> None:
+        if len(files(place)) > 3:  # with itself
+            os.pwrite(self._file, content[:100], 0)
+            go_on.wait(20)
+        fill(self, content)
+
+    monkeypatch.setattr(disk_shelf._FilePlace, "commit", slow)
+
+    async def main() -> None:
+        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(held):
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+        with trio.move_on_after(1.0) as patience:
+            await ended(held, set())
+        assert patience.cancelled_caught
+        assert standing(place, source) == {0, 1, 2}
+        assert len(files(place)) == 4
+        go_on.set()
+        await until(lambda: len(standing(place, source)) == 4)
+        held.close()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        trio.run(main)
+    assert "3 chunks (" in caplog.text
+    assert "there is no more time" in caplog.text
+
+
+def test_a_dataset_that_is_read_from_memory_is_not_idle_at_the_end(
+    place: Path, source: ChunkSource
+) -> None:
+    """Else what stands here would go for what is to stand here."""
+
+    async def main() -> None:
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(held):
+            await settled(held)
+            for number in (0, 1, 2):
+                await held.get(number, 10, load=True)
+        await ended(held, set())
+        idle(place)
+        shelf._dataset_used.clear()  # as after a minute
+        async with run_cache(held):
+            await settled(held)
+            for number in (3, 4, 5):
+                await held.get(number, 10, load=True)
+        idle(place)
+        shelf._dataset_used.clear()
+        await ended(held, set())
+        held.close()
+
+    trio.run(main)
+    assert standing(place, source) == {0, 1, 2, 3}

@@ -1,0 +1,43 @@
+"""When a master is deserted, and what a reader does whose master has ended."""
+
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from diesel_fs.peers import client
+from diesel_fs.peers.local import LocalServer
+from diesel_fs.peers.options import TaskRequest
+
+
+def test_a_master_stays_for_who_came_with_one_that_wants_another_version() -> None:
+    server = LocalServer(None)  # type: ignore[arg-type]  # nobody is served
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.wait_until_idle, 60.0)
+            await trio.testing.wait_all_tasks_blocked()
+            server.other_version_requested()
+            server.reader_joined()
+            await trio.testing.wait_all_tasks_blocked()
+            assert nursery.child_tasks, "it has ended"
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_a_reader_goes_on_with_the_master_at_its_place_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would ask in vain for ever, without a pause."""
+    monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
+    monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
+    request = TaskRequest(task="night")
+    assert not client._brought_back(request, tmp_path / "mine", has_served=False)
+
+
+def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "diesel.task"):
+        trio.run(LocalServer(None).wait_until_idle, 0.01)  # type: ignore[arg-type]  # nobody comes
+    assert "nobody has used this master for 0.01 s: it ends" in caplog.text

@@ -1,0 +1,566 @@
+"""Joining: the master of a node is found, or started once, whoever comes, as what it is asked."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    DieselError,
+    MetadataError,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.peers import launch
+from diesel_fs.peers.launch import (
+    is_alive,
+    join,
+    mark_ended,
+    remove_folders,
+    restart_killed,
+    socket_path,
+)
+from diesel_fs.peers.local import LocalSocket
+from diesel_fs.peers.membership import TaskName
+from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
+
+from ..server.program import is_running, until
+
+STUB = (sys.executable, "-m", "tests.peers.stub_program")
+SECRET = "canary-5cf2-and-long-enough"  # noqa: S105
+TREE = Path(__file__).resolve().parents[2]
+
+
+class Node:
+    """This user's folders on a node, and how masters come up on it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.starts_file = folder / "starts"
+        self._patch = patch
+        self._run = folder / "run"
+        self._run.mkdir(mode=0o700)
+        patch.setenv("XDG_RUNTIME_DIR", str(self._run))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.setenv("STUB_STARTS", str(self.starts_file))
+        patch.setattr(sys, "path", [str(TREE), *sys.path])
+        self.does("good")
+
+    def does(self, how: str) -> None:
+        self._patch.setenv("STUB", how)
+
+    def starts(self) -> list[dict[str, dict[str, object]]]:
+        if not self.starts_file.exists():
+            return []
+        return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
+
+    def left(self) -> list[Path]:
+        """What of tasks lies on this node."""
+        return list((self._run / "diesel" / "tasks").glob("*/**"))
+
+    def kill(self) -> None:
+        for each in self.starts():
+            with suppress(ProcessLookupError):
+                os.kill(each["pid"], signal.SIGKILL)  # type: ignore[arg-type]  # as it is written
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    made = Node(tmp_path, monkeypatch)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> TaskRequest:
+    return TaskRequest(
+        url=(tmp_path / "store").as_uri(), dataset="ds", identity=UUID(int=5).hex, version=3,
+        task="training", memory_bytes=1 << 20,
+    )  # fmt: skip
+
+
+# One master, whoever comes ------------------------------------------------------------------------
+
+
+def test_a_master_is_started_once_and_then_found(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    assert is_alive(place)
+    assert join(request_, program=STUB) == place
+    assert len(node.starts()) == 1
+    for folder in (place.parent, place.parent.parent, place.parent.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_many_processes_that_come_at_once_start_one(node: Node, request_: TaskRequest) -> None:
+    code = (
+        "import sys; from diesel_fs.peers.options import TaskRequest;"
+        "from diesel_fs.peers.launch import join; from tests.peers.test_launch import STUB;"
+        "print(join(TaskRequest.from_json(sys.stdin.buffer.read()), program=STUB))"
+    )
+    said = set()
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "LOCAL_RANK": str(local), "PYTHONPATH": str(TREE)},
+                )
+            )
+            for local in (0, 0, 1, 2, 3)
+        ]
+        for each in programs:
+            assert each.stdin is not None
+            each.stdin.write(request_.to_json())
+            each.stdin.close()
+        for each in programs:
+            assert each.stdout is not None
+            said.add(each.stdout.read())
+            assert each.wait(30) == 0
+    assert len(said) == 1
+    assert len(node.starts()) == 1
+
+
+def test_a_dead_masters_socket_is_cleared_away(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    node.kill()
+    until_s = time.monotonic() + 5
+    while is_alive(place) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert place.exists()
+    assert join(request_, program=STUB) == place
+    assert len(node.starts()) == 2
+
+
+def test_nodes_and_tasks_do_not_meet(node: Node, request_: TaskRequest) -> None:
+    asked = [
+        replace(request_, rank=rank, world=2, task=task, listen="127.0.0.1:0")
+        for rank in (0, 1)
+        for task in ("one", "two")
+    ]
+    places = {join(each, program=STUB) for each in asked}
+    assert len(places) == len(node.starts()) == 4
+    others = replace(request_, task="one", identity=UUID(int=6).hex)
+    assert join(others, program=STUB) not in places
+
+
+def test_without_a_rank_the_only_master_of_the_task_is_meant(
+    node: Node, request_: TaskRequest
+) -> None:
+    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0")
+    place = join(given, program=STUB)
+    assert join(request_, program=STUB) == place
+    join(replace(given, rank=2), program=STUB)
+    assert join(request_, program=STUB).parent.name == "0"
+
+
+def _killed(node: Node, place: Path) -> None:
+    node.kill()
+    until(lambda: not is_alive(place), "its end")
+
+
+def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
+    asked = started["request"]
+    return [asked[each] for each in ("rank", "world", "listen", "cache_dir", "version")]
+
+
+@pytest.mark.parametrize("how", ["who reads", "who comes"])
+def test_F8_a_killed_master_is_started_again_as_the_node_that_it_was(
+    node: Node, request_: TaskRequest, tmp_path: Path, how: str
+) -> None:
+    """Also by who has not said which node this is: another one has rank 0."""
+    folder = str(tmp_path / "cache")
+    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
+    place = join(given, program=STUB)
+    nameless = replace(request_, version=5)
+    _killed(node, place)
+    if how == "who reads":
+        assert restart_killed(nameless, place, program=STUB)
+    else:
+        assert join(nameless, program=STUB) == place
+    assert is_alive(place)
+    assert [_node_of(each) for each in node.starts()] == [
+        [3, 4, "127.0.0.1:0", folder, version] for version in (3, 5)
+    ]
+    assert not restart_killed(nameless, place, program=STUB), "it is there"
+
+
+def test_a_job_does_not_become_what_one_of_old_was(node: Node, request_: TaskRequest) -> None:
+    old = join(replace(request_, rank=1, world=3, listen="127.0.0.1:0"), program=STUB)
+    _killed(node, old)
+    os.utime(old.with_name("options"), (time.time() - 3600,) * 2)
+    assert join(request_, program=STUB) == old.parent.parent / "0" / "socket"
+    assert not old.parent.exists()
+    assert node.starts()[-1]["request"]["world"] == 1
+
+
+def test_a_master_says_that_it_lives(tmp_path: Path) -> None:
+    place = tmp_path / "socket"
+    launch.mark_alive(place)  # it ends just now
+    options = tmp_path / "options"
+    options.touch()
+    os.utime(options, (0, 0))
+    launch.mark_alive(place)
+    assert time.time() - options.stat().st_mtime < 60
+
+
+def test_a_master_that_could_not_be_started_again_is_tried_again(
+    node: Node, request_: TaskRequest
+) -> None:
+    place = join(request_, program=STUB)
+    _killed(node, place)
+    node.does("error")
+    for _ in range(2):
+        with pytest.raises(MetadataError):
+            restart_killed(request_, place, program=STUB)
+    node.does("good")
+    assert restart_killed(request_, place, program=STUB)
+    _killed(node, place)
+    with pytest.raises(UsageError):
+        restart_killed(replace(request_, world=2, listen="nonsense"), place, program=STUB)
+    assert not restart_killed(request_, place, program=STUB), "not after what does not pass"
+
+
+def test_a_master_that_ended_by_itself_is_not_started_again(
+    node: Node, request_: TaskRequest
+) -> None:
+    place = join(replace(request_, rank=3, world=4, listen="127.0.0.1:0"), program=STUB)
+    mark_ended(place)
+    _killed(node, place)
+    assert not restart_killed(request_, place, program=STUB)
+    assert join(request_, program=STUB).parent.name == "0"
+
+
+def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
+    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = replace(request_, rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
+    join(given, program=STUB)
+    assert "127.0.0.1 is this machine alone" in caplog.text
+    caplog.clear()
+    for same in (
+        given,
+        replace(request_, memory_bytes=0),  # it says nothing
+        replace(request_, memory_bytes=5, memory_is_default=True),
+        replace(given, task_key="another, which is kept nowhere", user="", version=4),
+    ):
+        join(same, program=STUB)
+        assert not caplog.records, same
+    others = {"memory_bytes": 5, "evict": "none", "cache_dir": "/c", "cache_bytes": 7, "world": 3}
+    join(replace(given, **others), program=STUB)  # type: ignore[arg-type]  # by name
+    [told] = caplog.messages
+    for option in ("--memory", "--evict", "--cache-dir", "--cache-size", "--world"):
+        assert option in told
+    assert "--listen" not in told
+    assert len(node.starts()) == 1
+    caplog.clear()
+    join(replace(request_, policy="oneshot"), program=STUB)
+    assert caplog.messages[0].startswith("--policy: without effect")
+
+
+def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
+    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a moment its options lie beside the socket of who comes up."""
+    place = join(replace(request_, evict="lfu"), program=STUB)
+    old = place.with_name("options").read_bytes()
+    _killed(node, place)
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    place.with_name("options").write_bytes(old)
+    os.utime(place.with_name("options"), (1e9, 1e9))
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    assert not caplog.records
+    os.utime(place.with_name("options"))
+    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    assert "--evict" in caplog.text
+
+
+def test_a_guess_of_memory_is_no_wish(node: Node, request_: TaskRequest) -> None:
+    place = join(request_, program=STUB)
+    _killed(node, place)
+    assert restart_killed(
+        replace(request_, memory_bytes=5, memory_is_default=True), place, program=STUB
+    )
+    assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
+
+
+def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskRequest) -> None:
+    url = f"{request_.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
+    asked = replace(request_, task_key=SECRET, key=SECRET, user="me", url=url)
+    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+    for each in place.parent.iterdir():
+        if each != place:
+            assert SECRET.encode() not in each.read_bytes(), each
+    _killed(node, place)
+    assert restart_killed(asked, place, program=STUB)
+    [first, second] = (each["request"] for each in node.starts())
+    assert [second[each] for each in ("url", "user", "key", "task_key")] == [
+        first[each] for each in ("url", "user", "key", "task_key")
+    ]
+
+
+def test_all_but_the_first_process_of_a_node_wait_for_that(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    monkeypatch.setattr(launch, "FIRST_PROCESS_WAIT_S", 0.5)
+    start_s = time.monotonic()
+    join(request_, program=STUB)
+    assert time.monotonic() - start_s > 0.5
+    assert len(node.starts()) == 1
+
+
+# What keeps one from coming up --------------------------------------------------------------------
+
+
+def test_its_error_is_raised_and_the_end_of_its_log_where_it_ends_without_a_word(
+    node: Node, request_: TaskRequest
+) -> None:
+    node.does("error")
+    with pytest.raises(MetadataError) as refused:
+        join(request_, program=STUB)
+    assert refused.value.exit_code == 14
+    assert str(refused.value) == "no Redis here; start it"
+    node.does("dies")
+    with pytest.raises(DieselError, match=r"did not come up\n  \| a line of the log"):
+        join(request_, program=STUB)
+    assert node.left() == []
+    node.does("good")
+    assert is_alive(join(request_, program=STUB))
+
+
+def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
+    node: Node, request_: TaskRequest
+) -> None:
+    """Whoever has the lock of a folder that is gone has nothing."""
+    place = socket_path(replace(request_, rank=0, world=1))
+    inside, most, gone = 0, 0, 0
+
+    def come_and_go() -> None:
+        nonlocal inside, most, gone
+        for _ in range(100):
+            with launch._locked(place, 30.0):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.0002)
+                inside -= 1
+            remove_folders(place)
+            gone += not place.parent.exists()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == 1
+    assert gone > 0
+    assert node.left() == []
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(
+    node: Node, request_: TaskRequest
+) -> None:
+    """Another thread may fork at any moment, and the child may live for long."""
+    place = socket_path(replace(request_, rank=0, world=1))
+    for held in (launch._folders_locked(), launch._locked(place, 0.0)):
+        receiver, sender = os.pipe()
+        with held:
+            child = os.fork()
+            if not child:
+                os.close(sender)
+                os.read(receiver, 1)  # until the parent lets go
+                os._exit(0)
+        try:
+            with launch._locked(place, 1.0):
+                pass
+        finally:
+            os.close(receiver)
+            os.close(sender)
+            os.waitpid(child, 0)
+
+
+def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
+    place = socket_path(replace(request_, rank=0, world=1))
+    with launch._folders_locked():
+        with pytest.raises(BusyError, match="at the folders"), launch._locked(place, 0.0):
+            pass
+        remove_folders(place)  # says nothing
+    with launch._locked(place, 0.0):
+        pass
+
+
+def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(
+    node: Node, request_: TaskRequest, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(UsageError) as refused:
+        join(replace(request_, evict="bad", log_file=str(log)))
+    assert str(refused.value).count("bad --evict") == 1
+    assert log.read_text().count("bad --evict") == 1
+    assert not node.starts()
+
+
+def test_one_that_says_nothing_is_killed(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "START_DEADLINE_S", 1.0)
+    node.does("silent")
+    with pytest.raises(DeadlineError):
+        join(request_, program=STUB)
+    [started] = node.starts()
+    until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
+
+
+def test_a_socket_in_a_deep_folder(
+    node: Node, request_: TaskRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses of sockets have room for 107 bytes."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    place = socket_path(replace(request_, rank=0))
+    place.parent.mkdir(parents=True)
+    here = os.open(place.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{here}/socket")
+        os.close(here)
+        listener.listen()
+        assert is_alive(place)
+        assert join(request_, program=STUB) == place
+
+
+def test_a_master_that_is_coming_up_lets_nobody_wait(tmp_path: Path) -> None:
+    coming = LocalSocket(tmp_path / "socket")
+    try:
+        assert coming.path.exists()
+        assert not is_alive(coming.path)
+        coming.listen()
+        assert is_alive(coming.path)
+    finally:
+        coming.close()
+
+
+def test_a_socket_that_was_closed_is_not_taken_from_who_comes_then(tmp_path: Path) -> None:
+    """Numbers of files are used again at once, on many file systems."""
+    ending = LocalSocket(tmp_path / "socket")
+    ending.close()
+    assert not ending.path.exists()
+    coming = LocalSocket(tmp_path / "socket")
+    ending._number = coming._number
+    ending.close()
+    assert coming.path.exists()
+    coming.close()
+
+
+def test_F14_too_few_descriptors_for_so_many_nodes_are_said_at_the_start(
+    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    asked = replace(request_, rank=0, listen="127.0.0.1:0")
+    with pytest.raises(UsageError, match="1312 open files, and 1024 are allowed") as refused:
+        join(replace(asked, world=400), program=STUB)
+    assert "ulimit" in refused.value.advice
+    assert not node.starts()
+    join(replace(asked, world=100), program=STUB)
+
+
+# The request --------------------------------------------------------------------------------------
+
+
+def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest) -> None:
+    asked = replace(
+        request_, task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2
+    )
+    assert TaskRequest.from_json(asked.to_json()) == asked
+    assert SECRET not in repr(asked)
+    for text in (b"", b"[]", b"{}", b"x", b"[" * 100_000, b"\xff", asked.to_json()[:-2]):
+        with pytest.raises(UsageError):
+            TaskRequest.from_json(text)
+    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+    [started] = node.starts()
+    assert started["request"]["task_key"] == SECRET
+    shown = Path(f"/proc/{started['pid']}/cmdline").read_bytes()
+    shown += Path(f"/proc/{started['pid']}/environ").read_bytes()
+    assert SECRET.encode() not in shown
+    assert is_alive(place)
+
+
+def test_a_request_that_is_too_long_is_refused(request_: TaskRequest) -> None:
+    with pytest.raises(UsageError, match="at most 262144"):
+        replace(request_, peers=("a:1",) * 50_000).to_json()
+
+
+def test_a_task_is_of_the_account_or_of_the_user_of_this_machine(request_: TaskRequest) -> None:
+    assert request_.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
+    assert replace(request_, user="ann").name == TaskName(UUID(int=5), "ann", "training")
+
+
+def test_a_node_that_is_alone_needs_neither_redis_nor_peers(
+    node: Node, request_: TaskRequest
+) -> None:
+    join(request_, program=STUB)
+    [started] = node.starts()
+    asked = started["request"]
+    assert (asked["rank"], asked["world"], asked["listen"]) == (0, 1, "127.0.0.1:0")
+    assert len(str(asked["task_key"])) >= 32
+    assert asked["peers"] == ["127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
+def test_options_without_a_task_are_refused(option: str) -> None:
+    value = {"rank": 1, "peers": ("a:1",), "peer_tls": True}.get(option, "x")
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is about a task"):
+        TaskOptions(**{option: value}).check()  # type: ignore[arg-type]  # by name
+    TaskOptions(task_key=SECRET, policy="oneshot").check()
+    with pytest.raises(UsageError, match="--peers names 1 nodes, and --world says 2"):
+        TaskOptions(task="x", peers=("a:1",), world=2).check()
+    TaskOptions(task="x", peers=("a:1",)).check()
+    TaskOptions(task="x", peers=("a:1", "b:1", "c:1"), world=2).check()
+    with pytest.raises(UsageError, match="without its folder"):
+        TaskOptions(task="x", cache_bytes=5).check()
+
+
+def test_a_cache_folder_alone_is_a_task_of_this_machine() -> None:
+    alone = TaskOptions(cache_dir="/ssd").or_single_node("a")
+    assert (alone.rank, alone.world) == (0, 1)
+    assert alone.task
+    assert alone == TaskOptions(cache_dir="/ssd").or_single_node("a")
+    assert alone.task != TaskOptions(cache_dir="/ssd").or_single_node("b").task
+    with pytest.raises(UsageError):
+        TaskOptions(cache_dir="/ssd", rank=1).or_single_node("a")
+
+
+def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o644)
+    with pytest.raises(PermissionDenied, match="others may read"):
+        read_key_file(file)
+    file.chmod(0o600)
+    assert read_key_file(file) == SECRET
+    for content in (b"\xff" * 20, b"x" * 5000, b"", b" \n\t\n"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError):
+            read_key_file(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_key_file(tmp_path / "none")

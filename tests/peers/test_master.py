@@ -1,0 +1,587 @@
+"""Masters in one loop: who is asked for a chunk, and what follows when members come and go."""
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trio
+
+import diesel_fs
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.errors import ConflictError, MetadataError
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.peers import master as module
+from diesel_fs.peers.handshake import LocalIdentity
+from diesel_fs.peers.master import Master
+from diesel_fs.peers.membership import ANY_INSTANCE, Member, Membership, TaskName
+from diesel_fs.peers.node_cache import Fetch, NodeCache
+from diesel_fs.peers.registry import Registry
+from diesel_fs.peers.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
+from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+
+from .connected_masters import parts
+from .node_caches import held_numbers
+
+CHUNKS = 24
+SECRET = bytes(range(32))
+HOPE_S = 20.0
+
+
+class Reads(StoreWrapper):
+    """Counts who reads what from the store."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.of: Counter[str] = Counter()
+        self.pause = threading.Event()
+        self.pause.set()
+        self.waiting = 0
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.of[name] += 1
+        self.waiting += 1
+        assert self.pause.wait(HOPE_S)
+        self.waiting -= 1
+        super().read_into(name, start, buffer)
+
+
+@dataclass
+class FakeRegistry(Registry):
+    """Where masters register, in this process's memory."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+    is_unavailable: bool = False
+    silent: set[int] = field(default_factory=set)  # whose renewals are still under way
+    forgot: set[int] = field(default_factory=set)  # who is to hear that
+    secret: bytes = SECRET
+
+    def renew(self, me: Member) -> Membership:
+        until_s = time.monotonic() + HOPE_S
+        while me.rank in self.silent and time.monotonic() < until_s:
+            time.sleep(0.01)
+        if self.is_unavailable:
+            raise MetadataError("away")
+        there = self.members.setdefault(me.rank, me)
+        if there.instance != me.instance:
+            raise ConflictError("a newer master")
+        self.members[me.rank] = me
+        found = Membership.from_members(self.members.values(), self.secret)
+        found = replace(found, was_forgotten=me.rank in self.forgot)
+        self.forgot.discard(me.rank)
+        return found
+
+    def leave(self, me: Member) -> None:
+        self.members.pop(me.rank, None)
+
+    def close(self) -> None: ...
+
+
+class Task:
+    """A dataset, and masters that read it; `content` is what its chunks hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = (folder / "store").as_uri()
+        self.dataset = diesel_fs.connect("ds", self.url, create=True)
+        for number in range(CHUNKS):
+            self.put(f"f{number:02}", number)
+        self.snapshot: Snapshot = self.dataset.snapshot
+        self.registry = FakeRegistry()
+        self.reads = Reads(self.dataset._repository.objects)
+
+    def put(self, path: str, seed: int) -> None:
+        self.dataset.put(Random(seed).randbytes(30_000 + 100 * seed), path)
+        self.dataset.flush()
+
+    def whole(self, snapshot: Snapshot, chunk: int) -> bytes:
+        """A chunk as it lies in the store, read by nobody who is counted."""
+        name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
+        return bytes(self.reads.inner.get(name))
+
+    @asynccontextmanager
+    async def node(
+        self, rank: int, *, world: int = 3, oneshot: bool = False, registry: Registry | None = None
+    ) -> AsyncIterator[tuple[Master, trio.CancelScope]]:
+        """A master while the `with` lasts, or until its scope is cancelled, which is its death."""
+        registry = registry or self.registry
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            member = Member(rank, Random().randbytes(16), address, self.snapshot.version)
+            name = TaskName(self.snapshot.identity, "me", "t")
+            sizes = self.snapshot.chunk_sizes
+            first = registry.renew(member)
+            me = LocalIdentity(
+                rank, member.instance, name, self.snapshot.version, first.secret, sizes
+            )
+
+            def tiers(fetch: Fetch) -> NodeCache:
+                return NodeCache(
+                    self.snapshot.identity, self.snapshot.chunk_ids, sizes,
+                    memory_bytes=16 << 20, policy=POLICIES["lru"](), fetch=fetch,
+                )  # fmt: skip
+
+            made = Master(
+                me, member, self.snapshot, self.reads, registry, tiers, world=world, oneshot=oneshot
+            )
+            scope = trio.CancelScope()
+
+            async def live(*, task_status: trio.TaskStatus[None]) -> None:
+                with scope:
+                    await made.run(first, [listener], task_status=task_status)
+                made.cache.close()
+
+            async with trio.open_nursery() as nursery:
+                await nursery.start(live)
+                yield made, scope
+                scope.cancel()
+
+    async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
+        """Read a part of each chunk, and compare; how many came from where."""
+        snapshot = node.snapshot
+        records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
+        window = memoryview(bytearray(20_000 * len(records)))
+        offsets, sources = await node.read(parts(*records), window)
+        for (chunk, start, size), at, source in zip(records, offsets, sources, strict=True):
+            if source != SOURCE_NONE:
+                assert window[at : at + size] == self.whole(snapshot, chunk)[start : start + size]
+        if given:
+            assert SOURCE_NONE not in sources
+        return Counter(sources.tolist())
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    monkeypatch.setattr(module, "GATHER_RENEW_S", 0.02)
+    monkeypatch.setattr(module, "TTL_S", 0.3)
+    return Task(tmp_path)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def in_time() -> None:
+        with trio.fail_after(HOPE_S):
+            await main()
+
+    trio.run(in_time)
+
+
+async def soon(what: Callable[[], object]) -> None:
+    while not what():  # noqa: ASYNC110  # what is waited for has no event
+        await trio.sleep(0.01)
+
+
+def members(*nodes: Master) -> Callable[[], bool]:
+    return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
+
+
+def test_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            for node in (a, b, c, a):
+                found = await task.check(node)
+                assert sum(found[rank] for rank in (0, 1, 2) if rank != node.rank) > CHUNKS / 3
+                assert found[SOURCE_HERE] >= CHUNKS / 6
+            assert set(task.reads.of.values()) == {1}
+            assert len(task.reads.of) == CHUNKS
+
+    run(main)
+
+
+def test_F10_all_nodes_that_miss_a_chunk_at_once_cost_one_read(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            async with trio.open_nursery() as nursery:
+                for node in (a, b, c) * 3:
+                    nursery.start_soon(task.check, node)
+            assert set(task.reads.of.values()) == {1}
+
+    run(main)
+
+
+def test_a_dead_nodes_share_is_taken_over_and_given_back(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _):
+            async with task.node(2) as (c, death):
+                await soon(members(a, b, c))
+                share = (await task.check(c))[SOURCE_HERE]
+                await task.check(a)
+                death.cancel()  # it is still registered
+                found = await task.check(a, given=False)
+                assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
+            del task.registry.members[2]
+            await soon(members(a, b))
+            before = task.reads.of.total()
+            for node in (a, b, a):
+                await task.check(node)
+            assert task.reads.of.total() - before == share, "only its share is read again, once"
+            async with task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                before = task.reads.of.total()
+                assert (await task.check(c))[SOURCE_HERE] == share
+                assert (await task.check(a))[2] == share, "it is used again"
+                assert task.reads.of.total() == before, "it had its share from who took it over"
+
+    run(main)
+
+
+def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, oneshot=True) as (a, _),
+            task.node(1, oneshot=True) as (b, _),
+            task.node(2, oneshot=True) as (c, _),
+        ):
+            await soon(lambda: task.reads.of.total() >= CHUNKS)
+            for node in (a, b, c):
+                await task.check(node)
+            assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
+
+    run(main)
+
+
+def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task: Task) -> None:
+    for path in ("half", "other"):
+        task.dataset.put(Random(path).randbytes(30_000), path)
+    task.dataset.flush()
+    [half] = set(task.dataset.snapshot.chunk_ids) - set(task.snapshot.chunk_ids)
+    for path in ("other", *(f"f{number:02}" for number in range(10))):
+        task.put(path, 50)
+    task.snapshot = task.dataset.snapshot
+    count = task.snapshot.chunk_count
+    dead = {chunk for chunk in range(count) if not task.snapshot.used_bytes()[chunk]}
+    assert (count, len(dead)) == (CHUNKS + 12, 10)
+    names = [chunk_object(task.snapshot.identity, each) for each in task.snapshot.chunk_ids]
+
+    async def main() -> None:
+        async with task.node(0, world=1, oneshot=True) as (node, _):
+            await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
+            await trio.sleep(0.1)  # more would come
+            told = node.cache.stats()
+            assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+            assert len(task.reads.of) == count - len(dead)
+            assert held_numbers(node.cache).isdisjoint(dead)
+            order = [names.index(name) for name in task.reads.of]
+            last = list(task.snapshot.chunk_ids).index(half)
+            assert last < max(order), "it would not be the last by its number"
+            assert last in order[-2:]  # two come at once
+
+    run(main)
+
+
+def test_what_no_file_uses_is_not_kept_at_the_end(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[npt.NDArray[np.bool_]] = []
+
+    async def keep(holdings: NodeCache, share: npt.NDArray[np.bool_]) -> None:
+        kept.extend((share, holdings._memory.owned))
+
+    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
+    for number in range(10):
+        task.put(f"f{number:02}", 50)
+    task.snapshot = task.dataset.snapshot
+
+    async def main() -> None:
+        async with task.node(0, world=1) as (node, _):
+            assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+            await node.flush_to_disk()
+
+    run(main)
+    live = task.snapshot.used_bytes() > 0
+    assert live.tolist() == [False] * 10 + [True] * CHUNKS
+    assert [mask.tolist() for mask in kept] == [live.tolist()] * 2
+
+
+def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=1) as (_, scope):
+            task.registry.members[0] = replace(task.registry.members[0], instance=b"r" * 16)
+            await trio.sleep(0.5)
+        assert not scope.cancelled_caught
+
+    run(main)
+
+
+def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            task.registry.is_unavailable = True
+            await trio.sleep(0.3)
+            assert (await task.check(a))[1] > 0
+            assert members(a, b)()
+
+    run(main)
+
+
+def test_C3_after_an_outage_who_has_not_renewed_yet_is_still_a_member(
+    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis has forgotten all, and each renews in its own time; who does not is gone after a TTL,
+    and who comes anew, or leaves, at once."""
+    monkeypatch.setattr(module, "TTL_S", 2.0)
+
+    async def main() -> None:
+        four = [task.node(rank, world=4) for rank in range(4)]
+        async with four[0] as (a, _), four[1] as (b, _), four[2] as (c, _), four[3] as (d, _):
+            await soon(members(a, b, c, d))
+            task.registry.is_unavailable = True
+            await soon(lambda: caplog.text.count("nobody tells") == 4)
+            kept = task.registry.members.copy()
+            task.registry.members.clear()
+            caplog.clear()
+            task.registry.silent = {1, 2, 3}
+            task.registry.is_unavailable = False
+            await trio.sleep(0.5)
+            assert a.stats()["members"] == 4
+            task.registry.members[1] = kept[1]
+            await trio.sleep(0.2)
+            assert "has left" not in caplog.text
+            assert "another now" not in caplog.text
+            task.registry.members.pop(1)  # it leaves
+            task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
+            await soon(lambda: "node 2 is another now" in caplog.text)
+            await soon(lambda: "node 1 has left" in caplog.text)
+            assert "node 3" not in caplog.text
+            await soon(lambda: "node 3 has left" in caplog.text)
+            task.registry.silent.clear()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        run(main)
+
+
+def test_C3_who_was_forgotten_itself_knows_that_others_may_be(
+    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis was away for so short that nobody has noticed, and has lost everything."""
+    monkeypatch.setattr(module, "TTL_S", 1.0)
+
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            task.registry.silent = {1}
+            await trio.sleep(0.1)
+            task.registry.members.clear()
+            task.registry.forgot = {0}
+            await soon(lambda: not task.registry.forgot)
+            await trio.sleep(0.3)
+            assert a.stats()["members"] == 2
+            await soon(lambda: "node 1 has left" in caplog.text)
+            task.registry.silent.clear()
+
+    with caplog.at_level("INFO", "diesel.task"):
+        run(main)
+
+
+def test_C3_a_new_secret_is_everybodys(task: Task) -> None:
+    """Redis has been away for longer than registrations last, and a new node was first after it."""
+
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _):
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            task.registry.members.clear()
+            task.registry.secret = SECRET[::-1]
+            async with task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                for node in (a, b, c):
+                    for other in {0, 1, 2} - {node.rank}:
+                        await soon_given(task, node, other)
+
+    run(main)
+
+
+async def soon_given(task: Task, node: Master, rank: int) -> None:
+    """Until another node gives what it has: for a moment they may not agree."""
+    while not (await task.check(node, given=False))[rank]:  # noqa: ASYNC110  # no event
+        await trio.sleep(0.05)
+
+
+def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back(
+    task: Task,
+) -> None:
+    class Listed(FakeRegistry):
+        def renew(self, me: Member) -> Membership:
+            self.members[me.rank] = me
+            listed = (
+                each if each.rank == me.rank else replace(each, instance=ANY_INSTANCE)
+                for each in self.members.values()
+            )
+            return Membership.from_members(listed, SECRET)
+
+    async def main() -> None:
+        board = Listed()
+        async with (
+            task.node(0, world=2, registry=board) as (a, _),
+            task.node(1, world=2, registry=board) as (b, death),
+        ):
+            await trio.sleep(0.5)  # longer than who is silent stays one
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            death.cancel()
+            await soon(members(a))
+            assert (await task.check(a)) == {SOURCE_HERE: CHUNKS}
+
+    run(main)
+
+
+def test_nodes_of_another_version_are_none_until_they_come_along(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            await task.check(a)
+            await task.check(b)
+            task.put("new", 99)
+            newer = task.dataset.snapshot
+            before = task.reads.of.total()
+            await a.switch_version(newer)
+            await soon(members(a))
+            found = await task.check(a)
+            assert found == {SOURCE_HERE: CHUNKS + 1}
+            await soon(members(b))
+            await task.check(b)
+            await b.switch_version(newer)
+            await soon(members(a, b))
+            reads = task.reads.of.total() - before
+            assert (await task.check(b))[0] > 0
+            assert (await task.check(a))[1] > 0
+            assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
+
+    run(main)
+
+
+def test_another_version_has_owners_before_the_next_renewal(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node, and those that have gone over before it: else all would be read from the store;
+    also by who has heard of it just then."""
+    computed = module._ChunkOwners.compute
+
+    def slow(self: module._ChunkOwners, ranks: Sequence[int], world: int) -> module.Ranks:
+        time.sleep(0.2)
+        return computed(self, ranks, world)
+
+    monkeypatch.setattr(module._ChunkOwners, "compute", slow)
+
+    async def main() -> None:
+        nursery: trio.Nursery
+
+        async def at_once(node: Master, snapshot: Snapshot) -> None:
+            nursery.start_soon(node.switch_version, snapshot)
+            await soon(lambda: node.snapshot is snapshot)
+
+        async with (
+            task.node(0, world=3) as (a, _),
+            task.node(1, world=3) as (b, _),
+            trio.open_nursery() as nursery,
+        ):
+            await soon(members(a, b))
+            for node in (a, b):
+                await task.check(node)
+            task.put("new", 99)
+            newer = task.dataset.snapshot
+            task.registry.silent = {0, 1}
+            await trio.sleep(0.1)
+            await at_once(a, newer)
+            assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
+            await b.switch_version(newer)
+            assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
+            task.registry.silent.clear()
+            await soon(members(a, b))
+            task.put("newest", 98)
+            newest = task.dataset.snapshot
+            await a.switch_version(newest)
+            known = lambda: any(each.version == newest.version for each in b._found.members)  # noqa: E731
+            await soon(known)
+            task.registry.silent = {0, 1}
+            await trio.sleep(0.1)
+            await at_once(b, newest)
+            assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
+            task.registry.silent.clear()
+
+    run(main)
+
+
+def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            assert (await task.check(a))[1] > 0
+            for _ in range(3):
+                await a.report_damage(DamagedPart(0, 0, 10, 1))
+            found = await task.check(a, given=False)
+            assert found[1] == 0
+            assert found[SOURCE_NONE] > 0
+            for chunk in range(CHUNKS):  # nothing is wrong with what stands here
+                await a.report_damage(DamagedPart(chunk, 0, 10, SOURCE_HERE))
+            assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
+
+    run(main)
+
+
+def test_shares_are_what_ownership_says(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            await soon(members(a, b, c))
+            found = [(await task.check(node))[SOURCE_HERE] for node in (a, b, c)]
+            assert sum(found) == CHUNKS
+            held = [held_numbers(node.cache) for node in (a, b, c)]
+            assert sum(map(len, held)) == len(set.union(*held)), "nobody holds what another owns"
+
+    run(main)
+
+
+def test_what_a_node_keeps_first_is_what_it_owns_where_all_are_there(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a job that ends leave one by one."""
+    kept: list[list[int]] = []
+
+    async def keep(_: NodeCache, share: npt.NDArray[np.bool_]) -> None:
+        kept.append(np.flatnonzero(share).tolist())
+
+    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
+
+    async def main() -> None:
+        async with task.node(0) as (a, _):
+            async with task.node(1) as (b, _), task.node(2) as (c, _):
+                await soon(members(a, b, c))
+                share = np.flatnonzero(a._shares.owner == 0).tolist()
+            del task.registry.members[1], task.registry.members[2]
+            await soon(members(a))
+            assert (a._shares.owner == 0).all()
+            await a.flush_to_disk()
+            assert kept == [share]
+
+    run(main)
+
+
+def test_who_is_asked_for_what_it_holds_waits_for_nobody(task: Task) -> None:
+    """Two that fetch one chunk from each other would wait until a time-out."""
+
+    async def main() -> None:
+        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
+            await soon(members(a, b))
+            theirs = [chunk for chunk in range(CHUNKS) if a._shares.owner[chunk] == 1]
+            task.reads.pause.clear()
+            async with trio.open_nursery() as nursery:
+                window = memoryview(bytearray(20_000))
+                nursery.start_soon(b.read, parts((theirs[0], 0, 20_000)), window)
+                await soon(lambda: task.reads.waiting)
+                with trio.fail_after(0.5):
+                    statuses, _ = await b.answer(0, parts((theirs[0], 0, 10)), load=False)
+                assert statuses == bytes([ABSENT])
+                task.reads.pause.set()
+
+    run(main)

@@ -1,0 +1,553 @@
+"""What a node holds: each chunk is fetched once, stands here checked, and fits the budget."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from diesel_fs.cache.policy import POLICIES, LeastRecentlyUsed
+from diesel_fs.cache.read_through import ReadCostModel
+from diesel_fs.errors import CorruptError, ObjectStoreError
+from diesel_fs.peers import node_cache as holdings
+from diesel_fs.peers import node_memory as chunk_memory
+from diesel_fs.peers import sealed_memory as memory
+from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.sealed_memory import (
+    WritableMemory,
+    raise_descriptor_limit,
+    sealed_memories_max,
+)
+
+from .node_caches import (
+    ChunkSource,
+    held_numbers,
+    in_memory,
+    make_cache,
+    misses_until_loaded,
+    raw,
+    run_and_close_cache,
+    run_simulated,
+    total,
+    total_bytes,
+)
+from .node_caches import memory_is_let_go as memory_is_let_go
+
+EVERY = pytest.mark.parametrize("policy", [*POLICIES])
+
+
+# What comes
+
+
+@EVERY
+def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
+    source = ChunkSource(range(4))
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source), policy=policy)
+        ) as held:
+            assert held.find(1) is None
+            assert await held.get(1, 100, load=False) is None
+            view = await held.get(1, 100, load=True)
+            assert raw(view) == raw(held.find(1)) == source.contents[1]
+            assert view is not None
+            assert view.readonly
+            pieces = await held.read(1, [(3, 5), (0, 1)], load=False)
+            assert pieces is not None
+            assert [*map(raw, pieces)] == [source.contents[1][3:8], source.contents[1][:1]]
+            parts = np.array([[1, 10, 20], [1, 0, 1]], np.uint32)
+            pieces = held.find_parts(parts)
+            assert pieces is not None
+            assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
+            parts[1, 0] = 2
+            assert held.find_parts(parts) is None
+            assert held_numbers(held) == {1}
+            stats = held.stats()
+            assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
+            assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
+            assert stats["memory_reads"] == 5
+
+    trio.run(main)
+    assert source.fetches == {1: 1}
+
+
+def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
+    source = ChunkSource(range(30))
+    source.seconds = 1.0
+
+    async def main() -> None:
+        begun_s = trio.current_time()
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+
+            async def ask(number: int) -> None:
+                assert raw(await held.get(number, 10, load=True)) == source.contents[number]
+
+            async with trio.open_nursery() as nursery:
+                for asked in [*range(30)] * 3:
+                    nursery.start_soon(ask, asked)
+            assert trio.current_time() - begun_s < 4.5
+
+    run_simulated(main)
+    assert set(source.fetches.values()) == {1}
+    assert source.most == holdings.FETCHES
+
+
+def test_who_is_cancelled_takes_nobody_with_him() -> None:
+    source = ChunkSource(range(2))
+    source.seconds = 1.0
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            with trio.move_on_after(0.5) as first:
+                await held.get(0, 10, load=True)
+            assert first.cancelled_caught
+            assert raw(await held.get(0, 10, load=True)) == source.contents[0]
+
+    run_simulated(main)
+    assert source.fetches == {0: 1}
+
+
+def test_a_failed_fetch_is_an_error_of_all_who_wait_and_the_next_tries_again() -> None:
+    source = ChunkSource(range(1))
+    source.seconds, source.fails = 0.1, True
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            seen = []
+
+            async def ask() -> None:
+                with pytest.raises(ObjectStoreError) as failure:
+                    await held.get(0, 10, load=True)
+                seen.append(failure.value)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(ask)
+            assert len(seen) == 3
+            assert source.fetches == {0: 1}
+            source.fails = False
+            assert raw(await held.get(0, 10, load=True)) == source.contents[0]
+            assert held.stats()["fetch_failures"] == 1
+
+    run_simulated(main)
+
+
+def test_what_is_damaged_never_stands_here() -> None:
+    source = ChunkSource(range(1))
+    source.damages = True
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            with pytest.raises(CorruptError):
+                await held.get(0, 10, load=True)
+            assert held.find(0) is None
+            assert held.stats()["memory_used_bytes"] == 0
+
+    trio.run(main)
+
+
+def test_a_fault_of_a_fetcher_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
+    source = ChunkSource(range(1))
+    source.error = ZeroDivisionError()
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            assert await held.get(0, 10, load=True) is None
+            assert held.stats()["memory_used_bytes"] == 0
+
+    trio.run(main)
+    assert "could not be fetched" in caplog.text
+
+
+def test_who_keeps_the_room_does_not_change_what_stands_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, kept = ChunkSource(range(1)), []
+
+    async def fetch(number: int, room: memoryview) -> None:
+        await source.fetch(number, room)
+        kept.append(room[:10])
+
+    async def main() -> None:
+        held = make_cache(source, total_bytes(source))
+        held._fetch = fetch
+        async with run_and_close_cache(held):
+            assert await held.get(0, 10, load=True) is None
+            assert held.find(0) is None
+
+    trio.run(main)
+    kept.clear()
+    assert "keeps a part of the room" in caplog.text
+
+
+def test_at_the_end_who_waits_has_nothing() -> None:
+    source = ChunkSource(range(1))
+    source.seconds = 1e9
+    held = make_cache(source, total_bytes(source))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(held.run)
+            got: list[object] = []
+
+            async def ask() -> None:
+                with trio.CancelScope(shield=True):
+                    got.append(await held.get(0, 10, load=True))
+
+            nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert got == [None]
+        assert await held.get(0, 10, load=True) is None
+
+    trio.run(main)
+
+
+# Room
+
+
+def one_second_a_request() -> ReadCostModel:
+    costs = ReadCostModel()
+    costs.request_s, costs.bytes_per_s = 1.0, 1000.0
+    return costs
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_makes_others_go_has_paid_for_it(policy: str) -> None:
+    """4,360 bytes cost 5.4 s, and 1,000 of them 2 s: the third miss pays."""
+    source = ChunkSource(range(4))
+
+    async def main() -> None:
+        held = make_cache(
+            source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request()
+        )
+        async with run_and_close_cache(held):
+            for number in (0, 1, 2):
+                assert await held.get(number, 1000, load=True) is not None
+            for _ in range(10):
+                held.find_parts(np.array([[0, 0, 1000], [2, 0, 1000]], np.uint32))
+            assert await misses_until_loaded(held, 3, 10, 1000) == 3
+            assert in_memory(held) == {0, 2, 3}
+            assert await misses_until_loaded(held, 1, 2, 1000) == 0, "it pays anew"
+            assert held.stats()["evictions"] == 1
+
+    trio.run(main)
+
+
+def test_where_hits_save_nothing_a_fetch_is_no_use() -> None:
+    """Reads in a circle of more than fits, which LRU never hits."""
+    source = ChunkSource(range(12), 1000)
+    costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
+
+    async def main() -> None:
+        nonlocal spent_s, without_s
+        async with run_and_close_cache(
+            make_cache(source, total_bytes(source) * 5 // 6, costs=costs)
+        ) as held:
+            for epoch in range(60):
+                for number in range(12):
+                    size = len(source.contents[number])
+                    fetched = source.fetches.total()
+                    for _ in range(2):
+                        found = await held.read(number, [(0, size // 2)], load=True)
+                        spent_s += costs.read_s(size // 2) if epoch and found is None else 0
+                        without_s += costs.read_s(size // 2) if epoch else 0
+                    spent_s += costs.read_s(size) * (source.fetches.total() - fetched) * bool(epoch)
+
+    trio.run(main)
+    assert spent_s <= without_s * 1.13
+
+
+def test_none_keeps_what_came_first() -> None:
+    source = ChunkSource(range(4))
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 0, 1, 2), policy="none")
+        ) as held:
+            for number in (2, 1, 0):
+                assert await held.get(number, 1000, load=True) is not None
+            assert await misses_until_loaded(held, 3, 100) == 0
+            assert in_memory(held) == {0, 1, 2}
+
+    trio.run(main)
+
+
+@EVERY
+def test_what_others_own_goes_first_and_at_once(policy: str) -> None:
+    source = ChunkSource(range(4))
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 0, 2, 3), policy=policy)
+        ) as held:
+            for number in (0, 1, 2):
+                assert await held.get(number, 1000, load=True) is not None
+            held.set_owned(np.array([True, False, True, True]))
+            assert await misses_until_loaded(held, 3, 1) == 1
+            assert in_memory(held) == {0, 2, 3}
+            # And what is not mine never makes what is mine go
+            assert await misses_until_loaded(held, 1, 100) == 0
+
+    trio.run(main)
+
+
+def test_what_others_own_takes_no_room_that_the_share_needs() -> None:
+    """Also where it is lent at once, and could not go for it."""
+    source = ChunkSource(range(6))
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as held:
+            held.set_owned(np.array([True, True, True, False, False, False]))
+            assert await misses_until_loaded(held, 0, 1) == 1
+            assert await misses_until_loaded(held, 5, 1) == 1
+            assert held.pin(1, 5) is not None
+            assert await misses_until_loaded(held, 3, 3) == 0
+            assert await misses_until_loaded(held, 1, 1) == 1
+            assert await misses_until_loaded(held, 2, 1) == 1
+
+    trio.run(main)
+
+
+def test_a_chunk_larger_than_the_budget_is_left_where_it_is() -> None:
+    source = ChunkSource(range(2))
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as held:
+            assert await misses_until_loaded(held, 1, 20) == 0
+            assert await misses_until_loaded(held, 0, 1) == 1
+
+    trio.run(main)
+
+
+class Picky(LeastRecentlyUsed):
+    def admits(self, unit: int, size: int, room: int) -> bool:
+        return unit == 1 and room >= size
+
+
+def test_what_the_policy_does_not_admit_does_not_come() -> None:
+    source = ChunkSource(range(3))
+
+    async def main() -> None:
+        held = make_cache(source, total_bytes(source))
+        held._memory._policy = Picky()
+        async with run_and_close_cache(held):
+            assert [await misses_until_loaded(held, number, 5) for number in (0, 1, 2)] == [0, 1, 0]
+
+    trio.run(main)
+
+
+# By itself
+
+
+def test_a_share_comes_by_itself_and_stops_where_it_is_full() -> None:
+    source = ChunkSource(range(10))
+    source.seconds = 1.0
+
+    async def main() -> None:
+        async with (
+            run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.prefetch_owned, np.arange(10)[::-1])
+            await trio.sleep(10)
+            assert held.stats()["fetches"] == 0
+            mine = np.ones(10, np.bool_)
+            mine[8] = False
+            held.set_owned(mine)
+            await trio.sleep(1.5)
+            assert in_memory(held) == {9, 7}
+            assert source.most == holdings.FILL_FETCHES
+            await trio.sleep(100)
+            assert in_memory(held) == {9, 7, 6}
+            assert held.stats()["share_held_chunks"] == 3
+            assert held.stats()["share_chunks"] == 9
+            mine[7] = False
+            held.set_owned(mine)
+            await trio.sleep(100)
+            assert in_memory(held) == {9, 6, 5}
+            assert held.stats()["filled"] == 4
+            held.switch_version(source.ids, source.sizes)  # ends `fill`
+
+    run_simulated(main)
+
+
+def test_what_comes_by_itself_stands_in_nobody_s_way() -> None:
+    source = ChunkSource(range(40))
+    source.seconds = 1.0
+
+    async def main() -> None:
+        async with (
+            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.prefetch_owned, np.arange(40))
+            await trio.sleep(0.5)
+            began_s = trio.current_time()
+            async with trio.open_nursery() as asking:
+                for number in range(20, 20 + holdings.FETCHES):
+                    asking.start_soon(ask, held, number)
+                asking.start_soon(none_begins)
+            assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
+            await trio.sleep(100)
+            assert held.stats()["share_held_chunks"] == 40
+            nursery.cancel_scope.cancel()
+
+    async def ask(held: NodeCache, number: int) -> None:
+        assert await held.get(number, 10, load=True) is not None
+
+    async def none_begins() -> None:
+        await trio.sleep(0.9)
+        assert source.fetches.total() == holdings.FILL_FETCHES + holdings.FETCHES
+
+    run_simulated(main)
+
+
+def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() -> None:
+    source = ChunkSource(range(3))
+    source.fails = True
+
+    async def main() -> None:
+        async with (
+            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.prefetch_owned, np.arange(3))
+            await trio.sleep(600)
+            assert 3 * 10 < held.stats()["fill_failures"] < 3 * 20
+            source.fails = False
+            await trio.sleep(70)
+            assert held.stats()["share_held_chunks"] == 3
+            nursery.cancel_scope.cancel()
+
+    run_simulated(main)
+
+
+# What the machine does not give
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
+def test_J8_J9_a_machine_that_gives_no_memory_makes_the_budget_smaller(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = ChunkSource(range(6))
+
+    def refuse(size: int) -> WritableMemory:
+        raise error
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            for number in (0, 1, 5):
+                assert await held.get(number, 10, load=True) is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(holdings, "WritableMemory", refuse)
+                assert await held.get(2, 10, load=True) is None
+                assert held.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
+                for _ in range(30):
+                    assert await held.get(2, 3000, load=True) is None
+                    assert await held.get(3, 3000, load=True) is None
+            assert held.stats()["refused"] == 2, "it is not asked again and again"
+            assert 5 in in_memory(held), "and what is here does not all go for nothing"
+            await trio.sleep(chunk_memory.BUDGET_RETRY_S)
+            for number in (0, 1, 2, 3, 4, 5):
+                assert await held.get(number, 10, load=True) is not None
+
+    run_simulated(main)
+    assert len([each for each in caplog.records if "holds" in each.message]) == 1
+
+
+def runs_alone(request: pytest.FixtureRequest) -> bool:
+    """Whether this process runs one test alone; else another has run it, and it has passed. For
+    those that count descriptors: who has run thousands of tests has some open."""
+    if os.environ.get(_ALONE):
+        return True
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid],
+        cwd=request.config.rootpath,
+        env={**os.environ, _ALONE: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout.decode()
+    assert b"1 passed" in done.stdout
+    return False
+
+
+_ALONE = "TEST_RUNS_ALONE"
+
+
+def test_F14_J9_descriptors_end_before_the_process_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not runs_alone(request):
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    source = ChunkSource(range(100), 1000)
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            for number in range(100):
+                await held.get(number, 10, load=True)
+            assert len(in_memory(held)) == sealed_memories_max()
+            assert held.find(0) is not None, "nothing has to go for what has not paid"
+            os.close(os.open("/dev/null", os.O_RDONLY))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        assert sealed_memories_max() == 32
+        trio.run(main)
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        monkeypatch.setattr(memory, "MAPS_MAX", memory.MAPS_MAX.parent / "no-such-file")
+        assert 0 < sealed_memories_max() <= memory._MAPS_MAX_DEFAULT - memory.MAPS_KEPT
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "vm.max_map_count" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
+    if not runs_alone(request):
+        return
+    source = ChunkSource(range(3))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            assert await held.get(0, 10, load=True) is not None
+            top = os.dup(0)
+            os.close(top)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
+            try:
+                assert await held.get(1, 10, load=True) is None
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert raw(held.find(0)) == source.contents[0]
+
+    trio.run(main)
+
+
+def test_a_chunk_that_somebody_doubts_is_looked_at() -> None:
+    source = ChunkSource(range(2))
+
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+            await held.get(0, 10, load=True)
+            await held.recheck(0)
+            await held.recheck(1)
+            assert held.find(0) is not None
+            found = held._memory._memories[0]
+            found.view = memoryview(bytes(len(source.contents[0])))
+            await held.recheck(0)
+            assert held.find(0) is None
+
+    trio.run(main)

@@ -1,0 +1,238 @@
+"""Whatever is asked of holdings, in whatever order: right bytes, one fetch, within the budget.
+
+The model is what is known from outside: the contents, what was asked, what is lent to whom, and
+which memory that was.
+"""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.errors import DieselError
+from diesel_fs.peers.node_cache import NodeCache
+
+from .node_caches import (
+    ChunkSource,
+    chunk,
+    descriptors,
+    held_numbers,
+    make_cache,
+    run_and_close_cache,
+)
+
+CHUNKS = st.integers(0, 7)
+BORROWERS = st.integers(0, 2)
+VERSIONS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("get"), CHUNKS, st.booleans(), st.integers(0, 3000)),
+    st.tuples(st.just("get"), CHUNKS, st.just(True), st.just(3000)),
+    st.tuples(st.just("read"), CHUNKS, st.booleans(), st.integers(0, 3000)),
+    st.tuples(st.just("find"), CHUNKS),
+    st.tuples(st.just("together"), st.lists(CHUNKS, max_size=6)),
+    st.tuples(st.just("lend"), BORROWERS, CHUNKS),
+    st.tuples(st.just("take_back"), BORROWERS, st.lists(CHUNKS, max_size=3)),
+    st.tuples(st.just("gone"), BORROWERS),
+    st.tuples(st.just("mine"), st.lists(st.booleans(), min_size=8, max_size=8)),
+    st.tuples(st.just("show"), VERSIONS),
+    st.tuples(st.just("fails"), st.booleans()),
+    st.tuples(st.just("damages"), st.booleans()),
+    st.tuples(st.just("doubt"), CHUNKS),
+)
+
+
+@dataclass(slots=True)
+class Pinned:
+    """One piece of memory, by its inode; who has it, under which numbers."""
+
+    bytes: int
+    name: int
+    borrowers: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Model:
+    def __init__(self, source: ChunkSource, held: NodeCache, budget: int, *, mine: bool) -> None:
+        self.mine = [mine] * len(source.contents)
+        self.source, self.held, self.budget = source, held, budget
+        self.lent: dict[int, Pinned] = {}
+        self.order: list[tuple[int, int, int]] = []  # borrower, number, inode
+
+    def here(self) -> set[int]:
+        return set(self.held._memory.views)
+
+    async def do(self, operation: tuple[object, ...]) -> None:
+        match operation:
+            case "get", int(number), bool(load), int(size):
+                await self.get(number, size, load=load)
+            case "read", int(number), bool(load), int(size):
+                await self.read(number, size, load=load)
+            case "find", int(number):
+                view = self.held.find(number)
+                if view is not None:
+                    assert view == self.source.contents[number]
+            case "together", list(numbers):
+                before = self.source.fetches.copy()
+                wanted = [each for each in numbers if each < len(self.source.contents)]
+                async with trio.open_nursery() as nursery:
+                    for number in wanted * 2:
+                        nursery.start_soon(self.ask, number)
+                fetched = self.source.fetches - before
+                if not (self.source.fails or self.source.damages):
+                    room = self.budget - self.held.stats()["memory_used_bytes"]
+                    assert room >= 0
+                    assert all(count <= 2 for count in fetched.values())
+            case "lend", int(borrower), int(number):
+                self.lend(borrower, number)
+            case "take_back", int(borrower), list(numbers):
+                for number in numbers:
+                    self.returned(borrower, number)
+                self.held.unpin(borrower, numbers)
+            case "gone", int(borrower):
+                for _, number, _ in [each for each in self.order if each[0] == borrower]:
+                    self.returned(borrower, number)
+                self.held.unpin_all(borrower)
+            case "mine", list(mine):
+                self.mine = mine[: len(self.source.contents)]
+                self.held.set_owned(np.array(self.mine, np.bool_))
+            case "show", list(names):
+                kept = {self.source.numbers[number] for number in self.here()}
+                was = dict(zip(self.source.numbers, self.mine, strict=True))
+                self.mine = [was.get(name, False) for name in names]
+                self.source.switch_version(names)
+                self.held.switch_version(self.source.ids, self.source.sizes)
+                assert {names[number] for number in self.here()} == kept & set(names)
+            case "fails", bool(fails):
+                self.source.fails = fails
+            case "damages", bool(damages):
+                self.source.damages = damages
+            case "doubt", int(number) if number < len(self.source.contents):
+                before_ = self.here()
+                await self.held.recheck(number)
+                assert self.here() == before_
+        self.check()
+
+    async def ask(self, number: int) -> None:
+        try:
+            view = await self.held.get(number, 3000, load=True)
+        except DieselError:
+            return
+        assert view in (None, self.source.contents[number])
+
+    async def get(self, number: int, size: int, *, load: bool) -> None:
+        if number >= len(self.source.contents):
+            return
+        here, before = number in self.here(), self.source.fetches.copy()
+        content = self.source.contents[number]
+        needed = self.held.stats()["memory_used_bytes"] + len(content)
+        if not self.mine[number]:  # room for what is mine comes first
+            here_ = self.here()
+            needed += sum(
+                len(each)
+                for other, each in enumerate(self.source.contents)
+                if self.mine[other] and other not in here_
+            )
+        has_room = needed <= self.budget
+        works = not (self.source.fails or self.source.damages)
+        try:
+            view = await self.held.get(number, size, load=load)
+        except DieselError:
+            assert not works
+            view = None
+        assert view in (None, content)
+        fetched = self.source.fetches - before
+        if here:
+            assert view is not None
+        if here or not load:
+            assert not fetched
+            assert here == (view is not None)
+        elif has_room:
+            assert fetched == {self.source.numbers[number]: 1}, "where there is room, at once"
+            assert works == (view is not None)
+        assert (number in self.here()) == (view is not None)
+
+    async def read(self, number: int, size: int, *, load: bool) -> None:
+        if number < len(self.source.contents):
+            try:
+                found = await self.held.read(number, [(7, size), (0, 3)], load=load)
+            except DieselError:
+                assert self.source.fails or self.source.damages
+                return
+            content = self.source.contents[number]
+            assert found in (None, [content[7 : 7 + size], content[:3]])
+
+    def lend(self, borrower: int, number: int) -> None:
+        file = self.held.pin(borrower, number)
+        if file is None:
+            return
+        assert number in self.here()
+        name, inode = self.source.numbers[number], os.fstat(file).st_ino
+        assert os.pread(file, 1 << 20, 0) == chunk(name, self.source.body_bytes)
+        lent = self.lent.setdefault(inode, Pinned(os.fstat(file).st_size, name))
+        if (borrower, number) not in lent.borrowers:
+            lent.borrowers.add((borrower, number))
+            self.order.append((borrower, number, inode))
+
+    def returned(self, borrower: int, number: int) -> None:
+        """The first that it got of that number."""
+        for each in self.order:
+            if each[:2] == (borrower, number):
+                self.order.remove(each)
+                self.lent[each[2]].borrowers.discard((borrower, number))
+                if not self.lent[each[2]].borrowers:
+                    del self.lent[each[2]]
+                return
+
+    def check(self) -> None:
+        stats, held = self.held.stats(), self.held
+        here = self.here()
+        inodes = set()
+        for number in here:
+            assert held._memory.views[number] == self.source.contents[number]
+            memory = held._memory.memory_of(number)
+            assert memory is not None
+            inodes.add(os.fstat(memory.descriptor).st_ino)
+        in_memory = sum(len(self.source.contents[number]) for number in here)
+        gone = sum(lent.bytes for inode, lent in self.lent.items() if inode not in inodes)
+        assert stats["memory_bytes"] == in_memory
+        assert stats["memory_used_bytes"] == in_memory + gone <= self.budget
+        assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
+        assert held_numbers(held) == here
+        for borrower in range(3):
+            wanted = held.revoked(borrower)
+            assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}
+        assert len(held._in_flight) == held._awaited == 0
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+@settings(max_examples=80)
+@given(
+    operations=st.lists(OPERATIONS, min_size=5, max_size=60),
+    room=st.integers(0, 6),
+    mine=st.booleans(),
+)
+def test_whatever_is_asked(
+    policy: str, operations: list[tuple[object, ...]], room: int, mine: bool
+) -> None:
+    source = ChunkSource(range(8))
+    budget = room * len(source.contents[4])
+    held = make_cache(source, budget, policy=policy, mine=mine)
+    if policy == "lfu":
+        held._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
+
+    async def main() -> None:
+        async with run_and_close_cache(held):
+            model = Model(source, held, budget, mine=mine)
+            for operation in operations:
+                await model.do(operation)
+            for borrower in range(3):
+                await model.do(("gone", borrower))
+            assert not model.lent
+
+    before = descriptors()
+    trio.run(main)
+    assert descriptors() == before

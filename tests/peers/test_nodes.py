@@ -1,0 +1,500 @@
+"""A task on four nodes, for real: networks of their own, masters, mounts and training processes.
+
+Nodes are network namespaces (`nodes.py`), the store is an S3 server that counts, the metadata are
+in Redis; readers check every byte against what the files were made of.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from ..server.program import is_running, until
+from .nodes import Nodes, needs_links
+from .running import DATASET, WAIT_MAX_S, Outcome, Reader, RunningTask, is_right
+
+FILES = 1_200
+NODES = 4
+SETTLED_S = 12.0  # TTL, a renewal, and a busy machine
+ITS_SHARE = 0.5  # of the dataset: a node's own, and some more where another has left
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTask]:
+    folder = tmp_path_factory.mktemp("nodes")
+    with Nodes(folder, NODES) as nodes, RunningTask(nodes, files=FILES) as task:
+        yield task
+
+
+@pytest.fixture
+def task(ground: RunningTask) -> Iterator[RunningTask]:
+    ground.forget()
+    ground.part = ITS_SHARE
+    yield ground
+    ground.end()
+
+
+def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
+    """A reader on each node, once all masters know each other."""
+    readers = [task.reader(rank) for rank in ranks]
+    for reader in readers:
+        reader.ready()
+    task.gathered([*ranks])
+    return readers
+
+
+def epochs(readers: list[Reader], *, pace_s: float = 0.0, batch: int = 64) -> list[Outcome]:
+    """One epoch of each, at once, in different orders."""
+    for seed, reader in enumerate(readers):
+        reader.begin(seed, pace_s=pace_s, batch=batch)
+    return [reader.outcome() for reader in readers]
+
+
+def all_right(outcomes: list[Outcome]) -> bool:
+    assert [each for each in outcomes if not is_right(each, FILES)] == []
+    return True
+
+
+# What it is for
+
+
+@pytest.mark.parametrize("part", [0, 1.4], ids=["everywhere", "shares"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_store_is_read_once_however_many_nodes_there_are(
+    task: RunningTask, count: int, part: float
+) -> None:
+    task.world, task.part = count, part / count
+    readers = joined(task, range(count))
+    task.forget()
+    assert all_right(epochs(readers))
+    assert task.stored_bytes <= task.egress_bytes() <= 1.05 * task.stored_bytes
+    task.forget()
+    assert all_right(epochs(readers))
+    assert task.egress_bytes() == 0
+
+
+def test_there_is_one_connection_from_each_node_to_each_other(task: RunningTask) -> None:
+    readers = joined(task, range(NODES))
+    more = [task.reader(rank) for rank in range(NODES) for _ in range(2)]
+    assert all_right(epochs([*readers, *(each.ready() for each in more)]))
+    made = [(origin, target) for origin, target, _ in task.nodes.connections()]
+    assert len(made) == len(set(made)) == NODES * (NODES - 1)
+
+
+def test_F10_a_chunk_that_all_miss_at_once_is_read_once(task: RunningTask) -> None:
+    task.part = 0
+    readers = joined(task, range(NODES))
+    more = [task.reader(rank).ready() for rank in range(NODES)]
+    task.forget()
+    task.s3.delay_s = 0.1
+    for reader in (*readers, *more):
+        reader.begin(7, batch=128)  # all of them in the same order
+    outcomes = [reader.outcome() for reader in (*readers, *more)]
+    assert all_right(outcomes)
+    # Nobody waits for who waits for him: after each time-out the store would be read once more.
+    counts = task.gets()
+    assert max(counts.values()) <= 2, counts.most_common(5)
+    assert task.egress_bytes() <= 1.05 * task.stored_bytes
+
+
+def test_mounts_and_training_processes_share_a_master(task: RunningTask) -> None:
+    folder = task.mount(0)
+    mounted = task.reader(0, mount=folder).ready()
+    others = [task.reader(rank).ready() for rank in range(NODES)]
+    task.gathered()
+    assert len(task.masters(0)) == 1
+    task.forget()
+    assert all_right(epochs([mounted, *others]))
+    assert task.egress_bytes() <= 1.05 * task.stored_bytes
+    task.umount(0)
+
+
+# Nodes that die, hang, or are cut off
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def test_F1_kill_9_of_a_master_costs_nobody_a_byte(task: RunningTask) -> None:
+    readers = joined(task, range(NODES))
+    assert all_right(epochs(readers))
+    task.forget()
+    for seed, reader in enumerate(readers):
+        reader.begin(seed, pace_s=0.15)
+    time.sleep(0.7)
+    killed = task.masters(3)
+    kill(killed)
+    outcomes = [reader.outcome() for reader in readers]
+    assert all_right(outcomes)
+    assert task.egress_bytes() > 0, "it was killed too late to matter"
+    # Its readers have another one, which all use as the one before.
+    until(lambda: readers[3].epoch(9) and task.masters(3), "another master", WAIT_MAX_S)
+    assert task.masters(3) != killed
+    task.gathered()
+    until(lambda: reads_nothing(task, readers), "all being cached again", WAIT_MAX_S)
+    assert task.figure(0, "peers", "3", "parts") > 0
+
+
+def test_F1_a_node_that_dies_is_taken_over_and_used_again_when_it_is_back(
+    task: RunningTask,
+) -> None:
+    readers = joined(task, range(NODES))
+    assert all_right(epochs(readers))
+    for seed, reader in enumerate(readers[:3]):
+        reader.begin(seed, pace_s=0.15)
+    time.sleep(0.7)
+    task.forget()
+    task.nodes[3].kill()
+    outcomes = [reader.outcome() for reader in readers[:3]]
+    assert all_right(outcomes)
+    assert task.egress_bytes() > 0, "it was killed too late to matter"
+    # Its share is taken over: what others read is cached again.
+    task.gathered([0, 1, 2])
+    until(lambda: reads_nothing(task, readers[:3]), "all being cached again", WAIT_MAX_S)
+    # It comes back, and is used again; others have what it had.
+    task.forget()
+    back = task.reader(3).ready()
+    task.gathered()
+    assert all_right(epochs([back, *readers[:3]]))
+    assert task.egress_bytes() <= 0.05 * task.stored_bytes
+    until(lambda: asked_again(task, readers), "node 3 being asked", WAIT_MAX_S)
+
+
+def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
+    """Whether an epoch of all of these is done without the store."""
+    task.forget()
+    assert all_right(epochs(readers))
+    return task.egress_bytes() == 0
+
+
+def test_F1_kill_9_of_a_mount_leaves_the_other_nodes_reading(task: RunningTask) -> None:
+    folders = [task.mount(rank) for rank in range(NODES)]
+    task.gathered()
+    readers = [task.reader(rank, mount=folders[rank]).ready() for rank in range(NODES)]
+    for seed, reader in enumerate(readers):
+        reader.begin(seed, pace_s=0.1)
+    time.sleep(0.5)
+    masters = set(task.masters(3))
+    kill([pid for pid in task.nodes[3].matching("diesel_fs") if pid not in masters])
+    outcomes = [reader.outcome() for reader in readers]
+    assert all_right(outcomes[:3])
+    assert outcomes[3].errors, "it was killed too late to matter"
+    assert outcomes[3].wrong == 0
+    assert outcomes[3].right < FILES
+    task.nodes[3].run("umount", "-l", folders[3])
+    again = task.mount(3)  # with the master that is still there
+    assert set(task.masters(3)) == masters
+    assert is_right(task.reader(3, mount=again).ready().epoch(1), FILES)
+
+
+def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTask) -> None:
+    readers = joined(task, range(NODES))
+    assert all_right(epochs(readers, batch=16, pace_s=0.05))
+    for seed, reader in enumerate(readers):
+        reader.begin(seed, batch=16, pace_s=0.05)
+    time.sleep(0.3)
+    hung = task.masters(3)
+    kill(hung, signal.SIGSTOP)
+    try:
+        until(lambda: task.figure(0, "peers", "3", "late") > 0, "somebody asking it", WAIT_MAX_S)
+        outcomes = [reader.outcome() for reader in readers]
+        late = [late_answers(task, rank, 3) for rank in range(3)]
+    finally:
+        kill(hung, signal.SIGCONT)
+    assert all_right(outcomes)
+    # Who waited each time would have asked it in each of an epoch's batches.
+    assert max(late) < FILES / 16 / 4
+    task.gathered()
+    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+    task.forget()
+    assert all_right(epochs(readers))
+
+
+def late_answers(task: RunningTask, rank: int, other: int) -> int:
+    """How many answers of another have not come in time; 0 where it is not in the task any more."""
+    peers = cast("dict[str, dict[str, int]]", task.stats(rank)["peers"])
+    return peers[str(other)]["late"] if str(other) in peers else 0
+
+
+def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
+    """Whether node 0 gets from node 3 what it wants of it."""
+    before = task.figure(0, "peers", "3", "parts"), task.figure(0, "left_to_clients")
+    assert is_right(readers[0].epoch(5), FILES)
+    after = task.figure(0, "peers", "3", "parts"), task.figure(0, "left_to_clients")
+    return after[0] > before[0] and after[1] == before[1]
+
+
+def test_a_node_that_is_cut_off_harms_itself_alone(task: RunningTask) -> None:
+    needs_links()
+    readers = joined(task, range(NODES))
+    epochs(readers)
+    for seed, reader in enumerate(readers):
+        reader.begin(seed, pace_s=0.2)
+    time.sleep(0.5)
+    task.nodes[3].cut()
+    try:
+        outcomes = [reader.outcome() for reader in readers[:3]]
+    finally:
+        task.nodes[3].restore()
+    assert all_right(outcomes)
+    own = readers[3].outcome()
+    assert own.wrong == 0
+    task.gathered()
+    assert all_right(epochs(readers))
+
+
+def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> None:
+    needs_links()
+    readers = joined(task, range(NODES))
+    epochs(readers)
+    task.nodes[0].block(task.nodes[3])
+    task.nodes[3].block(task.nodes[0])
+    try:
+        task.forget()
+        outcomes = epochs(readers, pace_s=0.05)
+        assert all_right(outcomes)
+        assert task.egress_bytes() > 0
+        until(lambda: state(task, 0, 3) in ("paused", "tried"), "node 3 not being asked")
+        assert state(task, 1, 3) == "asked"
+    finally:
+        task.nodes[0].unblock(task.nodes[3])
+        task.nodes[3].unblock(task.nodes[0])
+    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+
+
+def state(task: RunningTask, rank: int, other: int) -> str:
+    """What a master thinks of another."""
+    peers = cast("dict[str, dict[str, object]]", task.stats(rank)["peers"])
+    return str(peers[str(other)]["state"])
+
+
+def test_F3_a_slow_link_costs_time_outs_and_no_more(task: RunningTask) -> None:
+    needs_links()
+    readers = joined(task, range(NODES))
+    assert all_right(epochs(readers))
+    task.nodes[3].limit_bandwidth(1000)
+    try:
+        outcomes = epochs(readers[:3])
+    finally:
+        task.nodes[3].limit_bandwidth(0)
+    assert all_right(outcomes)
+    share_s = task.stored_bytes / NODES * 3 / 125_000  # what waiting for it would take
+    assert max(each.s for each in outcomes) < share_s
+
+
+# Nodes that are not what they should be
+
+
+@pytest.mark.parametrize("lie", ["flipped", "zeros", "another"])
+def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, lie: str) -> None:
+    liar = task.reader(3, master="tests.peers.corrupting_master", lies=lie)
+    readers = [task.reader(rank) for rank in range(3)]
+    for reader in (liar, *readers):
+        reader.ready()
+    task.gathered()
+    assert is_right(liar.epoch(1), FILES)  # it holds what it owns, and is honest to its own
+    outcomes = epochs(readers)
+    assert all_right(outcomes)
+    assert sum(task.damaged(rank) for rank in range(3)) >= 3
+    until(lambda: "quarantined" in [state(task, rank, 3) for rank in range(3)], "quarantine")
+    # What it gave whole to others, they have looked at, too.
+    assert all_right(epochs(readers))
+
+
+def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_path: Path) -> None:
+    peers = ",".join(f"{node.address}:9400" for node in task.nodes.nodes[:3])
+    task.world = 3
+    task.options = {"peers": peers, "listen": ""}
+    keys = ["the same key of two of the nodes", "the same key of two of the nodes", "another key "]
+    readers = [task.reader(rank, task_key=keys[rank] * 2).ready() for rank in range(3)]
+    assert all_right(epochs(readers))
+    assert task.figure(0, "peers", "1", "parts") > 0
+    assert task.figure(0, "peers", "2", "parts") == 0
+    assert state(task, 0, 2) in ("paused", "tried")
+
+
+def test_F6_another_version_of_the_dataset_is_none_of_this_task(task: RunningTask) -> None:
+    old = joined(task, [0, 1])
+    extra = task.nodes.folder / "extra"
+    extra.mkdir(exist_ok=True)
+    (extra / "file").write_bytes(b"more")
+    task.nodes.shared.dlcmd("put", extra, f"{DATASET}/more")
+    new = [task.reader(rank).ready() for rank in (2, 3)]
+    until(lambda: task.figure(0, "of_other_versions") == 2, "two of another version", 30)
+    assert task.figure(0, "members") == 2
+    assert all_right(epochs([*old, *new]))
+    assert "2" not in cast("dict[str, object]", task.stats(0)["peers"])
+
+
+def test_F8_of_two_masters_of_one_rank_the_newer_one_counts(task: RunningTask) -> None:
+    readers = joined(task, range(3))
+    epochs(readers)
+    before = task.masters(2)
+    # The same rank again, from another machine.
+    twin = Reader(
+        task.nodes[3], readers[2].opened | {"listen": f"{task.nodes[3].address}:0"}, FILES
+    )
+    twin.ready()
+    assert twin.log.count("has taken the place of another one of rank 2") == 1
+    assert "has taken the place" not in readers[2].log
+    assert "--world says" not in twin.log
+    try:
+        until(lambda: not any(is_running(pid) for pid in before), "the older one's end", SETTLED_S)
+        assert all_right(epochs([*readers, twin]))
+        task.gathered([0, 1, 3], count=3)
+    finally:
+        twin.close()
+
+
+def test_F8_who_counts_fewer_nodes_than_there_are_is_warned(task: RunningTask) -> None:
+    readers = joined(task, range(3))
+    few = {"rank": 1, "world": 2, "listen": f"{task.nodes[3].address}:0"}
+    odd = Reader(task.nodes[3], readers[2].opened | few, FILES).ready()
+    try:
+        assert odd.log.count("there is a node 2 in this task, and --world says 2 here") == 1
+        assert all_right(epochs([*readers, odd]))
+    finally:
+        odd.close()
+
+
+def test_F8_nodes_with_other_lists_of_peers_read_right_bytes(task: RunningTask) -> None:
+    addresses = [f"{node.address}:9400" for node in task.nodes]
+    lists = [addresses, addresses[:2], [addresses[1], addresses[0]], addresses]
+    task.world = 4
+    key = "the key that all nodes of this test have"
+    readers = []
+    for rank, peers in ((0, lists[0]), (1, lists[1]), (3, lists[3])):
+        task.options = {"peers": ",".join(peers), "listen": addresses[rank]}
+        task.world = len(peers)
+        readers.append(task.reader(rank, task_key=key).ready())
+    assert all_right(epochs(readers))
+    assert all_right(epochs(readers))
+
+
+def test_F9_the_last_node_reads_on_alone(task: RunningTask) -> None:
+    task.part = 0
+    readers = joined(task, range(NODES))
+    epochs(readers)
+    readers[0].begin(3, pace_s=0.1)
+    time.sleep(0.3)
+    for rank in (1, 2, 3):
+        task.nodes[rank].kill()
+    outcome = readers[0].outcome()
+    assert is_right(outcome, FILES)
+    task.gathered([0])
+    readers[0].epoch(4)
+    task.forget()
+    assert is_right(readers[0].epoch(5), FILES)
+    assert task.egress_bytes() == 0, "one node holds all of it"
+
+
+def test_what_happens_to_a_task_changes_nothing_in_another(task: RunningTask) -> None:
+    readers = joined(task, range(NODES))
+    epochs(readers)
+    task.name, first = f"{task.name}-other", task.name
+    task.world, task.part = 2, 0.8
+    others = [task.reader(rank).ready() for rank in range(2)]
+    epochs(others)
+    ours = [task.masters_of(rank, first) for rank in range(2)]
+    theirs = [task.masters_of(rank, task.name) for rank in range(2)]
+    assert all(len(each) == 1 for each in (*ours, *theirs))
+    task.forget()
+    for seed, reader in enumerate(others):
+        reader.begin(seed, pace_s=0.1)
+    time.sleep(0.3)
+    kill([pid for each in ours for pid in each])
+    outcomes = [reader.outcome() for reader in others]
+    assert all_right(outcomes)
+    assert task.egress_bytes() == 0
+    assert [task.masters_of(rank, task.name) for rank in range(2)] == theirs
+
+
+# What is open, and what is left
+
+
+def test_the_end_of_a_task_leaves_nothing(task: RunningTask) -> None:
+    folder = task.mount(0)
+    readers = [task.reader(0, mount=folder), *(task.reader(rank) for rank in range(1, NODES))]
+    for reader in readers:
+        reader.ready()
+    task.gathered()
+    assert all_right(epochs(readers))
+    assert task.redis.keys("dfs:{task.*")
+    for reader in readers:
+        reader.close()
+    task.umount(0)
+    until(
+        lambda: not any(node.matching("diesel") for node in task.nodes),
+        "the end of all masters",
+        30,
+    )
+    assert task.redis.keys("dfs:{task.*") == []
+    for node in task.nodes:
+        assert node.pids() == []
+        assert node.sockets(listening=True) == []
+        runtime = Path(node.environment["XDG_RUNTIME_DIR"])
+        assert not [each for each in runtime.rglob("*") if each.is_socket()]
+
+
+def test_S5_a_master_listens_where_it_was_told_to_and_nowhere_else(task: RunningTask) -> None:
+    joined(task, range(2))
+    for rank in range(2):
+        listening = task.nodes[rank].sockets(listening=True)
+        assert [each.local for each in listening] == [task.nodes[rank].address]
+
+
+def test_S5_a_node_that_is_alone_listens_on_loopback(task: RunningTask) -> None:
+    task.world = 1
+    task.options = {"listen": ""}
+    reader = task.reader(0).ready()
+    assert is_right(reader.epoch(1), FILES)
+    listening = [each.local for each in task.nodes[0].sockets(listening=True)]
+    assert all(each.startswith("127.") for each in listening), listening
+
+
+def test_S17_another_user_of_the_node_gets_nothing(task: RunningTask) -> None:
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("only root can be somebody else")
+    task.world = 1
+    reader = task.reader(0).ready()
+    reader.epoch(1)
+    place = task.socket(0)
+    code = (
+        "import socket, sys\n"
+        "link = socket.socket(socket.AF_UNIX)\n"
+        "link.settimeout(10)\n"
+        "try:\n"
+        "    link.connect(sys.argv[1])\n"
+        "except PermissionError:\n"
+        "    sys.exit(3)\n"
+        "try:\n"
+        "    link.sendall(bytes([6]) + bytes(15))\n"
+        "    sys.exit(4 if link.recv(16) else 5)\n"
+        "except ConnectionError:\n"
+        "    sys.exit(5)\n"
+    )
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
+    command = [*other, "-c", code, str(place)]
+    assert subprocess.run(command, check=False, timeout=30).returncode == 3
+    # The folders' modes are one protection, the master's own look at who comes another.
+    folders = [place.parent, *place.parent.parents]
+    opened = [each for each in folders if task.nodes.runtime in (each, *each.parents)]
+    modes = {each: each.stat().st_mode & 0o7777 for each in (*opened, place)}
+    try:
+        for each in modes:
+            each.chmod(0o777)
+        assert subprocess.run(command, check=False, timeout=30).returncode == 5
+    finally:
+        for each, mode in modes.items():
+            each.chmod(mode)
+    assert is_right(reader.epoch(2), FILES)

@@ -1,0 +1,508 @@
+"""Asking another master: what comes back, when it is not asked, and what it may not do."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import trio
+
+from diesel_fs.peers import wire
+from diesel_fs.peers.acceptor import Acceptor
+from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
+
+from .connected_masters import (
+    SECRET,
+    FakeAnswers,
+    RawPeer,
+    answering,
+    asking,
+    content,
+    gather,
+    jumping,
+    listening,
+    me,
+    member,
+    pair,
+    parts,
+    read,
+    run,
+    scripted_master,
+    until,
+    wait_for,
+)
+
+SMALL = (0, 4096, 4096)
+
+
+async def gives(peer: Peer) -> bool:
+    return (await read(peer, SMALL))[0] == [GIVEN]
+
+
+def test_parts_that_are_at_hand_come_at_once() -> None:
+    async def main() -> None:
+        async with pair() as (peer, node):
+            many = [(2, i * 5000, 4096 + i) for i in range(128)]
+            nothing, large, larger = (0, 5, 0), (1, 0, 300_000), (2, 0, 6 << 20)
+            for records in ([SMALL], many, [nothing], [large], [larger], [nothing, SMALL, nothing]):
+                statuses, _ = await read(peer, *records)
+                assert statuses == [GIVEN] * len(records)
+            assert node.acceptor.stats()["at_once"] == 6
+            assert peer.stats()["connections"] == 1
+            assert await peer.ping()
+
+    run(main)
+
+
+@pytest.mark.parametrize("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
+def test_what_is_given_lies_in_its_place(pattern: list[int]) -> None:
+    """Between the places of parts that are not."""
+
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.absent = {1}
+        records = [(0 if each else 1, i * 7, 100 + i % 11) for i, each in enumerate(pattern)]
+        async with pair(standing) as (peer, _):
+            statuses, found = await read(peer, *records, load=True)
+            assert statuses == [GIVEN if each else ABSENT for each in pattern]
+            assert len(found) == sum(pattern)
+            if 0 in pattern:
+                assert standing.asked == [(0, len(pattern), True)]
+
+    run(main)
+
+
+def test_what_is_beyond_the_limits_is_asked_in_pieces() -> None:
+    async def main() -> None:
+        async with pair() as (peer, node):
+            statuses, _ = await read(peer, *[(2, 0, 5 << 20)] * 9)
+            assert statuses == [GIVEN] * 9
+            statuses, _ = await read(peer, *[(0, i, 3) for i in range(9000)])
+            assert statuses == [GIVEN] * 9000
+            statuses, _ = await read(peer, SMALL, (3, 0, 40 << 20), SMALL)
+            assert statuses == [GIVEN] * 3
+            assert node.acceptor.stats()["requests"] == 2 + 3 + 3
+
+    run(main)
+
+
+def test_many_at_once_each_get_their_own() -> None:
+    """At hand or not, small and large, in whatever order they are answered."""
+
+    async def main() -> None:
+        chance = random.Random(1)
+        standing = FakeAnswers()
+
+        async def some_time() -> None:
+            standing.hot = chance.random() < 0.5
+            await trio.sleep(chance.random() * 0.01)
+
+        standing.ready = some_time
+
+        async def work() -> None:
+            for _ in range(30):
+                standing.hot = chance.random() < 0.5
+                big = chance.random() < 0.1
+                records = [
+                    (2, chance.randrange(1 << 20), chance.randrange(1 << (22 if big else 14)))
+                    for _ in range(1 if big else chance.randrange(1, 20))
+                ]
+                statuses, _ = await read(peer, *records)
+                assert statuses == [GIVEN] * len(records)
+
+        async with pair(standing) as (peer, node):
+            await gather(*[work] * 20)
+            assert node.acceptor.stats()["requests"] == 600
+            assert peer.stats()["under_way"] == 0
+
+    run(main)
+
+
+def test_no_more_than_64_are_under_way() -> None:
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.hot = False
+        async with pair(standing) as (peer, _):
+            await read(peer, SMALL)
+
+            async def one() -> None:
+                statuses, _ = await read(peer, SMALL)
+                assert statuses == [GIVEN]
+
+            standing.ready = wait_for(0.1)
+            await gather(*[one] * 150)
+            assert standing.slow_most == wire.REQUESTS_MAX
+
+    run(main)
+
+
+def test_small_reads_go_on_beside_large_ones() -> None:
+    async def main() -> None:
+        async with pair() as (peer, _):
+            took: list[float] = []
+            done = False
+
+            async def large() -> None:
+                room = memoryview(bytearray(40 << 20))
+                while not done:
+                    assert (await peer.read(parts((3, 0, 40 << 20)), room, load=False))[0] == GIVEN
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(large)
+                for _ in range(30):
+                    before = time.perf_counter()
+                    assert (await read(peer, SMALL))[0] == [GIVEN]
+                    took.append(time.perf_counter() - before)
+                done = True
+            assert sorted(took)[len(took) // 2] < 0.5
+            assert peer.stats()["late"] == 0
+
+    run(main)
+
+
+def test_after_a_read_was_given_up_nothing_is_written_into_its_room() -> None:
+    """Not even the rest of an answer that was just coming; what comes next is right again."""
+
+    async def main() -> None:
+        go_on = trio.Event()
+        whole = content(2, 0, 4 << 20)
+
+        async def behave(hand: RawPeer) -> None:
+            head, _ = await hand.request()
+            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4 << 20), whole[: 1 << 20])
+            await go_on.wait()
+            await hand.send(whole[1 << 20 :])
+            head, _ = await hand.request()
+            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
+
+        async with scripted_master(behave) as port, asking(port) as peer:
+            room = memoryview(bytearray(4 << 20))
+            with trio.move_on_after(0.5):
+                await peer.read(parts((2, 0, 4 << 20)), room, load=False)
+            assert room[: 64 << 10] == whole[: 64 << 10], "it had begun to come"
+            room[:] = bytes(4 << 20)
+            go_on.set()
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+            assert not any(room)
+            assert peer.stats()["connections"] == 1
+
+    run(main)
+
+
+def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
+    async def main() -> None:
+        async def behave(hand: RawPeer) -> None:
+            first, _ = await hand.request()
+            await trio.sleep(1.2)
+            second, _ = await hand.request()
+            for head, part in ((second, (0, 0, 100)), (first, SMALL)):
+                said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
+                await hand.send(said, content(*part))
+            third, _ = await hand.request()
+            await hand.send(wire.answer_head(third.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
+
+        async with scripted_master(behave) as port, asking(port) as peer:
+            begun_s = trio.current_time()
+            assert (await read(peer, SMALL))[0] == [FAILED]
+            assert 0.95 < trio.current_time() - begun_s < 1.15
+            assert (await read(peer, (0, 0, 100)))[0] == [GIVEN]
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+            assert peer.stats()["late"] == 1
+
+    run(main)
+
+
+def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
+    async def main() -> None:
+        async def behave(hand: RawPeer) -> None:
+            for pause_s in (2.0, 10.0):
+                head, _ = await hand.request()
+                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
+                await trio.sleep(pause_s)
+                await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await hand.receive_all()
+
+        async with scripted_master(behave) as port, asking(port) as peer:
+            usual_ms = peer.stats()["patience_ms"]
+            assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
+            assert peer.stats()["patience_ms"] == usual_ms, "a store's time is not the peer's"
+            begun_s = trio.current_time()
+            assert (await read(peer, SMALL, load=True))[0] == [FAILED]
+            assert 2.4 < trio.current_time() - begun_s < 4
+
+    run(main)
+
+
+def test_F2_who_stops_while_it_is_fetching_is_left_alone_soon() -> None:
+    """What it says that it is fetching is waited for; what is asked from then on is a failure."""
+
+    async def main() -> None:
+        async def behave(hand: RawPeer) -> None:
+            for _ in range(8):
+                head, _ = await hand.request()
+                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
+            await hand.receive_all()
+
+        async with scripted_master(behave) as port, asking(port) as peer:
+
+            async def one() -> None:
+                assert (await read(peer, SMALL, load=True))[0] == [FAILED]
+
+            await gather(*[one] * 8)
+            assert peer.stats()["state"] == "asked"
+            begun_s = trio.current_time()
+            for _ in range(3):
+                await one()
+            assert peer.stats()["state"] == "paused"
+            assert trio.current_time() - begun_s < 3.5
+
+    run(main, jumping())
+
+
+LIES = {
+    "another request": lambda head: wire.answer_head(head.id + 1, 1, b"\0", 4096) + bytes(4096),
+    "another kind": lambda head: wire.answer_head(head.id, 2, b"", 1) + b"\0",
+    "another count": lambda head: wire.answer_head(head.id, 1, b"\0\0", 4096) + bytes(4096),
+    "short": lambda head: wire.answer_head(head.id, 1, b"\0", 4095) + bytes(4095),
+    "long": lambda head: wire.answer_head(head.id, 1, b"\0", 4097) + bytes(4097),
+    "4 GB": lambda head: wire.answer_head(head.id, 1, b"\0", 0xFFFFFFFF) + bytes(100_000),
+    "given without bytes": lambda head: wire.answer_head(head.id, 1, b"\0", 0),
+    "bytes without given": lambda head: wire.answer_head(head.id, 1, b"\1", 4096) + bytes(4096),
+    "no status": lambda head: wire.answer_head(head.id, 1, b"\5", 0),
+    "garbage": lambda head: random.Random(1).randbytes(5000),
+    "twice": lambda head: 2 * (wire.answer_head(head.id, 1, b"\1", 0)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
+    lie: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async def behave(hand: RawPeer) -> None:
+            head, _ = await hand.request()
+            await hand.send(LIES[lie](head))
+            await hand.receive_all()
+
+        async with scripted_master(behave) as port, asking(port) as peer:
+            with trio.fail_after(5):
+                statuses, _ = await read(peer, SMALL)
+                assert statuses == [ABSENT if lie == "twice" else FAILED]
+            await until(lambda: not peer.stats()["connected"], 5)
+            assert (await read(peer, SMALL))[0] == [BUSY]
+            assert peer.stats()["state"] == "paused"
+
+    run(main)
+    assert len([line for line in caplog.messages if "no master sends" in line]) == 1
+
+
+def test_F5_wrong_bytes_three_times_and_it_is_not_asked() -> None:
+    """Whether bytes are wrong the reader knows, from its own checksums."""
+
+    async def main() -> None:
+        async with pair() as (peer, _):
+            for expected in (GIVEN, GIVEN, GIVEN, BUSY):
+                assert (await read(peer, SMALL))[0] == [expected]
+                peer.record_damage()
+            assert peer.stats()["state"] == "quarantined"
+
+    run(main)
+
+
+def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
+    async def main() -> None:
+        listener = listening()
+        port = listener.getsockname()[1]
+        listener.close()
+        async with asking(port) as peer:
+            assert not await peer.ping()
+            assert (await read(peer, SMALL))[0] == [BUSY]
+            assert peer.stats()["state"] == "paused"
+            begun_s = trio.current_time()
+            for _ in range(1000):
+                assert (await read(peer, SMALL))[0] == [BUSY]
+            assert trio.current_time() - begun_s < 0.5
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(Acceptor(me(1), FakeAnswers()).serve, [listener])
+                    await until(partial(gives, peer), 10)
+                    nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_connection_that_ended_is_made_anew() -> None:
+    async def main() -> None:
+        async with pair() as (peer, node):
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+            node.acceptor.set_identity(me(1))
+            await until(lambda: not peer.stats()["connected"], 5)
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+            assert peer.stats()["connections"] == 2
+            assert peer.stats()["failed"] == 0
+
+    run(main)
+
+
+def test_a_peer_whose_store_is_slow_is_no_failure() -> None:
+    """It says that it is there, and what is at hand is given meanwhile."""
+
+    async def main() -> None:
+        standing = FakeAnswers()
+        standing.absent = {1}  # never at hand
+        async with pair(standing) as (peer, _):
+            await read(peer, SMALL)
+            standing.ready = wait_for(30)
+            for _ in range(6):
+                assert (await read(peer, (1, 0, 10), load=True))[0] == [FAILED]
+            assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
+            assert peer.stats()["late"] == 6
+            assert peer.stats()["state"] == "asked"
+
+    run(main, jumping())
+
+
+def test_after_its_end_a_peer_is_not_asked() -> None:
+    async def main() -> None:
+        async with pair() as (peer, _):
+            await read(peer, SMALL)
+        assert (await read(peer, SMALL))[0] == [BUSY]
+
+        async with scripted_master(RawPeer.receive_all) as port:
+            found: list[list[int]] = []
+
+            async def ask() -> None:
+                found.append((await read(peer, SMALL))[0])
+
+            async with trio.open_nursery() as nursery, asking(port) as peer:
+                nursery.start_soon(ask)
+                await trio.sleep(0.1)
+            assert found == [[FAILED]]
+
+    run(main)
+
+
+# processes that are stopped, and links that are slow
+
+PROGRAM = """if True:
+    import trio
+    from diesel_fs.task.acceptor import Acceptor
+    from tests.task.linked import Standing, listening, me
+
+    listener = listening()
+    print(listener.getsockname()[1], flush=True)
+    trio.run(Acceptor(me(1), Standing()).serve, [listener])
+"""
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_F2_a_stopped_peer_is_left_alone_soon_and_heals(load: bool) -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            trio.run(stopped_and_continued, int(process.stdout.readline()), process.pid, load)
+        finally:
+            process.kill()
+
+
+async def stopped_and_continued(port: int, pid: int, load: bool) -> None:
+    async with asking(port) as peer:
+        for _ in range(40):
+            assert (await read(peer, SMALL, load=load))[0] == [GIVEN]
+        os.kill(pid, signal.SIGSTOP)
+        took = []
+        for _ in range(60):
+            before = time.perf_counter()
+            assert (await read(peer, SMALL, load=load))[0] != [GIVEN]
+            took.append(time.perf_counter() - before)
+            await trio.sleep(0.01)
+        assert max(took) < 1.2
+        assert len([each for each in took if each > 0.04]) <= 4, "all others cost nothing"
+        os.kill(pid, signal.SIGCONT)
+        await until(partial(gives, peer), 20)
+        for _ in range(10):
+            assert (await read(peer, SMALL, load=load))[0] == [GIVEN]
+        assert peer.stats()["connections"] == 1
+
+
+def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth() -> None:
+    """1 Mbit/s and 200 ms there and back: after three reads the peer is not asked for a while."""
+
+    async def main() -> None:
+        async def slow(source: trio.SocketStream, target: trio.SocketStream) -> None:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                while some := await source.receive_some(1250):
+                    await trio.sleep(0.1 if len(some) < 100 else 0.01)
+                    await target.send_all(some)
+
+        async def one(stream: trio.SocketStream) -> None:
+            onwards = await trio.open_tcp_stream("127.0.0.1", node.port)
+            async with onwards, stream, trio.open_nursery() as nursery:
+                nursery.start_soon(slow, stream, onwards)
+                nursery.start_soon(slow, onwards, stream)
+
+        async with answering() as node, trio.open_nursery() as nursery:
+            with listening() as listener:
+                proxy = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+                listener.setblocking(False)
+                nursery.start_soon(trio.serve_listeners, one, [proxy])
+                async with asking(listener.getsockname()[1]) as peer:
+                    took = []
+                    for _ in range(20):
+                        before = time.perf_counter()
+                        await read(peer, (2, 0, 1 << 20))
+                        took.append(time.perf_counter() - before)
+                    assert max(took) < 1 + 1 / 8 + 0.3
+                    assert sum(took) < 5
+                    assert peer.stats()["state"] == "paused"
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_many_reads_of_a_peer_that_is_gone_leave_nothing_behind() -> None:
+    async def main() -> None:
+        async with pair() as (peer, node):
+            node.answers.hot = False
+            node.answers.ready = wait_for(5)
+            await read(peer, SMALL)
+
+            async def cancelled() -> None:
+                with trio.move_on_after(0.001):
+                    await read(peer, SMALL)
+
+            for _ in range(20):
+                await gather(*[cancelled] * 30)
+            stats = peer.stats()
+            assert stats["under_way"] == wire.REQUESTS_MAX
+            assert (await read(peer, SMALL))[0] == [BUSY], (
+                "there is no room, for as long as it may wait"
+            )
+            node.acceptor.set_identity(me(1))
+            await trio.sleep(0.1)
+            assert peer.stats()["under_way"] == 0
+            node.answers.hot = True
+            assert (await read(peer, SMALL))[0] == [GIVEN]
+
+    run(main)
+
+
+def test_S8_a_peer_shows_no_secret() -> None:
+    async def main() -> None:
+        peer = Peer(me(0), member(9))
+        shown = f"{me(0)!r} {peer!r} {peer} {peer.stats()}"
+        assert repr(SECRET)[2:10] not in shown
+        assert SECRET.hex()[:8] not in shown
+
+    run(main)

@@ -1,0 +1,293 @@
+"""F7, S1, S2, S12: who knocks at a master's port without being one, or speaks as none does."""
+
+import random
+import struct
+import time
+from contextlib import suppress
+
+import pytest
+import trio
+
+from diesel_fs.net.frames import frame
+from diesel_fs.peers import handshake, hello, wire
+from diesel_fs.peers.hello import Hello, Proofs
+from diesel_fs.peers.wire import GIVEN
+
+from .connected_masters import (
+    SECRET,
+    Node,
+    answering,
+    asking,
+    authenticated_raw,
+    jumping,
+    lines,
+    me,
+    open_raw,
+    parts,
+    read,
+    run,
+)
+
+SMALL = (0, 4096, 4096)
+TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
+
+
+async def well(node: Node) -> None:
+    """Others are served."""
+    async with asking(node.port) as peer:
+        assert (await read(peer, SMALL))[0] == [GIVEN]
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
+        (TLS_HELLO, "TLS"),
+        (bytes(16), "no greeting"),
+        (random.Random(1).randbytes(100_000), "no greeting"),
+    ],
+)
+def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
+    said: bytes, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            with suppress(trio.BrokenResourceError):
+                await hand.send(said)
+            assert await hand.receive_all() == b""
+            await well(node)
+
+    run(main)
+    assert len(lines(caplog.messages)) == 1
+    assert named in lines(caplog.messages)[0]
+
+
+@pytest.mark.parametrize(
+    "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
+             struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
+             frame({"proof": b"p" * 32}, hello.HELLO_LIMITS)]
+)  # fmt: skip
+def test_S1_F7_nothing_beyond_a_small_hello_is_read(
+    head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
+            await hand.exactly(48)
+            await hand.send(head)
+            assert (await hand.frame())["message"] == "no hello"
+            assert await hand.receive_all() == b""
+            await well(node)
+
+    run(main)
+    assert len(lines(caplog.messages)) == 1
+
+
+def test_S1_nothing_is_answered_before_the_proof() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
+            await hand.exactly(48)
+            await hand.send(wire.request(1, wire.READ, 0, parts(SMALL)))
+            assert (await hand.frame())["message"] == "no hello"
+            assert node.acceptor.stats()["requests"] == 0
+
+    run(main)
+
+
+def test_S2_a_hello_that_was_recorded_is_worth_nothing() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            said = Hello(0, bytes(16), 1, me(0).identity, 3, b"n" * 32)
+            for attempt in range(2):
+                hand = await open_raw(node.port)
+                await hand.send(hello.greeting())
+                nonce = (await hand.exactly(48))[16:]
+                if not attempt:
+                    proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
+                    recorded = hello.hello_frame(said, proofs.connector)
+                await hand.send(recorded)
+                told = await hand.frame()
+                assert ("proof" in told) is not attempt
+            assert told["message"] == "the wrong secret"
+
+    run(main)
+
+
+def test_S2_nobody_proves_himself_by_what_the_other_end_said() -> None:
+    """A connector that sends the acceptor's own proof back; an acceptor the connector's."""
+
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
+            nonce = (await hand.exactly(48))[16:]
+            said = Hello(0, bytes(16), 1, me(0).identity, 3, nonce)
+            proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
+            await hand.send(hello.hello_frame(said, proofs.acceptor))
+            assert (await hand.frame())["message"] == "the wrong secret"
+
+    run(main)
+
+
+def test_S1_an_acceptor_without_the_secret_is_asked_nothing() -> None:
+    async def main() -> None:
+        got = []
+
+        async def echo(stream: trio.SocketStream) -> None:
+            await stream.receive_some(16)
+            await stream.send_all(hello.welcome(b"n" * 32))
+            _, proof = hello.parse_hello(bytes(await stream.receive_some(4096))[8:])
+            await stream.send_all(hello.proof_frame(proof))
+            got.append(await stream.receive_some(4096))
+
+        async with trio.open_nursery() as nursery:
+            listeners = await nursery.start(trio.serve_tcp, echo, 0)
+            async with asking(listeners[0].socket.getsockname()[1]) as peer:
+                await read(peer, SMALL)
+                assert peer.stats()["state"] == "paused"
+            await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+        assert got == [b""]
+
+    run(main)
+
+
+@pytest.mark.parametrize("said", [b"", hello.greeting()[:7], hello.greeting() + b"\1"])
+def test_F7_who_says_no_hello_has_five_seconds(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await open_raw(node.port)
+            await hand.send(said)
+            begun_s = trio.current_time()
+            await hand.receive_all()
+            took_s = trio.current_time() - begun_s
+            assert handshake.HELLO_S - 0.1 < took_s < handshake.HELLO_S + 1.5
+            await well(node)
+
+    run(main, jumping())
+    assert len(lines(caplog.messages)) == 1
+
+
+def test_F7_slow_loris_one_byte_a_second_does_not_help() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand, late = await open_raw(node.port), await authenticated_raw(node.port, 2)
+            begun_s = trio.current_time()
+
+            async def drip(content: bytes, hand: object, within_s: float) -> None:
+                with suppress(trio.BrokenResourceError):
+                    for i in range(len(content)):
+                        await hand.say(content[i : i + 1])  # type: ignore[attr-defined]  # a Hand
+                        await trio.sleep(1)
+                assert trio.current_time() - begun_s < within_s
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(drip, hello.greeting() * 4, hand, 9)
+                request = wire.request(1, wire.READ, 0, parts(*[SMALL] * 9))
+                nursery.start_soon(drip, request, late, 14)
+
+    run(main, jumping())
+
+
+BAD_REQUESTS = {
+    "garbage": random.Random(2).randbytes(4000),
+    "4 GB of records": struct.pack("<IBBHII", 1, 1, 0, 0, 0xFFFFFFFF, 0),
+    "no chunk": wire.request(1, wire.READ, 0, parts((99, 0, 1))),
+    "behind its chunk": wire.request(1, wire.READ, 0, parts((1, 299_999, 2))),
+    "around": wire.request(1, wire.READ, 0, parts((1, 0xFFFFFFFF, 2))),
+    "too many bytes": wire.request(1, wire.READ, 0, parts((3, 0, 30 << 20), (3, 0, 3 << 20))),
+    "nothing": struct.pack("<IBBHII", 1, 1, 0, 0, 0, 0),
+    "no kind": struct.pack("<IBBHII", 1, 9, 0, 0, 0, 0),
+    "a hello": hello.greeting(),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_REQUESTS)
+def test_F7_a_bad_request_ends_its_connection_with_one_line(
+    bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with answering() as node:
+            hand = await authenticated_raw(node.port, 4)
+            await hand.send(BAD_REQUESTS[bad])
+            assert await hand.receive_all() == b""
+            await well(node)
+
+    run(main)
+    assert len(lines(caplog.messages)) == 1
+    assert "master 4" in lines(caplog.messages)[0]
+
+
+def test_S12_connections_without_a_hello_are_few_and_keep_nobody_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The oldest go: a master's own hello takes milliseconds. The log does not grow with them."""
+
+    async def main() -> None:
+        async with answering(knocking_max=40, knocking_per_address=10) as node:
+            held = [await open_raw(node.port) for _ in range(300)]
+            before = time.perf_counter()
+            await well(node)
+            assert time.perf_counter() - before < 2
+            assert node.acceptor.stats()["knocking"] <= 10
+            assert node.acceptor.stats()["refused"] >= 290
+            for hand in held:
+                await hand.stream.aclose()
+
+    run(main)
+    assert len(lines(caplog.messages)) < 30
+
+
+def test_S12_there_are_no_more_connections_than_there_may_be() -> None:
+    async def main() -> None:
+        async with answering(connections_max=3) as node:
+            for rank in range(2, 5):
+                await authenticated_raw(node.port, rank)
+            hand = await open_raw(node.port)
+            await hand.send(hello.greeting())
+            goes_on, _, length = hello.parse_welcome(await hand.exactly(16))
+            assert not goes_on
+            assert await hand.exactly(length) == b"too many connections"
+
+    run(main)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_F7_S12_memory_stays_flat_whatever_is_sent() -> None:
+    async def main() -> None:
+        chance = random.Random(3)
+        async with answering() as node:
+
+            async def annoy(number: int) -> None:
+                with suppress(trio.BrokenResourceError, EOFError):
+                    if number % 2:
+                        hand = await open_raw(node.port)
+                        await hand.send(chance.choice([b"", hello.greeting()]))
+                        await hand.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
+                    else:
+                        hand = await authenticated_raw(node.port, 2)
+                        await hand.send(struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0), bytes(20_000))
+                    await hand.stream.aclose()
+
+            async def all_of_it(times: int) -> None:
+                for number in range(times):
+                    await annoy(number)
+
+            await all_of_it(200)
+            before = resident_bytes()
+            await all_of_it(2000)
+            assert resident_bytes() - before < 8 << 20
+            assert node.acceptor.stats()["connections"] <= 1
+            await well(node)
+
+    run(main)

@@ -1,0 +1,499 @@
+"""Registrations in a real Redis, alone and as a cluster: who is in a task, until when, and what of
+it is left."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.errors import ConfigError, ConflictError, MetadataError, UsageError
+from diesel_fs.peers import redis_registry as redis_tasks
+from diesel_fs.peers.membership import (
+    ANY_INSTANCE,
+    MEMBERS_MAX,
+    Membership,
+    TaskName,
+    secret_from_key,
+)
+from diesel_fs.peers.redis_registry import RedisMemberStore
+from diesel_fs.peers.registration import MemberRecord, pack_member
+from diesel_fs.peers.registry import RedisRegistry, Registry, StaticRegistry, open_registry
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.metadata.redis.keys import task_keys
+from tests.storage.metadata.redis_servers import (
+    RedisServer,
+    execute,
+    shared_cluster,
+    shared_server,
+    until,
+)
+from tests.storage.metadata.test_redis_faults import COMMANDS
+
+from .redis_places import STORE, TASK, RedisPlace, master, redis_place
+
+KEY = b"a key of some length"
+
+
+@pytest.fixture(params=["redis", "redis-cluster"])
+def place(request: pytest.FixtureRequest) -> Iterator[RedisPlace]:
+    redis = shared_server() if request.param == "redis" else shared_cluster()
+    with redis_place(redis) as found:
+        yield found
+
+
+@pytest.fixture
+def alone() -> Iterator[RedisPlace]:
+    with redis_place(shared_server()) as found:
+        yield found
+
+
+@pytest.fixture
+def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisPlace]]:
+    """A Redis of the test's own."""
+    with RedisServer(tmp_path / "redis") as server, redis_place(server) as found:
+        yield server, found
+
+
+def ranks(membership: Membership) -> list[int]:
+    return [each.rank for each in membership.members]
+
+
+def test_masters_see_each_other(place: RedisPlace) -> None:
+    first, second = place.registry(), place.registry()
+    alone = first.renew(master(3))
+    assert alone.members == (master(3),)
+    assert len(alone.secret) == 32
+    both = second.renew(master(1))
+    assert both == Membership((master(1), master(3)), alone.secret)
+    assert first.renew(master(3)) == both
+    second.leave(master(1))
+    second.leave(master(1))
+    assert first.renew(master(3)) == alone
+    assert second.renew(master(1)) == both  # it may come again
+
+
+def test_who_takes_a_rank_over_is_told_once_from_whom(place: RedisPlace) -> None:
+    older, newer = place.registry(), place.registry()
+    assert older.renew(master(0)).replaced_address == ""
+    assert newer.renew(master(0, instance=9)).replaced_address == master(0).address
+    assert newer.renew(master(0, instance=9)).replaced_address == ""
+    with pytest.raises(ConflictError):
+        older.renew(master(0))
+
+
+def test_C3_who_was_forgotten_is_told_once(place: RedisPlace) -> None:
+    one, other = place.registry(), place.registry()
+    assert not one.renew(master(0)).was_forgotten
+    assert not one.renew(master(0)).was_forgotten
+    place.forget_all()
+    assert one.renew(master(0)).was_forgotten
+    assert not one.renew(master(0)).was_forgotten
+    assert not other.renew(master(1)).was_forgotten, "it is new"
+
+
+def test_a_change_of_a_master_is_seen(place: RedisPlace) -> None:
+    first, second = place.registry(), place.registry()
+    first.renew(master(0))
+    second.renew(master(1))
+    newer = replace(master(1, version=2), address="[::1]:80", certificate=bytes(range(32)))
+    assert second.renew(newer).members == (master(0), newer)
+    seen = first.renew(master(0))
+    assert seen.members == (master(0), newer)
+    assert seen.of_version(2) == (newer,)
+
+
+def test_who_is_told_what_it_knows_is_told_nothing(place: RedisPlace) -> None:
+    """Thousands renew every two seconds: what is new is worth sending, all of it each time not."""
+    tasks = place.open()
+    told = tasks.join(TASK, master(0), MemberRecord())
+    standing = MemberRecord(told.since, told.state, told.secret)
+    again = tasks.join(TASK, master(0), standing)
+    assert again == replace(told, members=None)
+    tasks.join(TASK, master(1), MemberRecord())
+    changed = tasks.join(TASK, master(0), standing)
+    assert set(changed.members or ()) == {master(0), master(1)}
+    assert changed.state > told.state
+
+
+def test_who_does_not_renew_is_forgotten_and_nothing_is_left(place: RedisPlace) -> None:
+    stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
+    goes.renew(master(1))
+    assert ranks(stays.renew(master(0))) == [0, 1]
+    for _ in range(8):
+        time.sleep(0.1)
+        found = stays.renew(master(0))
+    assert ranks(found) == [0]
+    assert len(place.keys()) == 2
+    until(lambda: not place.keys(), "the end of the last registration", 5)
+
+
+def test_every_key_ends_by_itself(place: RedisPlace) -> None:
+    place.registry().renew(master(0))
+    left = [
+        int(server.client().pttl(key))
+        for server in place.servers
+        for key in server.client().keys("dfs:{task.*")
+    ]
+    assert len(left) == 2
+    assert all(5000 < each <= 6000 for each in left)
+
+
+def test_F1_a_killed_master_is_forgotten_after_its_time(alone: RedisPlace) -> None:
+    program = (
+        "import sys, time\n"
+        "from tests.peers.redis_places import *\n"
+        "registry = Place([], sys.argv[1]).registry(ttl_s=1.0)\n"
+        "while True:\n"
+        "    registry.renew(master(1))\n"
+        "    print('renewed', flush=True)\n"
+        "    time.sleep(0.2)\n"
+    )
+    registry = alone.registry(ttl_s=1.0)
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, alone.url], stdout=subprocess.PIPE, cwd=root
+    ) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"renewed\n"
+            start = time.monotonic()
+            while time.monotonic() < start + 1.5:
+                assert ranks(registry.renew(master(0))) == [0, 1]
+                time.sleep(0.05)
+        finally:
+            other.send_signal(signal.SIGKILL)
+            other.wait(10)
+    killed = time.monotonic()
+    until(lambda: ranks(registry.renew(master(0))) == [0], "its end", 5)
+    assert 0.5 < time.monotonic() - killed < 1.5
+
+
+def test_with_the_last_registration_everything_goes(place: RedisPlace) -> None:
+    masters = [(place.registry(), master(rank)) for rank in range(3)]
+    for registry, me in masters:
+        registry.renew(me)
+    for registry, me in masters:
+        assert len(place.keys()) == 2
+        registry.leave(me)
+    assert place.keys() == []
+
+
+def test_S2_the_secret_dies_with_the_task(place: RedisPlace) -> None:
+    first = place.registry(ttl_s=0.3)
+    secret = first.renew(master(0)).secret
+    first.leave(master(0))
+    second = place.registry(ttl_s=0.3)
+    later = second.renew(master(0)).secret
+    assert later != secret
+    time.sleep(0.4)
+    assert place.registry().renew(master(0)).secret not in (secret, later)
+
+
+def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
+    older, newer, other = (place.registry() for _ in range(3))
+    older.renew(master(0, 10))
+    other.renew(master(1))
+    assert newer.renew(master(0, 20)).members[0] == master(0, 20)
+    with pytest.raises(ConflictError, match="newer master of rank 0"):
+        older.renew(master(0, 10))
+    older.leave(master(0, 10))  # which is not there any more
+    assert other.renew(master(1)).members == (master(0, 20), master(1))
+    assert newer.renew(master(0, 20)).members == (master(0, 20), master(1))
+
+
+def test_F8_which_is_the_newer_is_known_where_redis_has_lost_everything(place: RedisPlace) -> None:
+    """Both are there, and the older says so first: it has been stopped for a while, perhaps."""
+    older, newer = place.registry(), place.registry()
+    older.renew(master(0, 10))
+    newer.renew(master(0, 20))
+    place.forget_all()
+    assert older.renew(master(0, 10)).members == (master(0, 10),)
+    assert newer.renew(master(0, 20)).members == (master(0, 20),)
+    with pytest.raises(ConflictError):
+        older.renew(master(0, 10))
+
+
+def test_a_registry_may_be_used_for_the_next_instance(place: RedisPlace) -> None:
+    registry, other = place.registry(), place.registry()
+    registry.renew(master(0, 10))
+    other.renew(master(0, 20))
+    assert registry.renew(master(0, 30)).members == (master(0, 30),)
+    with pytest.raises(ConflictError):
+        other.renew(master(0, 20))
+
+
+def test_a_registration_that_got_no_answer_may_be_sent_again(place: RedisPlace) -> None:
+    tasks = place.open()
+    told = tasks.join(TASK, master(0), MemberRecord())
+    again = tasks.join(TASK, master(0), MemberRecord())
+    assert again == told
+
+
+def test_a_new_instance_is_the_newer_whatever_the_clock_says(place: RedisPlace) -> None:
+    """Redis's clock has gone back since the older one came."""
+    tasks = place.open()
+    ahead = MemberRecord(since=1 << 51)
+    assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
+    told = tasks.join(TASK, master(0, 20), MemberRecord())
+    assert told.members == (master(0, 20),)
+    assert told.since == (1 << 51) + 1
+    with pytest.raises(ConflictError):
+        tasks.join(TASK, master(0, 10), ahead)
+
+
+def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: RedisPlace) -> None:
+    registry = alone.registry(ttl_s=0.3)
+    registry.renew(master(0))
+    alone.registry(ttl_s=0.3).renew(master(1))
+    client = alone.servers[0].client()
+    client.zadd(task_keys(TASK.digest)[1], {"1": time.time() * 1e6 + 3600e6})
+    assert ranks(registry.renew(master(0))) == [0, 1]
+    end_s = time.monotonic() + 2
+    while ranks(registry.renew(master(0))) != [0]:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_what_a_redis_has_lost_renewals_bring_back(place: RedisPlace) -> None:
+    masters = [(place.registry(), master(rank)) for rank in range(3)]
+    for registry, me in masters:
+        before = registry.renew(me)
+    place.forget_all()
+    for registry, me in masters:
+        after = registry.renew(me)
+    assert after == replace(before, was_forgotten=True)
+    assert place.registry().renew(master(9)).secret == before.secret
+
+
+def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, RedisPlace]) -> None:
+    server, place = breakable
+    registry = place.registry()
+    before = registry.renew(master(0))
+    server.kill()
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(MetadataError):
+            registry.renew(master(0))
+        assert time.monotonic() - start < 4
+    with pytest.raises(MetadataError):
+        registry.leave(master(0))
+    server.start()
+    assert registry.renew(master(0)).members == before.members
+    server.signal(signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        with pytest.raises(MetadataError):
+            registry.renew(master(0))
+        assert time.monotonic() - start < 5
+    finally:
+        server.signal(signal.SIGCONT)
+    assert registry.renew(master(0)).members == before.members
+
+
+def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, RedisPlace]) -> None:
+    server, place = breakable
+    server.kill()
+    registry = place.registry()
+    with pytest.raises(MetadataError):
+        registry.renew(master(0))
+    server.start()
+    assert ranks(registry.renew(master(0))) == [0]
+
+
+def test_who_goes_and_comes_again_while_redis_is_away_has_the_secret(
+    breakable: tuple[RedisServer, RedisPlace],
+) -> None:
+    server, place = breakable
+    registry = place.registry()
+    secret = registry.renew(master(0)).secret
+    server.kill()
+    server.start()
+    assert registry.renew(master(0)).secret == secret
+
+
+def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlace) -> None:
+    others = [
+        replace(TASK, user="bob"),
+        replace(TASK, name="other"),
+        replace(TASK, identity=UUID(int=8)),
+    ]
+    found = [place.registry(task).renew(master(i)) for i, task in enumerate([TASK, *others])]
+    assert [ranks(each) for each in found] == [[0], [1], [2], [3]]
+    assert len({each.secret for each in found}) == 4
+
+
+def test_there_is_a_most_of_masters(place: RedisPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_tasks, "MEMBERS_MAX", 2)
+    registries = [place.registry() for _ in range(3)]
+    for rank in range(2):
+        registries[rank].renew(master(rank))
+    with pytest.raises(MetadataError, match="has 2 masters"):
+        registries[2].renew(master(2))
+    assert ranks(registries[0].renew(master(0))) == [0, 1]
+    assert ranks(registries[2].renew(master(1, 50))) == [0, 1]
+
+
+def test_all_masters_at_once(place: RedisPlace) -> None:
+    """The secret is made once, and no registration is lost."""
+    count = 40
+    registries = [place.registry() for _ in range(count)]
+    barrier = threading.Barrier(count)
+
+    def join(rank: int) -> bytes:
+        barrier.wait(20)
+        return registries[rank].renew(master(rank)).secret
+
+    with ThreadPoolExecutor(count) as threads:
+        secrets = set(threads.map(join, range(count)))
+    assert len(secrets) == 1
+    assert ranks(registries[7].renew(master(7))) == [*range(count)]
+
+
+def test_the_most_masters_there_may_be(alone: RedisPlace) -> None:
+    tasks = alone.open(ttl_s=60)
+    masters, ends = task_keys(TASK.digest)
+    client = alone.servers[0].client()
+    for rank in range(MEMBERS_MAX - 1):
+        other = master(rank)
+        client.hset(masters, str(rank), other.instance + bytes(8) + pack_member(other))
+    until_us = time.time() * 1e6 + 50e6
+    client.zadd(ends, dict.fromkeys(map(str, range(MEMBERS_MAX - 1)), until_us))
+    me = master(MEMBERS_MAX - 1)
+    told = tasks.join(TASK, me, MemberRecord())
+    assert told.members is not None
+    assert sorted(each.rank for each in told.members) == [*range(MEMBERS_MAX)]
+    start = time.monotonic()
+    for _ in range(100):
+        assert tasks.join(TASK, me, MemberRecord(told.since, told.state)).members is None
+    assert time.monotonic() - start < 1  # and not that of all masters, each time
+
+
+def test_what_nobody_of_us_has_written_is_left_out(alone: RedisPlace) -> None:
+    registry = alone.registry()
+    registry.renew(master(0))
+    masters, ends = task_keys(TASK.digest)
+    client = alone.servers[0].client()
+    later = time.time() * 1e6 + 5e6
+    client.zadd(ends, {"1": later, "2": later, "3": later, "x": later, "-1": later})
+    client.hset(masters, mapping={"1": b"short", "2": bytes(100), "x": b"?" * 90, "state": "5"})
+    assert registry.renew(master(0)).members == (master(0),)
+    assert ranks(alone.registry().renew(master(2))) == [0, 2]
+    client.hset(masters, "secret", "short")
+    with pytest.raises(MetadataError):
+        registry.renew(master(0))
+    client.delete(masters)
+    client.set(masters, "no hash")
+    with pytest.raises(MetadataError):
+        registry.renew(master(0))
+
+
+def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
+    breakable: tuple[RedisServer, RedisPlace],
+) -> None:
+    server, _ = breakable
+    words = ["on", ">pw", "~dfs:*", *COMMANDS]
+    execute(server.client(), "ACL", "SETUSER", "fit", *words)
+    execute(server.client(), "SCRIPT", "FLUSH")
+    url = server.url.replace("unix://", "unix://fit:pw@")
+    with closing(RedisMemberStore.open(url, store=STORE, ttl_s=0.2)) as tasks:
+        assert "pw" not in repr(tasks)
+        tasks.join(TASK, master(0), MemberRecord())
+        tasks.join(TASK, master(1), MemberRecord())
+        time.sleep(0.3)
+        told = tasks.join(TASK, master(1), MemberRecord())
+        assert told.members == (master(1),)
+        tasks.leave(TASK, master(1))
+
+
+# Keys of the user's own
+
+
+def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
+    secret = secret_from_key(KEY)
+    registries = [place.registry(secret=secret) for _ in range(2)]
+    for rank in range(2):
+        found = registries[rank].renew(master(rank))
+    assert found.secret == secret
+    assert ranks(found) == [0, 1]
+    assert all(each.has_key_file for each in found.members)
+    for server in place.servers:
+        for key in server.client().keys("dfs:{task.*}:m"):
+            assert server.client().hget(key, "secret") is None
+
+
+@pytest.mark.parametrize("first", [None, secret_from_key(KEY)])
+def test_nodes_with_a_key_file_and_nodes_without_one_are_no_task(
+    place: RedisPlace, first: bytes | None
+) -> None:
+    """They would all be there, and none would talk to the others."""
+    one = place.registry(secret=first)
+    one.renew(master(0))
+    other = place.registry(secret=None if first else secret_from_key(KEY))
+    with pytest.raises(UsageError, match="other nodes of task 'resnet' have") as error:
+        other.renew(master(1))
+    assert "the same" in error.value.advice
+    assert ranks(one.renew(master(0))) == [0]
+
+
+# Which place it is
+
+
+def test_peers_are_the_task_where_somebody_has_named_them() -> None:
+    peers = ["a:1", "b:2", "[::1]:3"]
+    registry = StaticRegistry(peers, b"s" * 32)
+    me = replace(master(1), address="10.0.0.1:2", certificate=bytes(32), version=8)
+    found = registry.renew(me)
+    assert [each.address for each in found.members] == peers
+    assert [each.instance for each in found.members] == [ANY_INSTANCE, me.instance, ANY_INSTANCE]
+    assert len(found.of_version(8)) == 3
+    assert found.secret == b"s" * 32
+    with pytest.raises(UsageError):
+        registry.renew(master(3))
+    registry.leave(me)
+    registry.close()
+
+
+@pytest.mark.parametrize(
+    ("peers", "secret"),
+    [(["a:1"], None), (["a"], b"s"), (["a:1", "a:1"], b"s"), (["a:1"] * (MEMBERS_MAX + 1), b"s")],
+)
+def test_peers_that_make_no_sense(peers: list[str], secret: bytes | None) -> None:
+    with pytest.raises(UsageError):
+        StaticRegistry(peers, secret)
+
+
+def test_a_repository_has_its_place(tmp_path: Path, alone: RedisPlace) -> None:
+    with LocalRepository.open(tmp_path.joinpath("a").as_uri(), create=True) as file:
+        task = TaskName(UUID(int=7), "uid:7", "resnet")
+        with pytest.raises(UsageError) as error:
+            open_registry(file, task)
+        assert "--peers" in error.value.advice
+        with pytest.raises(UsageError, match="no secret") as error:
+            open_registry(file, task, peers=["a:1"])
+        assert "--task-key-file" in error.value.advice
+        assert isinstance(open_registry(file, task, key=KEY, peers=["a:1"]), StaticRegistry)
+    url = f"{tmp_path.joinpath('b').as_uri()}?meta={alone.url}"
+    with LocalRepository.open(url, create=True) as both:
+        registries: list[Registry] = [open_registry(both, task) for _ in range(2)]
+        for rank, registry in enumerate(registries):
+            assert isinstance(registry, RedisRegistry)
+            found = registry.renew(master(rank))
+            registry.close()
+        assert ranks(found) == [0, 1]
+        with pytest.raises(UsageError, match="shorter than 16"):
+            open_registry(both, task, key=b"short")
+
+
+def test_a_redis_of_another_store_is_refused(alone: RedisPlace) -> None:
+    alone.open()
+    with pytest.raises(ConfigError):
+        RedisMemberStore.open(alone.url, store=UUID(int=5))

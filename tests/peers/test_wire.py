@@ -1,0 +1,223 @@
+"""The bytes between masters, and between a master and its clients: both directions, and limits."""
+
+import random
+import struct
+from contextlib import suppress
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from diesel_fs.errors import CorruptError, DieselError, ForeignError, UsageError
+from diesel_fs.net.frames import frame
+from diesel_fs.peers import hello, wire
+from diesel_fs.peers.hello import Hello, Proofs
+
+SIZES = np.array([1000, 1 << 31, 0], np.uint64)
+MINE = Hello(2, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
+PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
+
+
+def test_greetings_come_back() -> None:
+    assert hello.parse_greeting(hello.greeting()) == 1
+    assert hello.parse_welcome(hello.welcome(b"n" * 32)[:16]) == (True, 1, 32)
+    no = hello.refusal("too many connections")
+    assert hello.parse_welcome(no[:16]) == (False, 1, 20)
+    assert hello.refused(1, no[16:]).message == "the master refused: too many connections"
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [(b"GET / HTTP/1.1\r\n", "HTTP"), (bytes.fromhex("1603010200010001fc0303") + bytes(5), "TLS"),
+     (bytes(16), "no greeting"), (b"", "no greeting"), (b"\x93DIESNET\1\0" + bytes(6), "no")],
+)  # fmt: skip
+def test_F7_what_is_no_greeting_is_named(said: bytes, named: str) -> None:
+    for parse in (hello.parse_greeting, hello.parse_welcome):
+        with pytest.raises(ForeignError, match=named):
+            parse(said)
+
+
+@pytest.mark.parametrize("tail", [(2, 0, 32), (1, 0, 31), (1, 2, 0), (1, 1, 4097), (1, 1, 1 << 31)])
+def test_F6_F7_a_welcome_of_another_version_or_length_is_refused(tail: tuple[int, ...]) -> None:
+    with pytest.raises(ForeignError):
+        hello.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
+
+
+def test_a_hello_comes_back() -> None:
+    framed = hello.hello_frame(MINE, b"p" * 32)
+    assert len(framed) < 1024
+    assert hello.parse_hello(framed[8:]) == (MINE, b"p" * 32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": -1}, {"rank": 0xFFFE}, {"rank": True}, {"instance": b"short"}, {"nonce": b""},
+     {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1}],
+)  # fmt: skip
+def test_S1_a_hello_with_other_fields_is_none(change: dict[str, int | bytes | str]) -> None:
+    message = {**MINE.to_message(), "proof": b"p" * 32, **change}
+    with pytest.raises((UsageError, CorruptError)):
+        hello.parse_hello(frame(message, hello.HELLO_LIMITS)[8:])
+
+
+def test_S2_S3_proofs_cover_all_that_was_said() -> None:
+    """The acceptor's nonce, so none can be said again; the certificate; the task; each field."""
+    known = Proofs(*PROOFS)
+    assert not hello.proofs_equal(known.connector, known.acceptor)
+    others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]
+    changes = ({"rank": 3}, {"to": 6}, {"version": 78}, {"nonce": b"m" * 32},
+               {"instance": b"j" * 16}, {"identity": UUID(int=8)})  # fmt: skip
+    fields = {name: getattr(MINE, name) for name in MINE.__slots__}
+    others += [(*PROOFS[:4], Hello(**{**fields, **change})) for change in changes]
+    for other in others:
+        found = Proofs(*other)  # type: ignore[arg-type]  # a tuple that was put together
+        assert found.connector != known.connector
+        assert found.acceptor != known.acceptor
+    assert "s" * 8 not in repr(known)
+
+
+def test_requests_come_back() -> None:
+    parts = np.array([(0, 1, 2), (1, 5, 6)], "<u4")
+    said = wire.request(7, wire.READ, wire.LOAD, parts)
+    assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2)
+    found, size = wire.parse_parts(said, 2, SIZES, start=wire.HEAD_BYTES)
+    assert found.tolist() == parts.tolist()
+    assert size == 8
+    assert wire.parse_request(wire.request(9, wire.PING)) == (9, wire.PING, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 2, 0, 1, 0), (1, 1, 0, 1, 1, 0),
+     (1, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 4097, 0), (1, 1, 0, 0, 0xFFFFFFFF, 0),
+     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0)],
+)  # fmt: skip
+def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptError):
+        wire.parse_request(struct.pack("<IBBHII", *head))
+
+
+def test_parts_are_checked_alike_however_many_they_are() -> None:
+    """One by one, or by numpy: against what Python's numbers say."""
+    chance = random.Random(1)
+    edges = [0, 1, 999, 1000, 1001, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
+    for _ in range(3000):
+        count = chance.choice([1, 2, 8, 9, 40])
+        records = [
+            (chance.choice([0, 0, 1, 1, 1, 2, 3]) if chance.random() < 0.1 else 1,
+             chance.choice(edges) if chance.random() < 0.2 else 0,
+             chance.choice(edges) if chance.random() < 0.05 else 10)
+            for _ in range(count)
+        ]  # fmt: skip
+        total = sum(size for *_, size in records)
+        good = all(c < 3 and s + n <= int(SIZES[c]) for c, s, n in records)
+        good = good and (count == 1 or total <= wire.PARTS_BYTES_MAX)
+        content = np.array(records, "<u4").tobytes()
+        if good:
+            assert wire.parse_parts(content, count, SIZES)[1] == total
+        else:
+            with pytest.raises(CorruptError):
+                wire.parse_parts(content, count, SIZES)
+
+
+def test_answers_come_back() -> None:
+    statuses = bytes([wire.GIVEN, wire.ABSENT])
+    said = wire.answer_head(7, wire.READ, statuses, 5)
+    head = wire.parse_answer(said)
+    assert head == (7, wire.READ, 2, 5)
+    assert said[wire.HEAD_BYTES :] == statuses
+    wire.check_answer(head, wire.READ, 2, 8)
+    parts = np.array([(0, 0, 5), (0, 5, 3)], "<u4")
+    assert wire.given_bytes(parts, np.frombuffer(statuses, np.uint8)) == 5
+
+
+def test_F5_answers_to_something_else_are_refused() -> None:
+    head = wire.AnswerHead(1, wire.READ, 2, 9)
+    for wrong in ((wire.PING, 2, 9), (wire.READ, 1, 9), (wire.READ, 2, 8)):
+        with pytest.raises(CorruptError):
+            wire.check_answer(head, *wrong)
+    with pytest.raises(CorruptError):
+        wire.check_answer(wire.AnswerHead(1, wire.PING, 0, 3), wire.PING, 0, 0)
+    with pytest.raises(CorruptError):
+        wire.given_bytes(np.array([(0, 0, 1)], "<u4"), np.array([5], np.uint8))
+
+
+# the local protocol
+
+
+def test_local_requests_come_back() -> None:
+    said = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(UUID(int=3), 9))
+    head = wire.parse_local_request(said[:16])
+    assert head == (wire.LOCAL_HELLO, 0, 0, len(said) - 16)
+    assert wire.parse_local_hello(said[16:]) == (UUID(int=3), 9)
+    said = wire.local_request(wire.LOCAL_UNPIN, 2, wire.chunks_body([1, 2]))
+    assert wire.parse_local_request(said[:16]).counted == 2
+    assert wire.parse_chunks(said[16:], 3) == [1, 2]
+    damaged = wire.DamagedPart(0, 1, 2, wire.SOURCE_HERE)
+    assert wire.parse_damaged(wire.damaged_body(damaged), SIZES) == damaged
+    assert wire.parse_switch_version(wire.switch_version_body(5)) == 5
+    assert wire.parse_local_welcome(wire.local_welcome(4, 9)) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [(0, 0, 0, 0, 0, 0), (8, 0, 0, 0, 0, 0), (1, 0, 0, 0, 27, 0), (2, 0, 0, 4097, 4097 * 12, 0),
+     (2, 0, 0, 1, 24, 0), (2, 0, 0, 0, 0, 0), (3, 0, 0, 2, 8, 0), (3, 2, 0, 1, 4, 0),
+     (4, 0, 0, 65537, 65537 * 4, 0), (4, 1, 0, 1, 4, 0), (5, 0, 0, 1, 13, 0), (6, 0, 0, 0, 1, 0),
+     (6, 0, 1, 0, 0, 0), (6, 0, 0, 0, 0, 1), (7, 0, 0, 0, 0xFFFFFFFF, 0)],
+)  # fmt: skip
+def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptError):
+        wire.parse_local_request(struct.pack("<BBHIII", *head))
+
+
+@pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
+def test_local_answers_come_back_with_what_is_wanted(wanted: list[int]) -> None:
+    sources = np.array([1, wire.SOURCE_HERE], np.uint16)
+    placed = wire.read_answer_body(np.array([0, 90], np.uint32), sources)
+    said = wire.local_answer(wire.LOCAL_READ, 2, placed, wanted)
+    head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
+    body, back = wire.split_revoked(head, said[16:])
+    assert (head.body_bytes, back) == (len(said) - 16, wanted)
+    sizes = np.array([90, 10], np.uint32)
+    offsets, found = wire.parse_read_answer(body, sizes, 100)
+    assert (offsets.tolist(), found.tolist()) == ([0, 90], sources.tolist())
+    with pytest.raises(CorruptError):
+        wire.parse_read_answer(body, sizes, 99)
+    said = wire.local_refusal(wire.LOCAL_READ, "no\x1b way", revoked=wanted)
+    head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
+    assert head.status == wire.LOCAL_REFUSED
+    assert wire.parse_refusal(wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [(2, 0, 0, 2, 13, 0), (2, 0, 0, 1, 6, 0), (3, 0, 0, 2, 12, 0), (2, 1, 0, 2, 12, 0),
+     (2, 0, 0, 2, 12, 1), (2, 0, 0, 2, 12, 65537), (2, 0, 1, 0, 513, 0), (2, 0, 1, 0, 0, 1),
+     (2, 0, 0, 2, 0xFFFFFFFF, 0)],
+)  # fmt: skip
+def test_bad_local_answers_are_refused(head: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptError):
+        wire.parse_local_answer(struct.pack("<BBHIII", *head), wire.LOCAL_READ, 2)
+
+
+def test_a_client_of_another_version_is_told() -> None:
+    with pytest.raises(UsageError, match="run the same"):
+        wire.parse_local_hello(struct.pack("<HH16sQ", 2, 0, bytes(16), 1))
+
+
+def test_bodies_are_total() -> None:
+    chance = random.Random(2)
+    for _ in range(3000):
+        body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))
+        for parse in (
+            wire.parse_local_hello,
+            wire.parse_local_welcome,
+            wire.parse_source,
+            wire.parse_switch_version,
+            lambda body: wire.parse_chunks(body, 4),
+            lambda body: wire.parse_damaged(body, SIZES),
+            lambda body: wire.parse_read_answer(body, np.array([1, 2], np.uint32), 8),
+        ):
+            with suppress(DieselError):
+                parse(body)

@@ -1,0 +1,571 @@
+"""Readers and a real master on one node: workers share its memory, and may die as they like."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import diesel_fs
+from diesel_fs.client.dataset import Dataset
+from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.mounts import launcher
+
+from ..server.program import is_running, until
+from ..small_disks import remount, small_disk
+from ..trees import write
+
+FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
+LITTLE_MEMORY = 100_000
+WORKERS = 4
+AT_ONCE_S = 4.0  # a chunk that cannot be written takes 5
+TREE = Path(__file__).resolve().parents[2]
+
+
+class Node:
+    """This machine as a node, with a repository."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = (folder / "store").as_uri()
+        self.masters: set[int] = set()
+
+    def connect(self, **more: object) -> Dataset:
+        return diesel_fs.connect("ds", self.url, memory_bytes=LITTLE_MEMORY, **more)  # type: ignore[arg-type]  # by name
+
+    def join(self, **more: object) -> Dataset:
+        return self.connect(task="training", **more)
+
+    @property
+    def socket(self) -> Path:
+        [found] = (self.folder / "run/diesel/tasks").glob("*/0/socket")
+        return found
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """What the master says, to nobody who reads."""
+        with socket.socket(socket.AF_UNIX) as link:
+            here = os.open(self.socket.parent, os.O_PATH)
+            link.connect(f"/proc/self/fd/{here}/socket")
+            os.close(here)
+            link.settimeout(10)
+            link.sendall(struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0))
+            text = b""
+            while len(text) < 16 or len(text) < 16 + struct.unpack_from("<I", text, 8)[0]:
+                text += link.recv(1 << 16)
+        found: dict[str, dict[str, int]] = json.loads(text[16:])
+        return found
+
+    def master(self) -> int:
+        """The master's process."""
+        with socket.socket(socket.AF_UNIX) as link:
+            here = os.open(self.socket.parent, os.O_PATH)
+            link.connect(f"/proc/self/fd/{here}/socket")
+            os.close(here)
+            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid: int = struct.unpack("3i", credentials)[0]
+        self.masters.add(pid)
+        return pid
+
+    def end(self) -> None:
+        with suppress(ValueError, OSError):
+            self.master()
+        for pid in self.masters:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    made = Node(tmp_path)
+    with diesel_fs.connect("ds", made.url, create=True) as dataset:
+        for path, content in FILES.items():
+            dataset.put(content, path)
+    yield made
+    made.end()
+
+
+def check(dataset: Dataset, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(FILES))
+    paths = [list(FILES)[at] for at in order.tolist()]
+    for path, content in zip(paths, dataset.read_many(paths), strict=True):
+        assert content == FILES[path], path
+    assert dataset.get(paths[0]) == FILES[paths[0]]
+
+
+def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
+    """Processes that were forked, as a DataLoader's, and one that comes by itself."""
+    with node.join() as dataset:
+        check(dataset, 0)
+        children = []
+        for seed in range(WORKERS):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    check(dataset, seed)
+                    check(dataset, seed + 10)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        for child in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with node.join() as other:
+            check(other, 9)
+            assert other.task_stats()["answers"]
+        with deepcopy(dataset) as other:  # as in a process that is spawned
+            check(other, 8)
+            assert other.task_stats()["answers"]
+        told = node.stats()
+        assert told["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
+        assert dataset._reader.stats()["chunk_fetches"] == 0
+
+
+def test_F15_ten_thousand_workers_that_die_in_the_middle_of_a_read_leave_nothing(
+    node: Node,
+) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        here = node.folder / "s"
+        here.symlink_to(node.socket)  # a short path
+        identity, version = dataset.snapshot.identity.hex, str(dataset.version)
+        master = node.master()
+
+        def crash(count: int) -> None:
+            program = [sys.executable, "-m", "tests.peers.crashing_workers"]
+            command = [*program, "s", identity, version, str(count)]
+            environment = {**os.environ, "PYTHONPATH": str(TREE)}
+            subprocess.run(command, check=True, timeout=400, cwd=node.folder, env=environment)
+
+        def held() -> tuple[int, int]:
+            """Descriptors, and bytes that are lent."""
+            return len(os.listdir(f"/proc/{master}/fd")), node.stats()["holdings"]["lent_bytes"]
+
+        files, lent = held()
+
+        def let_go() -> bool:
+            files_now, lent_now = held()
+            return files_now <= files + 1 and lent_now == lent  # one may have just come to ask
+
+        crash(500)
+        until(let_go, "the master to let go of everything")
+        resident = _resident_bytes(master)
+        crash(9_500)
+        until(let_go, "the master to let go of everything")
+        assert _resident_bytes(master) < resident + (8 << 20)
+        check(dataset, 1)
+        assert node.stats()["members"] == 1  # type: ignore[comparison-overlap]  # a number
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("version", ["the first", "another"])
+def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node, version: str) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        if version == "another":
+            dataset.put(b"new", "d0/new")
+            dataset.flush()
+            check(dataset, 0)
+        view = next(iter(dataset.read_many(list(FILES)[:1])))
+        killed = node.master()
+        os.kill(killed, signal.SIGKILL)
+        check(dataset, 1)
+        assert view == next(iter(FILES.values())), "what it lent outlives it"
+
+        def is_used() -> object:
+            check(dataset, 2)
+            return dataset.task_stats()["answers"]
+
+        until(is_used, "a new master, which who reads has started")
+        assert node.master() != killed
+        assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        check(dataset, 3)
+
+
+def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: Node) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        os.kill(node.master(), signal.SIGTERM)
+        until(lambda: not list((node.folder / "run").glob("diesel/tasks/*/0/socket")), "its end")
+        for seed in range(10):  # it is looked for after one second, and after two more
+            check(dataset, seed)
+            time.sleep(0.5)
+        assert not dataset.task_stats()["answers"]
+        with node.join() as other:
+            check(other, 1)
+            assert other.task_stats()["answers"]
+
+
+def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
+    tasks = node.folder / "run" / "diesel" / "tasks"
+    with node.join() as dataset:
+        check(dataset, 0)
+        master = node.master()
+        assert list(tasks.glob("*/**"))
+    os.kill(master, signal.SIGTERM)
+    until(lambda: not is_running(master), "its end")
+    assert list(tasks.glob("*/**")) == []
+
+
+class Cached:
+    """A node whose tasks have a folder for chunks, and memory for all of them."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.folder = node.folder / "cache"
+
+    def join(self, task: str = "training") -> Dataset:
+        how = {"cache_dir": self.folder, "cache_bytes": 64 << 20, "task_memory_bytes": 64 << 20}
+        return self.node.connect(task=task, rank=0, world=1, **how)
+
+    def kept(self) -> list[Path]:
+        """The chunks that stand there."""
+        return [each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody can write there meanwhile: each chunk waits for some seconds."""
+        with (self.folder / ".diesel-cache").open("rb") as marker:
+            fcntl.flock(marker, fcntl.LOCK_EX)
+            yield
+
+    def ends(self, pid: int) -> None:
+        """Ask a master to end, and wait until it serves nobody any more."""
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not list((self.node.folder / "run").glob("diesel/tasks/*/0/socket")), "it")
+
+    @contextmanager
+    def ending(self) -> Iterator[int]:
+        """A master that was asked to end, and cannot write what it has: its process."""
+        with self.join() as dataset:
+            check(dataset, 0)
+            master = self.node.master()
+            with self.locked():
+                self.ends(master)
+                yield master
+
+    def is_over(self, pid: int) -> None:
+        """The same, and wait until it has brought to the disk what it had."""
+        self.ends(pid)
+        until(lambda: not is_running(pid), "its end")
+
+
+@pytest.mark.parametrize("task", ["training", "another"])
+def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: str) -> None:
+    cached = Cached(node)
+    with cached.join() as dataset:
+        check(dataset, 0)
+        chunks = len(dataset.snapshot.chunk_sizes)
+        master = node.master()
+    assert cached.kept() == []
+    cached.ends(master)
+    until(lambda: not is_running(master), "its end")
+    assert len(cached.kept()) == chunks
+    with cached.join(task) as dataset:
+        check(dataset, 0)
+        told = dataset.task_stats()
+        assert (told["chunks_from_store"], told["left_to_clients"]) == (0, 0)
+        assert node.master() != master
+
+
+def test_a_master_that_is_asked_to_end_twice_ends_at_once(node: Node) -> None:
+    with Cached(node).ending() as master:
+        time.sleep(1)
+        assert is_running(master)
+        os.kill(master, signal.SIGTERM)
+        until(lambda: not is_running(master), "its end", AT_ONCE_S)
+
+
+def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -> None:
+    cached = Cached(node)
+    with cached.ending() as master:
+        os.kill(master, signal.SIGKILL)
+        until(lambda: not is_running(master), "its end")
+    with cached.join() as dataset:
+        check(dataset, 1)
+        assert dataset.task_stats()["answers"]
+        assert dataset._reader.stats()["healed"] == 0
+
+
+def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
+    with Cached(node).ending() as master:
+        assert is_running(master)
+        with node.join() as again:  # without the folder, which is locked
+            until(lambda: not is_running(master), "its end", AT_ONCE_S)
+            check(again, 1)
+            assert again.task_stats()["answers"]
+            assert node.master() != master
+
+
+def test_a_master_that_starts_again_leaves_the_cache_of_the_one_before_alone(node: Node) -> None:
+    """By default it may be half of the disk: what it holds already is not taken from that."""
+    with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
+        cached = Cached(node)
+        kept: list[set[Path]] = []
+        for seed in range(3):
+            with node.connect(
+                task="training", rank=0, world=1, cache_dir=point, task_memory_bytes=64 << 20
+            ) as dataset:
+                check(dataset, seed)
+                told = dataset.task_stats()
+                assert told["chunks_from_store"] == (0 if seed else len(dataset.snapshot.chunk_ids))
+                master = node.master()
+            cached.is_over(master)
+            kept.append(set(cached.kept()))
+    assert kept[0]
+    assert kept == kept[:1] * 3
+
+
+@pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
+def test_J1_a_disk_that_takes_no_cache_at_the_start_is_no_error(
+    node: Node, takes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(node.folder / "disk", takes) as point:
+        with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
+            file.write(bytes(1 << 20))
+        for folder in (point, point / "new"):
+            with node.join(cache_dir=folder) as dataset:
+                check(dataset, 0)
+                assert dataset.task_stats()["answers"]
+                Cached(node).ends(node.master())
+            assert f"{folder}: cannot be used for a cache: " in caplog.text
+            assert "this node keeps nothing on a disk" in caplog.text
+
+
+def test_J4_a_cache_that_can_only_be_read_is_read(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(node.folder / "cache", "size=20m,mode=700") as point:
+        cached = Cached(node)
+        with cached.join() as dataset:
+            check(dataset, 0)
+            master = node.master()
+        cached.is_over(master)
+        remount(point, "ro")
+        with cached.join() as dataset:
+            check(dataset, 0)
+            assert dataset.task_stats()["chunks_from_store"] == 0
+        assert "is only read: Read-only file system" in caplog.text
+
+
+def test_room_for_no_chunk_is_said_at_the_start(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = {"cache_dir": node.folder / "cache", "cache_bytes": 5000, "task_memory_bytes": 900_000}
+    with node.join(**how) as dataset:
+        largest = f"{dataset.snapshot.chunk_sizes.max():,}"
+        check(dataset, 0)
+    [disk, memory] = caplog.messages
+    assert disk.startswith("--cache-size leaves room for 5,000 bytes of chunks on")
+    assert memory.startswith("--memory leaves room for 0 bytes of chunks in")
+    assert largest in disk
+    assert largest in memory
+
+
+def test_room_for_every_chunk_is_worth_no_word(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with node.connect() as dataset:
+        largest = int(dataset.snapshot.chunk_sizes.max())
+    with node.join(task_memory_bytes=largest) as dataset:
+        check(dataset, 0)
+        assert dataset.task_stats()["answers"]
+    assert caplog.messages == []
+
+
+def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: Node) -> None:
+    with node.join() as dataset:
+        check(dataset, 0)
+        fetched = node.stats()["chunks_from_store"]
+        dataset.put(b"new", "d0/new")
+        dataset.flush()
+        assert dataset.get("d0/new") == b"new"
+        check(dataset, 1)
+        told = node.stats()
+        assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
+        assert dataset.task_stats()["answers"]
+
+
+def test_who_goes_over_to_another_version_does_not_desert_its_master(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where nothing is read of it for a while."""
+    with diesel_fs.connect("ds", node.url, task="training") as dataset:
+        check(dataset, 0)  # mapped: there is memory for that
+        with node.connect() as writer:
+            writer.put(b"new", "new")
+        dataset.refresh()
+        assert dataset._task is not None
+        assert dataset._task._link.is_connected
+    assert "reading from the store" not in caplog.text
+
+
+def test_who_joins_after_a_put_has_a_master_at_once(node: Node) -> None:
+    """The one before stays for a while for nobody, and reads the version before."""
+    with node.join() as dataset:
+        check(dataset, 0)
+        before = node.master()
+    with node.connect() as writer:
+        writer.put(b"new", "new")
+    with node.join() as dataset:
+        check(dataset, 1)
+        assert dataset.task_stats()["answers"]
+        assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert node.master() != before
+
+
+def test_who_wants_another_version_than_others_has_a_master_when_they_have_gone(
+    node: Node,
+) -> None:
+    with ExitStack() as others:
+        first = others.enter_context(node.join())
+        check(first, 0)
+        with node.connect() as writer:
+            writer.put(b"new", "new")
+        with node.join() as second:
+            check(second, 1)
+            assert not second.task_stats()["answers"]
+            check(first, 1)
+            assert first.task_stats()["answers"]
+            others.close()
+
+            def answers() -> object:
+                check(second, 2)
+                return second.task_stats()["answers"]
+
+            until(answers, "a master of its own", 60)
+            assert node.stats()["version"] == second.version  # type: ignore[comparison-overlap]  # numbers
+
+
+def test_what_keeps_a_task_from_beginning_is_an_error_here(node: Node) -> None:
+    with pytest.raises(UsageError, match="which of the 3 nodes"):
+        node.join(world=3)
+    with pytest.raises(UsageError, match="find each other through Redis"):
+        node.join(rank=0, world=2, listen="127.0.0.1:0")
+    with pytest.raises(UsageError, match="bad evict"):
+        node.join(evict="random")
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(UsageError, match=r": Address already in use(\n|;|$)"):
+        node.join(peers=[_place(taken)], task_key="k" * 32)
+    with pytest.raises(DieselError):
+        node.join(task_key="short", rank=0, world=1, peers=["127.0.0.1:1"], listen="127.0.0.1:0")
+
+
+def _place(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
+    folder = node.folder / "mount"
+    folder.mkdir()
+    command = [sys.executable, "-m", "dlcmd", "--url", node.url]
+    options = ["--task", "training", "--memory", "256M", "--session", session, "--follow"]
+    subprocess.run([*command, "mount", *options, "ds", folder], check=True, timeout=60)
+    second = node.folder / "second"
+    second.mkdir()
+    options[3] = "128M"
+    said = subprocess.run(
+        [*command, "mount", *options, "ds", second],
+        check=True, timeout=60, capture_output=True, text=True,
+    ).stderr  # fmt: skip
+    launcher.umount(second)
+    assert said.count("--memory: without effect") == 1, said
+    try:
+        for path, content in FILES.items():
+            assert (folder / path).read_bytes() == content
+        with node.join() as dataset:
+            check(dataset, 0)
+            assert node.stats()["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # numbers
+            budget = node.stats()["holdings"]["memory_budget_bytes"]
+            assert budget == (256 - 32 << 20) * 3 // 4
+
+        def told() -> dict[str, object]:
+            task: dict[str, object] = launcher.stats(folder)["task"]  # type: ignore[assignment]  # as it is
+            return task
+
+        until(lambda: told().get("answers"), "the mount to tell of the task")
+        shown = subprocess.run(
+            [*command, "stats", folder], check=True, timeout=60, capture_output=True, text=True
+        )
+        assert "the task's cache:" in shown.stdout
+        with node.connect() as writer:
+            writer.put(b"new", "d0/new")
+        until((folder / "d0/new").exists, "the mount to follow")
+        assert (folder / "d0/new").read_bytes() == b"new"
+        until(lambda: node.stats()["version"] == told().get("version"), "the master to follow")
+        for path, content in list(FILES.items())[::50]:
+            assert (folder / path).read_bytes() == content
+    finally:
+        launcher.umount(folder)
+
+
+@pytest.mark.fuse
+def test_a_mount_with_a_cache_folder_alone_has_a_task_of_its_own(node: Node) -> None:
+    folder, cache = node.folder / "mount", node.folder / "cache"
+    folder.mkdir()
+    with (
+        node.connect() as dataset,
+        diesel_fs.mount(
+            dataset, folder, memory_bytes=128 << 20, cache_dir=cache, cache_bytes=64 << 20
+        ),
+    ):
+        for path, content in FILES.items():
+            assert (folder / path).read_bytes() == content
+        assert node.stats()["holdings"]["disk_failures"] == 0
+        until(lambda: any(cache.rglob("*")), "the cache to be used")
+
+
+@pytest.mark.fuse
+def test_a_dataset_that_joins_is_mounted_through_its_task(node: Node) -> None:
+    folder = node.folder / "mount"
+    write(folder, {})
+    with node.join() as dataset, diesel_fs.mount(dataset, folder, memory_bytes=128 << 20):
+        for path, content in list(FILES.items())[::10]:
+            assert (folder / path).read_bytes() == content
+        assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
+        until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
+
+
+def test_S13_what_somebody_has_put_into_the_cache_folder_is_not_believed(node: Node) -> None:
+    cache = node.folder / "cache"
+    how = {"cache_dir": cache, "cache_bytes": 64 << 20, "task_memory_bytes": 1 << 20}
+
+    def copies() -> list[Path]:
+        return [each for each in cache.rglob("*") if each.is_file() and len(each.name) == 32]
+
+    with node.join(**how) as dataset:
+        for seed in range(3):
+            check(dataset, seed)
+        until(lambda: copies() and node.stats()["holdings"]["disk_reads"], "the disk to be used")
+    os.kill(node.master(), signal.SIGKILL)
+    for copy in copies():
+        content = bytearray(copy.read_bytes())
+        content[len(content) // 3 :: 1000] = bytes(len(content[len(content) // 3 :: 1000]))
+        copy.write_bytes(content)
+    with node.join(**how) as dataset:
+        for seed in range(3):
+            check(dataset, seed)
+        assert dataset.task_stats()["answers"]
+        assert dataset._reader.stats()["healed"] == 0, "the master had looked before"

@@ -1,0 +1,497 @@
+"""What a node holds on its disk: more than its memory, never a reader's error."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+import trio
+
+from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.tiers import ChunkKey, Reservation
+from diesel_fs.errors import NoSpaceError
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.peers import write_back as spill
+from diesel_fs.peers.node_cache import NodeCache
+
+from ..cache.disk_tier import file_of, files, tier_at
+from ..small_disks import remount, small_disk
+from .node_caches import (
+    IDENTITY,
+    ChunkSource,
+    held_numbers,
+    in_memory,
+    make_cache,
+    misses_until_loaded,
+    raw,
+    run_and_close_cache,
+    total,
+    until,
+)
+from .node_caches import memory_is_let_go as memory_is_let_go
+
+EVERY = pytest.mark.parametrize("policy", [*POLICIES])
+CHUNKS = 8
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return prepare_cache_folder(tmp_path / "cache")
+
+
+@pytest.fixture
+def source() -> ChunkSource:
+    return ChunkSource(range(CHUNKS))
+
+
+def some(source: ChunkSource, chunks: int) -> int:
+    """The memory for so many chunks, and one that waits to be written."""
+    return total(source, *[CHUNKS - 1] * (chunks + 1))
+
+
+async def settled(held: NodeCache) -> None:
+    """Until all that goes to the disk is there."""
+    await until(lambda: not held.stats()["disk_queued_bytes"] and held.stats()["disk_looks"] > 0)
+
+
+async def all_read(held: NodeCache, source: ChunkSource) -> int:
+    """Every chunk is read, or left to the store, and never wrong; how many came."""
+    came = 0
+    for number, content in enumerate(source.contents):
+        got = await held.read(number, [(5, 100), (1, 2)], load=True)
+        came += got is not None
+        assert got in (None, [content[5:105], content[1:3]])
+        await settled(held)
+    return came
+
+
+@EVERY
+def test_what_memory_has_no_room_for_goes_to_the_disk(
+    policy: str, place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
+        ) as h:
+            await settled(h)
+            assert await all_read(h, source) == await all_read(h, source) == CHUNKS
+            assert len(in_memory(h)) == 3
+            assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
+            assert h.stats()["disk_reads"] == CHUNKS - 3
+            assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
+            assert held_numbers(h) == set(range(CHUNKS))
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
+    policy: str, place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
+        ) as h:
+            await settled(h)
+            await all_read(h, source)
+            h.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
+            for _ in range(8):
+                piece = await h.read(7, [(0, 4000)], load=True)
+                assert piece is not None
+                assert piece[0] == source.contents[7][:4000]
+            assert in_memory(h) == {1, 2, 7}
+            await settled(h)
+            assert h.holds(0)
+            assert raw(await h.get(0, 10, load=False)) == source.contents[0]
+            assert h.stats()["disk_loads"] == 1
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
+    place: Path, source: ChunkSource
+) -> None:
+    """J6: whatever a crash has left is checked before it is given."""
+
+    async def first() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 0), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+
+    async def second() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert held_numbers(held) == set(range(CHUNKS))
+            assert await all_read(held, source) == CHUNKS
+
+    trio.run(first)
+    assert len(files(place)) == CHUNKS
+    shelf = tier_at(place)
+    for number, damage in enumerate((b"\0" * 4000, b"")):
+        path = file_of(place, make_cache(source, 0)._key(number))
+        path.write_bytes((path.read_bytes()[:50] + damage)[: path.stat().st_size])
+    shelf.close()
+    trio.run(second)
+    assert source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
+
+
+def test_a_full_disk_gives_up_what_others_own_then_what_is_in_memory_then_by_policy(
+    place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        shelf = tier_at(place, total(source, *[7] * 4))
+        held = make_cache(source, some(source, 2), disk=shelf)
+        async with run_and_close_cache(held):
+            await settled(held)
+            assert await all_read(held, source) == 6
+            assert held_numbers(held) == {0, 1, 2, 3, 4, 5}
+            mine = np.ones(CHUNKS, np.bool_)
+            mine[3] = False
+            held.set_owned(mine)
+            assert await misses_until_loaded(held, 6, 20)
+            await settled(held)
+            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
+            assert in_memory(held) == {1, 6}
+            assert standing == {0, 2, 4, 5}
+            for _ in range(100):
+                await held.read(2, [(0, 1)], load=False)
+            await settled(held)
+            assert await misses_until_loaded(held, 7, 20)
+            await settled(held)
+            assert in_memory(held) == {2, 6}
+            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
+            assert standing == {0, 1, 5, 7}  # without 3, 2, and the oldest
+            assert len(files(place)) == 4
+
+    trio.run(main)
+
+
+def test_without_memory_there_is_the_disk(place: Path, source: ChunkSource) -> None:
+    async def main() -> None:
+        async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            assert in_memory(held) == set()
+            assert await all_read(held, source) == CHUNKS
+            assert held.pin(1, 0) is None
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: ChunkSource) -> None:
+    async def main() -> None:
+        shelf = tier_at(place, total(source, *[7] * 3))
+        async with (
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
+            await until(lambda: not (held.stats()["share_held_chunks"] < 5))
+            await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+            assert held.stats()["filled"] == held.stats()["fetches"] == 5
+
+    trio.run(main)
+
+
+def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: ChunkSource) -> None:
+    source.switch_version([0, 1, 2, 3, 4, 5, 6, 9])
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, total(source, 7, 7, 7), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            source.switch_version([8, 9, 6, 0])
+            held.switch_version(source.ids, source.sizes)
+            held.set_owned(np.ones(4, np.bool_))
+            assert held_numbers(held) == {1, 2, 3}
+            assert await all_read(held, source) == 4
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+# Disks that fail
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "size=64k,nr_inodes=60,mode=700") as point:
+        yield point
+
+
+def use_up_space(point: Path) -> None:
+    disk = os.statvfs(point)
+    (point / "lost+found").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 9000))
+
+
+def use_up_inodes(point: Path) -> None:
+    for number in range(os.statvfs(point).f_favail - 4):
+        (point / f"other{number}").touch()
+
+
+@pytest.mark.parametrize("use_up", [use_up_space, use_up_inodes])
+@pytest.mark.parametrize("floor", [disk_shelf.FREE_FRACTION_MIN, -1.0])
+def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
+    use_up: Callable[[Path], None],
+    floor: float,
+    small: Path,
+    source: ChunkSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the start, and in the middle; with a floor of less than nothing, as another program fills
+    it between the look and the write."""
+    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
+    shelf = tier_at(prepare_cache_folder(small))
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
+            await settled(held)
+            for number in (0, 1, 2, 3):
+                assert await misses_until_loaded(held, number, 1) == 1
+                await settled(held)
+            use_up(small)
+            for _ in range(5):
+                await all_read(held, source)
+            assert held_numbers(held) >= {0, 1, 2, 3}
+            assert not [path for path in files(small) if path.name[0] == "."]
+            assert held.stats()["disk_queued_bytes"] == 0
+
+    trio.run(main)
+
+
+def remounted(place: Path) -> None:
+    remount(place, "ro")
+
+
+def removed(place: Path) -> None:
+    for path in place.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def unreadable(place: Path) -> None:
+    """To root nothing is, so the way goes through what is no folder."""
+    for path in place.iterdir():
+        if path.is_dir():
+            path.rename(place / "lost+found")
+            path.touch()
+
+
+@pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
+def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
+    happens: Callable[[Path], None], left: int, small: Path, source: ChunkSource
+) -> None:
+    place = prepare_cache_folder(small)
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            happens(place)
+            source.fails = True
+            came = 0
+            for number, content in enumerate(source.contents):
+                got = await held.get(number, 1, load=False)
+                assert got in (None, content)
+                came += got is not None
+            assert came == left
+            source.fails = False
+            await all_read(held, source)
+
+    trio.run(main)
+
+
+def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def refuse(*given: object) -> None:
+        refused.append(given)
+        raise NoSpaceError("it cannot be written")
+
+    refused: list[object] = []
+    source.switch_version(range(4, 12))
+
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            with monkeypatch.context() as patch:
+                patch.setattr(spill, "DISK_PAUSE_S", 0.3)
+                patch.setattr("os.preadv", broken)
+                assert await held.get(5, 1, load=False) is None
+                assert held.stats()["disk_rests"] == 1
+                failures = held.stats()["disk_failures"]
+                for _ in range(20):
+                    assert await held.get(5, 1, load=False) is None
+                    assert not held.holds(5)
+                assert held.stats()["disk_failures"] == failures, "it is left alone"
+                assert held_numbers(held) == {0, 1}
+            await trio.sleep(0.35)
+            assert raw(await held.get(5, 1, load=False)) == source.contents[5]
+            monkeypatch.setattr(held._write_back._shelf, "reserve", refuse)
+            source.switch_version([4, 0, 1, 2])
+            held.switch_version(source.ids, source.sizes)
+            held.set_owned(np.ones(4, np.bool_))
+            assert await all_read(held, source) >= 1
+            await all_read(held, source)
+            assert len(refused) == 1, "it is left alone"
+            assert not [path for path in files(place) if path.name[0] == "."]
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("where", ["find", "reserve"])
+def test_a_disk_that_hangs_costs_a_second_once(
+    where: str, place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(spill, "READ_TIMEOUT_S", 0.2)
+
+    class Hanging(DiskTier):
+        hangs = False
+
+    def hang(self: Hanging, *given: object) -> object:
+        if self.hangs:
+            goes_on.wait(20)
+        return getattr(DiskTier, where)(self, *given)
+
+    setattr(Hanging, where, hang)
+
+    async def main() -> None:
+        shelf = Hanging(place, IDENTITY, 1 << 30)
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
+            await settled(held)
+            for number in (0, 1, 2, 3):
+                await held.get(number, 10, load=True)
+                await settled(held)
+            shelf.hangs = True
+            begun_s = trio.current_time()
+            for number in range(CHUNKS):
+                for _ in range(10):
+                    got = await held.get(number, 10, load=True)
+                    assert got in (None, source.contents[number])
+            assert trio.current_time() - begun_s < 1.5
+            assert held_numbers(held) >= {0, 1}
+            shelf.hangs = False
+
+    try:
+        trio.run(main)
+    finally:
+        goes_on.set()
+
+
+def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource) -> None:
+    async def main() -> None:
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=tier_at(place))
+        ) as held:
+            await settled(held)
+            assert await all_read(held, source) == CHUNKS
+            tier_at(place).drop(held._key(5))
+            assert held.holds(5)
+            assert await held.get(5, 1, load=False) is None
+            assert not held.holds(5)
+            assert raw(await held.get(5, 1, load=True)) == source.contents[5]
+
+    trio.run(main)
+    assert source.fetches[5] == 2
+
+
+def test_what_others_have_put_there_is_found_when_it_is_looked_for_again(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        held = make_cache(source, some(source, 2), disk=tier_at(place))
+        async with run_and_close_cache(held):
+            await settled(held)
+            monkeypatch.setattr(spill, "RESCAN_S", 0.05)
+            held._write_back._failed(5, is_there=False)
+            await trio.sleep(0.03)
+            other = tier_at(place).reserve(held._key(6), len(source.contents[6]))
+            assert other is not None
+            other.commit(memoryview(source.contents[6]))
+            await until(lambda: bool(held.holds(6)))
+
+    trio.run(main)
+
+
+def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
+    """Where the disk writes nothing, what does not fit is left to the store."""
+
+    class Slow(DiskTier):
+        def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
+            goes_on.wait(20)
+            return super().reserve(key, size)
+
+    goes_on = threading.Event()
+
+    async def main() -> None:
+        shelf = Slow(place, IDENTITY, 1 << 30)
+        async with run_and_close_cache(
+            make_cache(source, some(source, 2), disk=shelf, policy="none")
+        ) as held:
+            await settled(held)
+            for number in range(CHUNKS):
+                await held.get(number, 1, load=True)
+            assert held.stats()["disk_queued_bytes"] == total(source, 2)
+            assert held.stats()["fetches"] == 3
+            assert raw(await held.get(2, 1, load=False)) == source.contents[2]
+            source.switch_version([9, 2, 10])
+            held.switch_version(source.ids, source.sizes)
+            assert [held.holds(number) for number in range(3)] == [False, True, False]
+            goes_on.set()
+            await settled(held)
+            assert raw(await held.get(1, 1, load=False)) == source.contents[1]
+            assert len(files(place)) == 1
+
+    try:
+        trio.run(main)
+    finally:
+        goes_on.set()
+
+
+def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource) -> None:
+    class Late(DiskTier):
+        def list_chunks(self, identity: UUID) -> list[ChunkId]:
+            time.sleep(0.2)
+            return super().list_chunks(identity)
+
+    async def main() -> None:
+        shelf = Late(place, IDENTITY, 1 << 30)
+        async with (
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
+            await until(lambda: not (held.stats()["share_held_chunks"] < CHUNKS))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)

@@ -1,0 +1,43 @@
+"""A repository on each of the metadata stores, and a clock that a test moves."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+
+from ...storage.metadata.redis_servers import emptied_server
+from ...trees import write
+from .moved_clock import MovedClock, moved_clock
+
+
+@pytest.fixture
+def clock() -> Iterator[MovedClock]:
+    with moved_clock() as clock:
+        yield clock
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def repository(
+    request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
+) -> Iterator[LocalRepository]:
+    url = (tmp_path / "store").as_uri()
+    if request.param == "redis":
+        url += f"?meta={emptied_server().url}"
+    with LocalRepository.open(url, create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def dataset_with_holes(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
+    """Chunks of 64 KiB, of which half has been deleted."""
+    source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
+    put_tree(repository, "ds", source, options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN))
+    for i in range(0, 60, 2):
+        (source / f"d{i % 3}/{i}").unlink()
+    put_tree(repository, "ds", source, options=PutOptions(jobs=1, delete=True))
+    return repository

@@ -1,0 +1,86 @@
+"""What tests of purge look at."""
+
+from collections.abc import Iterator
+
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.client.dataset import Dataset, connect
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_prefix
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+
+from ..test_interleavings import Writer
+
+NOW = PurgeOptions(grace_s=0)
+NO_FILES = 4096
+"""Bytes of chunks that hold folders and tombstones only: no reader needs their objects."""
+
+
+def sound(repository: LocalRepository) -> None:
+    """Nothing is damaged, and metadata from the chunks alone are the same."""
+    before = repository.view("ds")
+    assert verify(repository, "ds").problems == []
+    live, ids = entries(before), list(before.chunk_ids)
+    recover(repository, "ds")
+    after = repository.view("ds")
+    assert entries(after) == live
+    assert set(ids) <= set(after.chunk_ids)  # rebuilt = live + orphans
+
+
+def entries(view: Snapshot) -> list[tuple[object, ...]]:
+    """All that is known of each."""
+    found: list[tuple[object, ...]] = []
+    for i in range(len(view)):
+        places = [each._replace(chunk=0) for each in view.extents(i)]
+        held = [view.chunk_ids[each.chunk] for each in view.extents(i)]
+        found.append((view.path(i), view.stat(i), places, held))
+    return found
+
+
+def chunks(repository: LocalRepository) -> list[ChunkId]:
+    return list(repository.chunk_ids(repository.dataset("ds").identity))
+
+
+def stored_bytes(repository: LocalRepository) -> int:
+    identity = repository.dataset("ds").identity
+    return sum(info.bytes for info in repository.objects.list(chunk_prefix(identity)))
+
+
+def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:
+    reader = EntryReader(view, repository.objects, 1 << 20)
+    return [bytes(reader.read(int(i))) for i in view.files()]
+
+
+def tombstones(repository: LocalRepository, *paths: bytes) -> int:
+    identity = repository.dataset("ds").identity
+    found = repository.meta.lookup(identity, paths, tombstones=True)
+    return int((found.records["kind"] == 3).sum())
+
+
+def deleted_file(repository: LocalRepository) -> None:
+    """`f` was put and deleted; `g` stands."""
+    writer = Writer(repository)
+    writer.add(b"f", b"content of f")
+    writer.seal().commit()
+    writer.session.delete([b"f"])
+    writer.add(b"g", b"content of g")
+    writer.seal().commit()
+    writer.session.finish()
+
+
+class ShortListing(StoreWrapper):
+    """A store that does not list one of its objects."""
+
+    def __init__(self, inner: ObjectStore, hidden: str) -> None:
+        super().__init__(inner)
+        self._hidden = hidden
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        return (name for name in super().names(prefix, after) if name != self._hidden)
+
+
+def dataset_of(repository: LocalRepository) -> Dataset:
+    return connect("ds", repository.url.full_url, create=True)

@@ -1,0 +1,316 @@
+"""Purge among things that should not be: a store put back, clocks that differ, a full disk."""
+
+import math
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    NoSpaceError,
+    ObjectMissing,
+    ObjectStoreRefused,
+)
+from diesel_fs.format.chunk_id import LOWEST
+from diesel_fs.format.object_names import chunk_object, lease_object, snapshot_object
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.expected_chunks import LostChunks
+from diesel_fs.repository.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions, purge
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+
+from ...ingest.test_put import dataset_state
+from ...storage.objects.faulty_store import Fault, FaultyStore
+from ...trees import facts
+from ..test_interleavings import Writer
+from .moved_clock import HOUR_S, MovedClock
+from .purged import (
+    NOW,
+    ShortListing,
+    chunks,
+    deleted_file,
+    read_all,
+    sound,
+    stored_bytes,
+    tombstones,
+)
+
+LOOK = replace(NOW, dry_run=True)
+
+
+def test_P7_a_store_that_was_put_back_loses_nothing_more(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
+    """The metadata knows of chunks that the backup has not: where contents have moved to."""
+    store = tmp_path / "store"
+    shutil.copytree(store / "datasets", tmp_path / "backup")
+    expected = facts(tmp_path / "source")
+    purge(holed, "ds")
+    shutil.rmtree(store / "datasets")
+    shutil.copytree(tmp_path / "backup", store / "datasets")
+    before = chunks(holed)
+    with LocalRepository.open(holed.url) as again:
+        for _ in range(2):
+            with pytest.raises(LostChunks):
+                purge(again, "ds", NOW)
+            assert any("lost" in note for note in purge(again, "ds", LOOK).notes)
+        assert set(before) <= set(chunks(again))
+        assert verify(again, "ds").problems
+        assert recover(again, "ds").problems
+        assert recover(again, "ds", forget_lost=True).sound
+        assert dataset_state(again) == expected
+        purge(again, "ds", NOW)
+        assert dataset_state(again) == expected
+        sound(again)
+
+
+@pytest.mark.parametrize("operation", ["list", "stat", "get"])
+def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, operation: str) -> None:
+    """What the metadata named at first is gone when verify lists it, opens it, reads it."""
+    last = chunk_object(holed.dataset("ds").identity, chunks(holed)[-2])
+
+    def purge_beside(_: str) -> None:
+        with LocalRepository.open(holed.url) as other:
+            assert purge(other, "ds", NOW).deleted > 4
+
+    fault = Fault(operation, "/chunks/" if operation == "list" else last, act=purge_beside)
+    with FaultyStore(holed.objects, fault) as store:
+        holed.objects = store
+        findings = verify(holed, "ds", headers_only=operation == "stat")
+    assert findings.problems == []
+    assert findings.files == 30
+
+
+def test_verify_of_a_dataset_that_is_purged_all_the_time(
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = type(holed.meta).chunks
+    monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
+    fault = Fault("get", chunk_object(holed.dataset("ds").identity, chunks(holed)[0]),
+                  error=ObjectMissing("gone"))  # fmt: skip
+    with FaultyStore(holed.objects, fault) as store:
+        holed.objects = store
+        with pytest.raises(BusyError, match="purged"):
+            verify(holed, "ds")
+
+
+def test_O12_a_short_listing_is_no_loss(holed: LocalRepository, tmp_path: Path) -> None:
+    """Neither to `verify` nor to `recover`, which must not forget what it has not been shown."""
+    hidden, real = chunks(holed)[0], holed.objects
+    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
+    problems = verify(holed, "ds").problems
+    assert any("listing lacks" in problem for problem in problems)
+    assert not any("lost" in problem for problem in problems)
+    with pytest.raises(CorruptError, match="listing lacks"):
+        purge(holed, "ds", NOW)
+    recover(holed, "ds")
+    holed.objects = real
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_recover_beside_a_purge_that_drops_tombstones(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    """It reads a chunk of tombstones after that was forgotten and before it is deleted."""
+    deleted_file(repository)
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        purge(late, "ds", NOW)
+        purge(late, "ds", PurgeOptions(1_000_000, -1, 0))
+
+        def rebuild_beside(_: str) -> None:
+            with LocalRepository.open(late.url) as other:
+                recover(other, "ds")
+
+        objects = late.objects
+        with FaultyStore(objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
+            late.objects = store
+            report = purge(late, "ds", PurgeOptions(0, -1, 0))
+            assert report.deleted, report
+        late.objects = objects
+        assert tombstones(late, b"f") == 0
+        assert verify(late, "ds").problems == []
+        sound(late)
+
+
+@pytest.mark.parametrize("token", ["0" * 32, PURGE])
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_lease_that_is_renewed_while_it_is_looked_at(
+    holed: LocalRepository, token: str, grows: bool
+) -> None:
+    """It has another length then: neither is it damaged, nor one of every version."""
+    view, real = holed.view("ds"), holed.objects
+    name = lease_object(view.identity, token)
+    text = Lease(token, view.version, time.time() + 600, "far", "", "", 1).to_json()
+    real.replace(name, [b"{}" if grows else text + b" " * 40])
+    fault = Fault("get", name, act=lambda _: real.replace(name, [text]))
+    with FaultyStore(real, fault) as store:
+        holed.objects = store
+        if token == PURGE:
+            with pytest.raises(BusyError, match="far"):
+                purge(holed, "ds", NOW)
+        else:
+            assert leased_versions(store, view.identity, time.time()) == {view.version}
+
+
+YEAR_S = 365 * 24 * HOUR_S
+
+
+def lease_file(repository: LocalRepository, token: str, until_s: float, version: int = 0) -> Path:
+    """A lease of another host, as its own clock has it."""
+    identity = repository.dataset("ds").identity
+    name = lease_object(identity, token)
+    repository.objects.replace(name, [Lease(token, version, until_s, "far", "", "", 1).to_json()])
+    return Path(repository.url.path) / name
+
+
+def written(file: Path, seconds_ago: float) -> None:
+    os.utime(file, (time.time() - seconds_ago,) * 2)
+
+
+@pytest.mark.parametrize("until_s", [-3000.0, YEAR_S, math.nan, math.inf])
+def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
+    """It holds as long as it is renewed, and no longer."""
+    view = holed.view("ds")
+    file = lease_file(holed, "0" * 32, time.time() + until_s, view.version)
+    for ago_s, versions in ((0, {view.version}), (890, {view.version}), (910, set())):
+        written(file, ago_s)
+        assert leased_versions(holed.objects, view.identity, time.time()) == versions
+
+
+@pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
+def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
+    """It keeps others off, and for no year if it was killed."""
+    file = lease_file(holed, PURGE, time.time() + until_s)
+    with pytest.raises(BusyError):
+        purge(holed, "ds", NOW)
+    assert purge_is_under_way(holed.objects, holed.dataset("ds").identity)
+    written(file, 910)
+    assert not purge_is_under_way(holed.objects, holed.dataset("ds").identity)
+    assert purge(holed, "ds", NOW).deleted > 4
+
+
+def test_a_purge_by_a_clock_that_is_ahead_is_refused(
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All leases would be over for it. One that is behind only waits longer."""
+    before, now = chunks(holed), time.time
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    expected = read_all(view, holed)
+    monkeypatch.setattr("diesel_fs.repository.leases.CLOCK_AHEAD_S_MAX", 300)
+    monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
+    with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
+        purge(holed, "ds", NOW)
+    with monkeypatch.context() as patch:
+        for store in (SqliteMetadata, RedisMetadata):  # is as wrong
+            patch.setattr(store, "now_s", lambda _: time.time())
+        with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
+            purge(holed, "ds", NOW)
+    assert chunks(holed) == before
+    for ahead_s in (200, -HOUR_S):
+        monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)
+        purge(holed, "ds", NOW)
+        assert read_all(view, holed) == expected
+    lease.close()
+
+
+def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_path: Path) -> None:
+    """Else it would stay full: the next purge finds no room to begin with either."""
+    purge(holed, "ds")
+    writer = Writer(holed)
+    for i in range(1, 20, 2):
+        writer.add(b"more%d" % i, os.urandom(5000))
+    writer.seal().commit()
+    writer.session.delete([b"more1", b"more3"])
+    before = stored_bytes(holed)
+    full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
+    with FaultyStore(holed.objects, full) as store:
+        holed.objects = store
+        with pytest.raises(NoSpaceError, match="run it again"):
+            purge(holed, "ds", NOW)
+    assert stored_bytes(holed) < before - 200_000
+    sound(holed)
+
+
+def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """It had not heard of the deletion; the dataset has been made again since, or has not."""
+    writer = Writer(repository)
+    writer.add(b"f", b"content")
+    identity = writer.session.identity
+    folder = tmp_path / f"store/datasets/{identity.hex}"
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    half = folder / f"chunks/.tmp-{os.uname().nodename}-{child}-{'a' * 16}"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    repository.delete_dataset("ds")
+    assert not half.exists()
+    for is_made_again in (False, True):
+        if is_made_again:
+            repository.begin("ds")
+        chunk = repository.ids.next(LOWEST)
+        repository.objects.put(chunk_object(identity, chunk), writer.builder.seal(chunk)[0])
+        purge(repository, "ds", NOW)
+        assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert repository.view("ds").identity != identity
+    with pytest.raises(DieselError):
+        writer.seal().commit()
+
+
+@pytest.mark.parametrize("grace_s", [0, HOUR_S, -1])
+@pytest.mark.parametrize("keep", [0, 1, 2, 5])
+@pytest.mark.parametrize("hours", [0, 2, 50])
+def test_a_dry_run_says_what_a_purge_does(
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
+) -> None:
+    source = tmp_path / "source"
+    for number in (1, 3):
+        clock.ahead_s += hours * HOUR_S
+        (source / f"d{number % 3}/{number}").unlink()
+        with LocalRepository.open(holed.url) as late:
+            put_tree(late, "ds", source, options=PutOptions(jobs=1, delete=True))
+            said = purge(late, "ds", PurgeOptions(0, keep, grace_s, dry_run=True))
+            done = purge(late, "ds", PurgeOptions(0, keep, grace_s))
+            assert done.rewritten
+            assert said == replace(done, written=0, copied_bytes=0)
+
+
+def test_P2_the_grace_period_begins_when_the_next_version_is_published(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    """A put was killed before that, days ago: whoever goes by snapshots opens the one before."""
+    clock.ahead_s = -100 * HOUR_S
+    with LocalRepository.open(repository.url) as early:
+        writer = Writer(early)
+        writer.add(b"f", b"old")
+        writer.seal().commit()
+        writer.session.finish()
+        clock.ahead_s = -50 * HOUR_S
+        writer.add(b"f", b"new")
+        writer.seal().commit()  # killed: its snapshot is missing
+    view = repository.view_at("ds", repository.snapshots.newest(writer.session.identity))
+    folder = Path(repository.url.path)
+    written(folder / snapshot_object(view.identity, view.version), 100 * HOUR_S)
+    clock.ahead_s = 0
+    for hours, deleted in ((0, 0), (23, 0), (25, 1)):
+        newest = repository.snapshots.newest(view.identity)
+        if hours:
+            assert newest > view.version
+            written(folder / snapshot_object(view.identity, newest), hours * HOUR_S)
+        assert read_all(view, repository) == [b"old"]
+        assert purge(repository, "ds").deleted == deleted

@@ -1,0 +1,479 @@
+"""`purge` (FORMAT.md, section 6): FAULTS P, Z7, A2, B, O12, on both metadata stores."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    NoSpaceError,
+    NotFoundError,
+    ObjectMissing,
+    ObjectStoreError,
+    UsageError,
+)
+from diesel_fs.format.chunk_id import id_fields, stamp
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object, lease_object
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
+from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.purge import PurgeOptions, PurgeReport, purge
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.storage.metadata.store import Batch, ReadCommitted
+
+from ...ingest.test_put import dataset_state
+from ...storage.objects.faulty_store import Fault, FaultyStore
+from ...trees import facts, write
+from ..test_interleavings import Writer, content
+from .moved_clock import HOUR_S, MovedClock, moved_clock
+from .purged import (
+    NOW,
+    ShortListing,
+    chunks,
+    dataset_of,
+    deleted_file,
+    sound,
+    stored_bytes,
+    tombstones,
+)
+
+STEPS = ["put /chunks/", "put /snapshots/", "delete /snapshots/", "delete /chunks/", "commit",
+         "forget"]  # fmt: skip
+
+
+def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_path: Path) -> None:
+    before = stored_bytes(holed)
+    report = purge(holed, "ds", NOW)
+    assert (report.rewritten, report.deleted > 4, report.waiting) == (report.deleted, True, 0)
+    assert stored_bytes(holed) < before * 0.55
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+    assert purge(holed, "ds", NOW).rewritten == 0
+
+
+def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
+    """At the first deletion the newest snapshot and the metadata name other chunks."""
+    expected = facts(tmp_path / "source")
+    seen: list[int] = []
+
+    def look(name: str) -> None:
+        identity = holed.dataset("ds").identity
+        version = holed.snapshots.newest(identity)
+        marker = holed.meta.head("ds")
+        assert version == marker.version
+        gone = name.rpartition("/")[2]
+        assert gone not in {str(chunk) for chunk in holed.view("ds").chunk_ids}
+        with LocalRepository.open(holed.url) as other:
+            assert dataset_state(other) == expected
+        seen.append(version)
+
+    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=look)) as store:
+        holed.objects = store
+        purge(holed, "ds", NOW)
+    assert seen, "proves nothing"
+
+
+def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:
+    identity = holed.dataset("ds").identity
+    with PurgeLease.take(holed.objects, identity), pytest.raises(BusyError):
+        purge(holed, "ds", NOW)
+    name = lease_object(identity, PURGE)
+    other = Lease("another", 0, time.time() + 600, "elsewhere", "", "", 1)
+    before = chunks(holed)
+
+    def lose(_: str) -> None:
+        holed.objects.replace(name, [other.to_json()])
+
+    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=lose)) as store:
+        holed.objects = store
+        with pytest.raises(BusyError):
+            purge(holed, "ds", NOW)
+    assert len(chunks(holed)) == len(before)  # one was written, and one deleted
+    with pytest.raises(BusyError):  # the other has it still
+        purge(holed, "ds", NOW)
+    holed.objects.delete(name)
+    sound(holed)
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_P1_P5_an_end_at_every_step(
+    holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
+) -> None:
+    """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
+    expected = facts(tmp_path / "source")
+    objects = holed.objects
+    with pytest.MonkeyPatch.context() as patch:
+        if " " in step:
+            operation, where = step.split()
+            fault = Fault(operation, where, error=ObjectStoreError("killed"), done=done)
+            holed.objects = holed.snapshots._objects = FaultyStore(objects, fault)
+        else:
+            real_commit, real_forget = holed.meta.commit, holed.meta.forget
+
+            def commit(identity: UUID, *batches: Batch) -> int:
+                if done:
+                    real_commit(identity, *batches)
+                raise ObjectStoreError("killed")
+
+            def forget(
+                identity: UUID, gone: Iterable[ChunkId], *, tombstones: bool = False
+            ) -> frozenset[ChunkId]:
+                if done:
+                    real_forget(identity, gone, tombstones=tombstones)
+                raise ObjectStoreError("killed")
+
+            patch.setattr(holed.meta, step, commit if step == "commit" else forget)
+        with pytest.raises(ObjectStoreError, match="killed"):
+            purge(holed, "ds", NOW)
+    holed.objects = holed.snapshots._objects = objects
+    assert dataset_state(holed) == expected
+    assert verify(holed, "ds").problems == []
+    clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
+    with LocalRepository.open(holed.url) as again:
+        again.begin("ds")
+        assert dataset_state(again) == expected
+        sound(again)
+        purge(again, "ds", NOW)
+        assert dataset_state(again) == expected
+        sound(again)
+        assert purge(again, "ds", NOW).waiting == 0
+        assert stored_bytes(again) < 200_000
+
+
+def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: LocalRepository) -> None:
+    """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
+    old = chunks(holed)
+
+    def write_beside(_: str) -> None:
+        with LocalRepository.open(holed.url) as other:
+            before = other.meta.chunks(other.dataset("ds").identity)
+            other.begin("ds")
+            assert other.meta.chunks(other.dataset("ds").identity) == before
+
+    with moved_clock() as later:
+        later.ahead_s = 2 * HOUR_S  # old enough for orphans
+        with LocalRepository.open(holed.url) as late:
+            with FaultyStore(late.objects, Fault("delete", "/chunks/", act=write_beside)) as store:
+                late.objects = store
+                purge(late, "ds", NOW)
+            known = {record.id for record in late.meta.chunks(late.dataset("ds").identity)}
+            assert known == set(chunks(late))
+            assert len(known & set(old)) <= 1
+            assert verify(late, "ds").problems == []
+
+
+def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
+    """It has read chunks that are gone when it ends: they are forgotten once more."""
+
+    def rebuild_beside(_: str) -> None:
+        with LocalRepository.open(holed.url) as other:
+            recover(other, "ds")
+
+    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
+        holed.objects = store
+        purge(holed, "ds", NOW)
+    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+    assert known == set(chunks(holed))
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
+    """They are gone when the rebuild ends, which forgets them, too."""
+    rebuild = holed.meta.rebuild
+
+    def rebuild_slowly(
+        name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, above: int
+    ) -> int:
+        def then_purged() -> Iterator[Batch]:
+            yield from batches
+            with LocalRepository.open(holed.url) as other:
+                assert purge(other, "ds", NOW).deleted > 4
+
+        return rebuild(name, identity, then_purged(), late, above)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holed.meta, "rebuild", rebuild_slowly)
+        assert recover(holed, "ds").problems == []
+    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+    assert known == set(chunks(holed))
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
+    path = b"d1/1"
+
+    def write_beside(_: str) -> None:
+        writer = Writer(LocalRepository.open(holed.url))
+        writer.builder.room(3)[:] = b"new"
+        writer.builder.add_file((b"d1", b"1"), 0o644, 1, 3)
+        writer.seal().commit()
+
+    with FaultyStore(holed.objects, Fault("put", "/chunks/", act=write_beside)) as store:
+        holed.objects = store
+        purge(holed, "ds", NOW)
+    assert content(holed, path) == b"new"
+    sound(holed)
+    assert content(holed, path) == b"new"
+
+
+def test_P10_a_full_store_leaves_everything_as_it_was(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
+    before = chunks(holed)
+    full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
+    with FaultyStore(holed.objects, full) as store:
+        holed.objects = store
+        with pytest.raises(NoSpaceError):
+            purge(holed, "ds", NOW)
+    assert chunks(holed) == before
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    deleted_file(repository)
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        purge(late, "ds", NOW)
+        assert tombstones(late, b"f") == 1
+        report = purge(late, "ds", PurgeOptions(0, -1, 0))
+        purge(late, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(late, b"f") == 0, report
+        sound(late)
+        assert content(late, b"f") is None
+
+
+def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
+    repository: LocalRepository, clock: MovedClock, tmp_path: Path
+) -> None:
+    deleted_file(repository)
+    identity = repository.dataset("ds").identity
+    old = chunk_object(identity, chunks(repository)[0])
+    backup = bytes(repository.objects.get(old))
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        purge(late, "ds", NOW)
+        with pytest.raises(ObjectMissing):
+            late.objects.stat(old)
+        late.objects.put(old, [backup])
+        for _ in range(2):
+            with FaultyStore(late.objects, Fault("delete", old, error=ObjectStoreError("no"))) as s:
+                late.objects, real = s, late.objects
+                with pytest.raises(ObjectStoreError):
+                    purge(late, "ds", PurgeOptions(0, -1, 0))
+            late.objects = real
+            assert tombstones(late, b"f") == 1
+            assert content(late, b"f") is None
+        for _ in range(3):
+            purge(late, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(late, b"f") == 0
+        assert content(late, b"f") is None
+        sound(late)
+
+
+def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    """A purge that was killed between writing and committing has left a copy, younger than the
+    put window: it will be folded in one day."""
+    deleted_file(repository)
+    first = chunks(repository)[0]
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        purge(late, "ds", NOW)
+        writer = Writer(late)
+        writer.add(b"f", b"content of f")
+        writer.builder.set_stamp(stamp(first, 0))
+        writer.seal()  # not committed
+        for _ in range(2):
+            purge(late, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(late, b"f") == 1
+        clock.ahead_s += 2 * HOUR_S
+        with LocalRepository.open(repository.url) as later:
+            later.begin("ds")
+            assert content(later, b"f") is None
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
+    repository: LocalRepository, clock: MovedClock, is_durable: bool
+) -> None:
+    """The put's chunk is sealed, and perhaps not stored yet, while purges go by."""
+    writer = Writer(repository)
+    identity = writer.session.identity
+    writer.add(b"f", b"in flight")
+    sealed = writer.seal()
+    name = chunk_object(identity, sealed.id)
+    if not is_durable:
+        repository.objects.delete(name)
+    writer.session.delete([b"f"])
+    writer.add(b"g", b"1")
+    writer.seal().commit()
+    for _ in range(3):
+        purge(repository, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(repository, b"f") == 1
+    if not is_durable:
+        repository.objects.put(name, sealed.parts)
+    sealed.commit()
+    assert content(repository, b"f") is None
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        for _ in range(3):
+            purge(late, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(late, b"f") == 0
+        late.objects.put(name, sealed.parts)
+        sealed.session = (
+            late.begin("ds") if is_durable else LocalWriteSession(late, late.dataset("ds"))
+        )
+        if not is_durable:  # else somebody has folded it in: it is an orphan, which cannot be told
+            with pytest.raises(BusyError):
+                sealed.commit()
+            assert content(late, b"f") is None
+            sound(late)
+
+
+def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    """A purge was killed before it deleted the chunk; kept versions still know of it."""
+    deleted_file(repository)
+    old = chunk_object(repository.dataset("ds").identity, chunks(repository)[0])
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as late:
+        real = late.objects
+        with FaultyStore(real, Fault("delete", old, error=ObjectStoreError("killed"))) as store:
+            late.objects = store
+            with pytest.raises(ObjectStoreError, match="killed"):
+                purge(late, "ds", NOW)
+        late.objects = ShortListing(real, old)
+        report = purge(late, "ds", NOW)
+        assert tombstones(late, b"f") == 1, report
+        assert "still there" in report.notes[0]
+        late.objects = real
+        for _ in range(3):
+            purge(late, "ds", PurgeOptions(0, -1, 0))
+        assert tombstones(late, b"f") == 0
+        assert content(late, b"f") is None
+
+
+def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: LocalRepository) -> None:
+    purge(holed, "ds")  # rewritten, and kept for now
+    hidden = chunks(holed)[-1]
+    real = holed.objects
+    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
+    before = chunks(holed)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="listing lacks"):
+            purge(holed, "ds", NOW)
+    holed.objects = real
+    assert set(before) <= set(chunks(holed))
+    assert purge(holed, "ds", NOW).deleted > 4
+
+
+def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: LocalRepository) -> None:
+    identity = holed.dataset("ds").identity
+    first = chunks(holed)[0]
+    path = Path(holed.url.path) / chunk_object(identity, first)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    newer = chunk_object(identity, id_fields(ChunkId(b"\1" * 16)).id())
+    holed.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
+    report = purge(holed, "ds", NOW)
+    assert any("stays as it is" in note for note in report.notes)
+    assert holed.objects.stat(newer).bytes
+    assert path.read_bytes() == damaged
+    assert len(verify(holed, "ds").problems) == 2
+
+
+def test_a_dry_run_changes_nothing(holed: LocalRepository) -> None:
+    version, before = holed.view("ds").version, chunks(holed)
+    report = purge(holed, "ds", PurgeOptions(grace_s=0, dry_run=True))
+    assert report.rewritten > 4
+    assert report.unused_bytes > 100_000
+    assert (holed.view("ds").version, chunks(holed)) == (version, before)
+    assert PurgeReport.from_message(report.to_message()) == report
+
+
+def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) -> None:
+    source = tmp_path / "many"
+    for i in range(7):
+        write(source, {f"f{i}": b"%d" % i, f"d{i}/x": b"x" * i})
+        put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+    assert len(chunks(repository)) == 7
+    assert purge(repository, "ds", NOW).deleted == 7
+    assert len(chunks(repository)) == 1
+    assert dataset_state(repository) == facts(source)
+    sound(repository)
+    assert purge(repository, "ds", NOW).rewritten == 0
+
+
+def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: MovedClock) -> None:
+    folder = Path(holed.url.path) / f"datasets/{holed.dataset('ds').identity.hex}/chunks"
+    host = os.uname().nodename
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead = folder / f".tmp-{host}-{child}-{'a' * 16}"
+    living = folder / f".tmp-{host}-{os.getpid()}-{'b' * 16}"
+    strange = folder / f".tmp-elsewhere-1-{'c' * 16}"
+    foreign = folder / "notes.txt"
+    everything = (dead, living, strange, foreign)
+    for file in everything:
+        file.write_bytes(b"half")
+    assert purge(holed, "ds").leftovers == 0
+    assert all(file.exists() for file in everything)
+    clock.ahead_s += 25 * HOUR_S
+    assert purge(holed, "ds").leftovers == 1
+    assert [file.exists() for file in everything] == [False, True, True, True]
+    clock.ahead_s += 7 * 24 * HOUR_S
+    assert purge(holed, "ds").leftovers == 1
+    assert [file.exists() for file in everything] == [False, True, False, True]
+
+
+def test_purge_of_the_library(repository: LocalRepository) -> None:
+    with dataset_of(repository) as ds:
+        for i in range(4):
+            ds.put(os.urandom(50_000), f"f{i}")
+        ds.flush()
+        ds.delete("f0")
+        ds.put(b"pending", "late")
+        assert ds.purge(grace_s=0, dry_run=True).rewritten == 3
+        report = ds.purge(grace_s=0)
+        assert (report.deleted, report.written) == (3, 1)
+        assert ds.get("late") == b"pending"
+        assert ds.version == repository.view("ds").version
+
+
+def test_purge_of_the_library_takes_the_share_and_the_versions(repository: LocalRepository) -> None:
+    with dataset_of(repository) as ds:
+        for i in range(7):  # one whole chunk
+            ds.put(os.urandom(600_000), f"f{i}")
+        ds.flush()
+        before = ds.version
+        ds.delete("f0")
+        assert ds.purge(grace_s=0, max_unused=0.2, dry_run=True).rewritten == 0
+        assert ds.purge(grace_s=0, max_unused=0.05, dry_run=True).rewritten > 0
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            ds.purge(max_unused=5)
+        assert ds.purge(grace_s=0, keep=2).waiting == 1
+        assert repository.view_at("ds", before).lookup(b"f0") >= 0
+        assert ds.purge(grace_s=0, keep=0).deleted > 0
+        with pytest.raises(NotFoundError):
+            repository.view_at("ds", before)

@@ -1,0 +1,78 @@
+"""P1: kill -9 of a purge at each system call that changes something, then `verify` and another."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions, purge
+from diesel_fs.repository.recover import recover, verify
+
+from ...ingest.test_put import dataset_state
+from ...trees import facts, write
+from ..test_crash import run_killed, source_tree
+from .moved_clock import HOUR_S, moved_clock
+
+DRIVER = [sys.executable, "-m", "tests.repository.purge.purge_driver"]
+ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN)
+
+
+@pytest.fixture(scope="module")
+def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A store with holes and small chunks, and what it holds."""
+    folder = tmp_path_factory.mktemp("holed")
+    source = source_tree(folder / "source")
+    store = folder / "store"
+    with LocalRepository.open(store.as_uri(), create=True) as repository:
+        put_tree(repository, "ds", source, options=ONE)
+        write(source, {f"d{i % 5}/f{i:02}": b"new %d" % i for i in range(0, 120, 3)})
+        for i in range(1, 120, 3):
+            (source / f"d{i % 5}/f{i:02}").unlink()
+        options = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, delete=True)
+        put_tree(repository, "ds", source, options=options)
+    return store, source
+
+
+@pytest.mark.parametrize(
+    "call", ["fsync,fdatasync", "link,linkat", "write,writev,pwrite64", "unlink,unlinkat",
+             "rename,renameat,renameat2"],
+)  # fmt: skip
+def test_P1_purge_killed_at_every_step(holed: tuple[Path, Path], tmp_path: Path, call: str) -> None:
+    first, source = holed
+    expected = facts(source)
+    kills = 0
+    for when in (1, 2, 3, 5, 8, 13, 21, 34):
+        store = tmp_path / f"store-{when}"
+        shutil.copytree(first, store)
+        killed, acknowledged = run_killed([store.as_uri()], call, when, DRIVER)
+        assert killed != acknowledged
+        with LocalRepository.open(store.as_uri()) as repository:
+            assert verify(repository, "ds").problems == []
+            assert dataset_state(repository) == expected
+        if not killed:
+            break
+        kills += 1
+        check_after_a_kill(store, expected, rebuild=bool(when % 2))
+        shutil.rmtree(store)
+    assert kills, f"A16: nothing was killed at {call}: proves nothing"
+
+
+def check_after_a_kill(store: Path, expected: object, *, rebuild: bool) -> None:
+    """Two hours later: a rebuild or the next writer, then a purge that is let be."""
+    with moved_clock() as clock:
+        clock.ahead_s = 2 * HOUR_S
+        with LocalRepository.open(store.as_uri()) as repository:
+            if rebuild:
+                recover(repository, "ds")
+            repository.begin("ds")
+            assert dataset_state(repository) == expected
+            purge(repository, "ds", PurgeOptions(0, 0, 0))
+            assert dataset_state(repository) == expected
+            assert verify(repository, "ds").problems == []
+            identity = repository.dataset("ds").identity
+            listed = sum(i.bytes for i in repository.objects.list(f"datasets/{identity.hex}/chu"))
+            assert listed < 900_000  # of which some 760,000 are contents

@@ -1,0 +1,192 @@
+"""P8: purge among everything else that happens to a dataset, against plain dicts, on both stores.
+
+The oracle knows contents of paths, by version, and nothing of chunks, holes or leases. After each
+step the dataset has the oracle's contents, and so has each version that is kept or that somebody
+holds a lease on; metadata rebuilt from the chunks alone are those that were there.
+"""
+
+import shutil
+import tempfile
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from unittest import mock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.client.dataset import Dataset, connect
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.leases import ReadLease
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions, purge
+from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.versions import KeptVersion
+
+from ...storage.metadata.redis_servers import emptied_server
+from .moved_clock import DAY_S, HOUR_S, moved_clock
+
+PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "large"])
+CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) * (n << 16))
+Contents = dict[str, bytes]
+
+
+def contents(view: Snapshot, repository: LocalRepository) -> Contents:
+    """All files of a version, read from the store."""
+    reader = EntryReader(view, repository.objects, 1 << 20)
+    files = [int(i) for i in view.files()]
+    return {view.path(i).decode(): bytes(reader.read(i)) for i in files}
+
+
+class PurgeModel(RuleBasedStateMachine):
+    """One writer, readers with leases, purges, a clock that runs, and loss of all metadata."""
+
+    meta = ""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="diesel-purge-"))
+        self.stack = ExitStack()
+        self.clock = self.stack.enter_context(moved_clock())
+        self.stack.enter_context(mock.patch("diesel_fs.client.dataset.CHUNK_BYTES_DEFAULT", 65536))
+        self.stack.enter_context(
+            mock.patch("diesel_fs.repository.purge.CHUNK_BYTES_DEFAULT", 65536)
+        )
+        self.stack.enter_context(mock.patch("diesel_fs.repository.purge.UNDERSIZED_BYTES", 32768))
+        self.url = (self.folder / "store").as_uri()
+        if self.meta:
+            self.url += f"?meta={emptied_server().url}"
+        self.dataset: Dataset = connect("ds", self.url, create=True)
+        self.model: Contents = {}
+        self.versions: dict[int, Contents] = {}
+        self.readers: list[tuple[ReadLease, Snapshot, Contents]] = []
+        self._published()
+
+    def teardown(self) -> None:
+        if hasattr(self, "dataset"):
+            for lease, _, _ in self.readers:
+                lease.close()
+            self.dataset.close()
+            self.stack.close()
+            shutil.rmtree(self.folder)
+
+    def _published(self) -> None:
+        self.versions[self.dataset.refresh()] = dict(self.model)
+
+    def _repository(self) -> LocalRepository:
+        return LocalRepository.open(self.url)
+
+    @rule(changes=st.dictionaries(PATHS, CONTENTS, min_size=1))
+    def put(self, changes: Contents) -> None:
+        for path, content in changes.items():
+            self.dataset.put(content, path)
+        self.dataset.flush()
+        self.model |= changes
+        self._published()
+
+    @rule(path=PATHS)
+    def delete(self, path: str) -> None:
+        if path in self.model:
+            self.dataset.delete(path)
+            del self.model[path]
+            self._published()
+
+    @rule(
+        grace_s=st.sampled_from([-1, 0, 0, HOUR_S]),
+        keep=st.sampled_from([-1, 0, 2]),
+        max_unused_ppm=st.sampled_from([0, 50_000, 1_000_000]),
+    )
+    def purge(self, grace_s: int, keep: int, max_unused_ppm: int) -> None:
+        with self._repository() as repository:
+            before = repository.kept_versions("ds")
+            purge(repository, "ds", PurgeOptions(max_unused_ppm, keep, grace_s))
+            assert verify(repository, "ds").problems == []
+            self._published()
+            was = [content for content, _ in groupby(self._content_of(each) for each in before)]
+            left = [self._content_of(each) for each in repository.kept_versions("ds")]
+            assert all(content in left for content in was[-keep:] if keep > 0)
+
+    def _content_of(self, kept: KeptVersion) -> Contents:
+        """Of a version, which may be one that purge has published between two of ours."""
+        return self.versions[max(version for version in self.versions if version <= kept.version)]
+
+    @rule(hours=st.sampled_from([1, 2, 25, 49]))
+    def wait(self, hours: int) -> None:
+        self.clock.ahead_s += hours * HOUR_S
+        for lease, view, _ in self.readers:  # as their threads would have done in time
+            lease.switch_version(view.version)
+
+    @precondition(lambda self: len(self.readers) < 3)
+    @rule()
+    def begin_reading(self) -> None:
+        view = self.dataset.snapshot
+        objects = self._repository().objects
+        lease = ReadLease.take(objects, view.identity, view.version)
+        self.readers.append((lease, view, dict(self.model)))
+
+    @precondition(lambda self: bool(self.readers))
+    @rule()
+    def end_reading(self) -> None:
+        lease, _, _ = self.readers.pop(0)
+        lease.close()
+
+    @rule()
+    def lose_all_metadata(self) -> None:
+        self.dataset.close()
+        if self.meta:
+            emptied_server()
+        for file in (self.folder / "store").glob("meta.sqlite*"):
+            file.unlink()
+        with LocalRepository.open(self.url, create=True) as repository:
+            recover(repository, "ds")
+            assert verify(repository, "ds").problems == []
+        self.dataset = connect("ds", self.url)
+        self._published()
+
+    @rule()
+    def space_comes_back(self) -> None:
+        """Without readers, a purge that waits for nothing leaves little but the contents."""
+        for lease, _, _ in self.readers:
+            lease.close()
+        self.readers = []
+        with self._repository() as repository:
+            purge(repository, "ds", PurgeOptions(0, 0, 0))
+            identity = repository.dataset("ds").identity
+            records = repository.meta.chunks(identity)
+            listed = set(repository.chunk_ids(identity))
+            assert listed == {record.id for record in records}
+            newest = max(listed, default=b"")
+            for record in records:
+                assert record.holes < record.entries or record.id == newest
+        self._published()
+
+    @invariant()
+    def everything_reads_as_the_oracle_says(self) -> None:
+        if not hasattr(self, "dataset"):
+            return
+        with self._repository() as repository:
+            assert contents(repository.view("ds"), repository) == self.model
+            for each in repository.kept_versions("ds"):
+                expected = self.versions.get(each.version)
+                if expected is not None:  # else one of purge's own, between two others
+                    view = repository.view_at("ds", each.version)
+                    assert contents(view, repository) == expected
+            for _, view, expected in self.readers:
+                assert contents(view, repository) == expected
+
+
+class RedisPurgeModel(PurgeModel):
+    """The same with a Redis."""
+
+    meta = "redis"
+
+
+assert DAY_S == 24 * HOUR_S
+for machine, examples in ((PurgeModel, 30), (RedisPurgeModel, 12)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=18, deadline=None
+    )
+TestPurgeModel = PurgeModel.TestCase
+TestRedisPurgeModel = RedisPurgeModel.TestCase

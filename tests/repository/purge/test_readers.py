@@ -1,0 +1,340 @@
+"""Whom purge waits for: leases, kept versions, the grace period (FAULTS P2, H16, L5)."""
+
+import os
+import time
+from itertools import count
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.errors import (
+    CorruptError,
+    NoSuchDataset,
+    NotFoundError,
+    ObjectMissing,
+    UsageError,
+)
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_prefix, lease_object, lease_prefix, snapshot_object
+from diesel_fs.repository import leases
+from diesel_fs.repository.leases import (
+    EVERY_VERSION,
+    POLICY,
+    PURGE,
+    Lease,
+    ReadLease,
+    RetentionPolicy,
+    leased_versions,
+    write_lease_for,
+    write_retention_policy,
+)
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.purge import PurgeOptions, purge
+
+from ...ingest.test_put import dataset_state
+from ...storage.objects.faulty_store import FaultyStore
+from ...trees import facts
+from .moved_clock import HOUR_S, MovedClock, moved_clock
+from .purged import (
+    NO_FILES,
+    NOW,
+    chunks,
+    dataset_of,
+    read_all,
+    sound,
+)
+
+
+def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path
+) -> None:
+    """Then its chunks go: an error, never other bytes."""
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    assert purge(holed, "ds").deleted == 0
+    for hours in (23, 0):
+        clock.ahead_s += hours * HOUR_S
+        report = purge(holed, "ds")
+        assert (report.rewritten, report.deleted, report.waiting > 4) == (0, 0, True)
+        assert read_all(view, holed) == expected
+    clock.ahead_s += 2 * HOUR_S
+    assert purge(holed, "ds").deleted > 4
+    with pytest.raises(ObjectMissing):
+        read_all(view, holed)
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+
+
+def test_P2_the_grace_period_begins_when_a_version_ends(
+    holed: LocalRepository, clock: MovedClock
+) -> None:
+    """A version may have been the current one for a week when it is replaced."""
+    clock.ahead_s += 7 * 24 * HOUR_S
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    purge(holed, "ds")
+    clock.ahead_s += 23 * HOUR_S
+    purge(holed, "ds")
+    assert read_all(view, holed) == expected
+
+
+def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
+    assert read_all(holed.view_at("ds", view.version), holed) == expected
+    lease.switch_version(holed.view("ds").version)
+    assert purge(holed, "ds", NOW).deleted > 4
+    lease.close()
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+
+
+def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version + 1)
+    assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
+    lease.close()
+
+
+def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    taken = list[ReadLease]()
+    forget = holed.meta.forget
+
+    def late(identity: UUID, gone: list[ChunkId], *, tombstones: bool = False) -> object:
+        taken.append(ReadLease.take(holed.objects, view.identity, view.version))
+        return forget(identity, gone, tombstones=tombstones)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holed.meta, "forget", late)
+        assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
+    for lease in taken:
+        lease.close()
+    old = {info.name for info in holed.objects.list(chunk_prefix(view.identity))}
+    with moved_clock() as later:
+        later.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
+        with LocalRepository.open(holed.url) as again:
+            assert purge(again, "ds", NOW).deleted > 4
+            assert {info.name for info in again.objects.list(chunk_prefix(view.identity))} < old
+            sound(again)
+
+
+def test_a_lease_ends_with_its_time_or_its_process(
+    holed: LocalRepository, clock: MovedClock
+) -> None:
+    view = holed.view("ds")
+    name = lease_object(view.identity, "0" * 32)
+    lease = Lease.own("0" * 32, view.version)
+    holed.objects.replace(name, [lease.to_json()])
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    clock.ahead_s += 800  # its time is over, and the clock of its host may be behind
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    clock.ahead_s += 200
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, child)
+    holed.objects.replace(name, [dead.to_json()])
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    holed.objects.replace(name, [b"no lease at all"])
+    assert leased_versions(holed.objects, view.identity, time.time()) == {EVERY_VERSION}
+    assert purge(holed, "ds", NOW).deleted == 0
+    clock.ahead_s += 25 * HOUR_S
+    assert purge(holed, "ds", NOW).deleted > 4
+
+
+def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
+    """Of a reader who has opened the dataset before there was anything in it."""
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, 0)
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert purge(holed, "ds", NOW).deleted > 4
+    lease.close()
+
+
+@pytest.mark.parametrize("version", [-1, -(1 << 63)])
+def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, version: int) -> None:
+    identity = holed.dataset("ds").identity
+    lease = Lease.own("0" * 32, version)
+    holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
+    assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
+    assert purge(holed, "ds", NOW).deleted == 0
+    holed.delete_dataset("ds")
+    assert any(holed.chunk_ids(identity))
+
+
+@pytest.mark.parametrize("by", ["renewal", "server"])
+@pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
+def test_leases_that_ended_go_where_nobody_purges(
+    holed: LocalRepository,
+    tmp_path: Path,
+    clock: MovedClock,
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    clock_ahead_s: int,
+) -> None:
+    """By the store's clock, whatever that of the reader says."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.01)
+    identity = holed.dataset("ds").identity
+    for number, ago_h in enumerate((0, 1, 23, 25, 400)):
+        write_lease_for(holed.objects, identity, f"{number:032x}", 1, 600)
+        age(tmp_path, identity, f"{number:032x}", ago_h)
+    holed.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
+    write_retention_policy(holed.objects, identity, RetentionPolicy())
+    for name in (PURGE, POLICY):
+        age(tmp_path, identity, name, 400)
+    clock.ahead_s += clock_ahead_s
+    monkeypatch.setattr(leases, "CLEANUP_ONE_IN", 1)
+
+    def there() -> set[str]:
+        names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
+        return names & {PURGE, POLICY, *(f"{number:032x}" for number in range(5))}
+
+    expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
+    if by == "server":
+        write_lease_for(holed.objects, identity, "f" * 32, 1, 600)
+    else:
+        lease = ReadLease.take(holed.objects, identity, 1)
+        end_s = time.monotonic() + 20
+        while there() != expected and time.monotonic() < end_s:
+            time.sleep(0.01)
+        lease.close()
+    assert there() == expected
+
+
+def test_few_renewals_list_all_leases(
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, draws = holed.dataset("ds").identity, count()
+    monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
+    with FaultyStore(holed.objects) as store:
+        for _ in range(320):
+            write_lease_for(store, identity, "f" * 32, 1, 600)
+    assert store.calls["list"] == 5
+
+
+def age(top: Path, identity: UUID, name: str, hours: float) -> None:
+    """Let the store say that a lease was written so long ago."""
+    file = top / "store" / lease_object(identity, name)
+    written_s = file.stat().st_mtime - hours * HOUR_S
+    os.utime(file, (written_s, written_s))
+
+
+def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    child = os.fork()
+    if not child:
+        lease.switch_version(7)
+        lease.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    lease.close()
+
+
+def test_kept_versions_can_be_read_until_they_are_given_up(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    versions = {}
+    with dataset_of(repository) as ds:
+        for i in range(5):
+            ds.put(b"content %d" % i, "f")
+            versions[ds.flush()] = b"content %d" % i
+    purge(repository, "ds", PurgeOptions(0, 3, 0))
+    kept = [each.version for each in repository.kept_versions("ds")]
+    assert kept[:-1] == list(versions)[2:4]
+    for _ in range(2):
+        clock.ahead_s += 48 * HOUR_S
+        with LocalRepository.open(repository.url) as late, dataset_of(late) as ds:
+            purge(late, "ds")  # goes by the policy
+            for version in list(versions)[2:4]:
+                view = late.view_at("ds", version)
+                assert read_all(view, late) == [versions[version]]
+                kept_one = next(
+                    each for each in late.kept_versions("ds") if each.version == version
+                )
+                assert (kept_one.files, kept_one.bytes) == (1, 9)
+            with pytest.raises(NotFoundError, match="not kept"):
+                late.view_at("ds", next(iter(versions)))
+            assert ds.get("f") == b"content 4"
+    with LocalRepository.open(repository.url) as late:
+        purge(late, "ds", PurgeOptions(0, 0, 0))
+        assert len(late.kept_versions("ds")) == 1
+        assert len(chunks(late)) == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        b"{}",
+        b'{"keep": 1e3, "grace_s": 0}',
+        b'{"keep": 0, "grace_s": 1%s}' % (b"0" * 300),
+        b'{"keep": -1, "grace_s": 0}',
+    ],
+)
+def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
+    holed: LocalRepository, policy: bytes
+) -> None:
+    holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
+    with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
+        purge(holed, "ds")
+    purge(holed, "ds", PurgeOptions(keep=1, grace_s=0))
+    assert purge(holed, "ds").versions_kept
+
+
+@pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
+def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
+    with pytest.raises(UsageError, match="at most"):
+        PurgeOptions(keep=keep, grace_s=grace_s)
+
+
+def test_publishing_keeps_young_versions_within_a_bound(
+    repository: LocalRepository, clock: MovedClock
+) -> None:
+    """A dataset that is put to often does not pile up snapshots, and a leased one stays."""
+    with dataset_of(repository) as ds:
+        ds.put(b"0", "f")
+        first = ds.flush()
+        lease = ReadLease.take(repository.objects, ds.snapshot.identity, first)
+        for i in range(60):
+            clock.ahead_s += 1800
+            lease.switch_version(first)
+            ds.put(b"%d" % i, "f")
+            ds.flush()
+            kept = [each.version for each in repository.kept_versions("ds")]
+            assert len(kept) <= 20
+            assert kept[-8:] == sorted(kept)[-8:]
+            assert first in kept
+        oldest_s = time.time() - 24 * HOUR_S
+        assert sum(version / 1e6 < oldest_s for version in kept) == 2  # that, and the one before
+    lease.close()
+
+
+def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    holed.delete_dataset("ds")
+    with pytest.raises(NoSuchDataset):
+        holed.view("ds")
+    assert holed.datasets() == []
+    assert read_all(view, holed) == expected
+    holed.objects.stat(snapshot_object(view.identity, view.version))
+    holed.delete_dataset("ds")
+    assert read_all(view, holed) == expected
+    lease.close()
+    assert "is deleted" in purge(holed, "ds").notes[0]
+    assert list(holed.objects.names(f"datasets/{view.identity.hex}/")) == []
+    with pytest.raises(NoSuchDataset):
+        purge(holed, "ds")

@@ -1,0 +1,224 @@
+"""A server whose requests are the tests' own, in front of no repository.
+
+`ThreadedServer` runs one in a thread of this process. As a program, `python -m
+tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serve these requests:
+
+    echo      gives the payload back, and `text`
+    sleep     answers after `seconds`, in a thread; `blocking_sleep` keeps its thread
+    count     `n` answers from a generator
+    give      a payload of `bytes`
+    bug       raises what is no DieselError
+    fail      raises the error `kind` with `message`
+"""
+
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Self
+from uuid import UUID
+
+import trio
+
+from diesel_fs import metrics
+from diesel_fs.credentials import Credentials
+from diesel_fs.errors import PermissionDenied, error_by_class_name
+from diesel_fs.metrics import MetricCells
+from diesel_fs.net import keys
+from diesel_fs.net.client import ServerLink
+from diesel_fs.net.frames import login_challenge
+from diesel_fs.net.messages import Fields
+from diesel_fs.storage.accounts.account import Account
+from diesel_fs.urls import parse_url
+from diesel_server import main as server_main
+from diesel_server import supervisor
+from diesel_server.certificate import ServerCertificate
+from diesel_server.connection import ConnectionContext
+from diesel_server.dispatch import Dispatcher
+from diesel_server.endpoints import Endpoint, listen
+from diesel_server.limits import ConnectionLimits, FairByteBudget
+from diesel_server.listener import Listener
+from diesel_server.refusal_log import RefusalLog
+from diesel_server.requests import Handler, Reply, Request
+from diesel_server.wiring import Wiring
+from diesel_server.worker import run_worker
+from diesel_server.worker_config import WorkerConfig
+
+STORE = UUID(int=7)
+SEED = bytes(range(32))
+ME = Credentials("me", SEED)
+
+
+class OneUser:
+    """Accounts: `me`, and nobody else, until it is revoked."""
+
+    revoked = False
+
+    def authenticate(
+        self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
+    ) -> Account:
+        public = keys.public_key(SEED)
+        known = user == ME.user and not self.revoked
+        if not known or not keys.verify(public, signature, login_challenge(nonce, binding, user)):
+            raise PermissionDenied("no such user, or another key")
+        return Account(user, public)
+
+    def current(self, account: Account) -> Account:
+        if self.revoked:
+            raise PermissionDenied("the account is not valid any more")
+        return account
+
+
+def echo(request: Request) -> Reply:
+    text = Fields(request.message, "echo").text("text", "")
+    return Reply({"text": text, "peer": request.peer}, [request.payload])
+
+
+async def sleep(request: Request) -> Reply:
+    await trio.sleep(Fields(request.message, "sleep").number("seconds"))
+    return Reply({"slept": True})
+
+
+def blocking_sleep(request: Request) -> Reply:
+    time.sleep(Fields(request.message, "sleep").number("seconds"))
+    return Reply({"slept": True})
+
+
+def count(request: Request) -> Iterator[Reply]:
+    for i in range(Fields(request.message, "count").integer("n")):
+        yield Reply({"i": i}, [b"x" * i])
+
+
+async def progress(request: Request) -> AsyncIterator[Reply]:
+    for i in range(Fields(request.message, "progress").integer("n")):
+        yield Reply({"i": i, "more": True})
+        await trio.sleep(0.01)
+    yield Reply({"done": True})
+
+
+def give(request: Request) -> Reply:
+    fields = Fields(request.message, "give")
+    return Reply({}, [bytes(1 << 20)] * (fields.integer("bytes") >> 20))
+
+
+def bug(request: Request) -> Reply:
+    raise KeyError("secret")
+
+
+def fail(request: Request) -> Reply:
+    fields = Fields(request.message, "fail")
+    raise error_by_class_name(fields.text("kind"), fields.text("message"), "")
+
+
+HANDLERS: Mapping[str, Handler] = {
+    "echo": echo,
+    "sleep": sleep,
+    "blocking_sleep": blocking_sleep,
+    "count": count,
+    "progress": progress,
+    "give": give,
+    "bug": bug,
+    "fail": fail,
+}
+
+
+class ThreadedServer:
+    """A server in a thread of this process, with sockets of loopback."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler] | None = None,
+        *,
+        certificate: ServerCertificate | None = None,
+        count: ConnectionLimits | None = None,
+        budget: FairByteBudget | None = None,
+        threads: Mapping[str, int] | None = None,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        store: UUID = STORE,
+    ) -> None:
+        self.cells: MetricCells = metrics.private_cells()
+        self.login = OneUser()
+        self.service: ConnectionContext | None = None
+        self.sockets = listen(Endpoint(host, port))
+        self.port = int(self.sockets[0].getsockname()[1])
+        self.host = host
+        self._certificate = certificate
+        self._made = threading.Event()
+        self._listener: Listener | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+
+        async def serve() -> None:
+            self.service = ConnectionContext(
+                store_id=store,
+                login=self.login,
+                runner=Dispatcher(HANDLERS if handlers is None else handlers, threads),
+                cells=self.cells,
+                refusals=RefusalLog(self.cells),
+                count=count or ConnectionLimits(100),
+                budget=budget or FairByteBudget(),
+            )
+            self._listener = Listener(self.sockets, self.service, certificate)
+            self._token = trio.lowlevel.current_trio_token()
+            self._made.set()
+            await self._listener.run()
+
+        self._thread = threading.Thread(target=trio.run, args=(serve,), daemon=True)
+        self._thread.start()
+        assert self._made.wait(10)
+
+    @property
+    def url(self) -> str:
+        scheme = "diesel" if self._certificate is None else "diesel+tls"
+        return f"{scheme}://{self.place}"
+
+    @property
+    def place(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> ServerLink:
+        """A client of it."""
+        return ServerLink.open(parse_url(self.url), credentials, open_s=open_s)
+
+    def stop(self, seconds: float = 40.0) -> None:
+        """As SIGTERM does; returns when it has ended."""
+        self.begin_stop()
+        self._thread.join(seconds)
+        assert not self._thread.is_alive()
+        for each in self.sockets:
+            each.close()
+
+    def begin_stop(self) -> None:
+        assert self._token is not None
+        assert self._listener is not None
+        try:
+            self._token.run_sync_soon(self._listener.stop)
+        except trio.RunFinishedError:
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def links(servers: Sequence[ThreadedServer], credentials: Credentials = ME) -> ServerLink:
+    """A client of several servers."""
+    url = "diesel://" + ",".join(server.place for server in servers)
+    return ServerLink.open(parse_url(url), credentials)
+
+
+def wire_stand_in(task: WorkerConfig, cells: MetricCells) -> Wiring:
+    """The wiring of the program's workers."""
+    return Wiring(STORE, OneUser(), HANDLERS)
+
+
+PROGRAM = (sys.executable, "-m", "tests.server.fake_server")
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        run_worker(wire_stand_in)
+    supervisor.PROGRAM = (*PROGRAM, "--worker")
+    server_main.main()

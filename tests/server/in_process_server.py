@@ -1,0 +1,132 @@
+"""A service in this process over a repository of the test's own, and users of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.cache.range_reader import RangeReader
+from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.format.chunk_builder import ChunkBuilder
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.format.object_names import chunk_object
+from diesel_fs.remote.repository import RemoteRepository, RemoteWriteSession
+from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
+from diesel_fs.remote.values import parts_message
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.accounts.account import Account, Role
+from diesel_fs.urls import parse_url
+from diesel_server.request_table import handlers
+
+from .direct_link import DirectLink, Loop
+
+URL = parse_url("diesel://nowhere:1")
+KEY = bytes(range(32))
+
+
+class InProcessServer:
+    """The service, what is behind it, and clients."""
+
+    def __init__(self, store: LocalRepository, loop: Loop) -> None:
+        self.store = store
+        self.reads = RangeReader(ReadThroughCache(store.objects))
+        self.loop = loop
+        self.handlers = handlers(store, self.reads, CompressedSnapshots(None))
+        self.admin = self.client(Account("admin", KEY, admin=True))
+
+    def client(self, account: Account) -> RemoteRepository:
+        """The repository as a user of the server sees it."""
+        return RemoteRepository(self.link(account), URL, None)
+
+    def link(self, account: Account) -> DirectLink:
+        return DirectLink(self.loop, self.handlers, account, self.store.objects.store_id)
+
+    def with_role(self, role: Role, *names: str) -> RemoteRepository:
+        """A user who has this role for some datasets."""
+        return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
+
+    def chunks(self, name: str = "ds") -> list[ChunkId]:
+        """What lies in the store."""
+        return list(self.store.chunk_ids(self.store.dataset(name).identity))
+
+
+@contextmanager
+def in_process_server(folder: Path) -> Iterator[InProcessServer]:
+    """A service over a repository in a folder."""
+    loop = Loop()
+    with LocalRepository.open(folder.as_uri(), create=True) as store:
+        service = InProcessServer(store, loop)
+        try:
+            yield service
+        finally:
+            service.reads.close()
+            loop.close()
+
+
+class ChunkMaker:
+    """Makes chunks of one writer."""
+
+    def __init__(self, repository: RemoteRepository, name: str = "ds") -> None:
+        session = repository.begin(name)
+        assert isinstance(session, RemoteWriteSession)
+        self.session = session
+        self.builder = ChunkBuilder(session.identity, 1 << 20, "none")
+
+    def add(self, path: bytes, content: bytes) -> None:
+        self.builder.room(len(content))[: len(content)] = content
+        folder, _, name = path.rpartition(b"/")
+        self.builder.add_file((folder, name), 0o644, 1, len(content))
+
+    def seal(self, chunk: ChunkId | None = None) -> tuple[ChunkId, list[bytes]]:
+        """A chunk of what was added."""
+        made = chunk or self.session.new_id()
+        parts, _ = self.builder.seal(made)
+        copied = [bytes(part) for part in parts]
+        self.builder.clear()
+        return made, copied
+
+    def put(self, chunk: ChunkId, parts: Sequence[bytes]) -> None:
+        self.session.objects.put(chunk_object(self.session.identity, chunk), parts)
+
+    def file(self, path: bytes, content: bytes) -> ChunkId:
+        """Put a chunk of one file."""
+        self.add(path, content)
+        chunk, parts = self.seal()
+        self.put(chunk, parts)
+        return chunk
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[InProcessServer]:
+    with in_process_server(tmp_path / "store") as found:
+        yield found
+
+
+@pytest.fixture
+def filled(server: InProcessServer) -> InProcessServer:
+    """With three files in one chunk, acknowledged."""
+    sealer = ChunkMaker(server.admin)
+    sealer.add(b"a", b"1")
+    sealer.add(b"d/b", b"22")
+    sealer.add(b"d/e/c", b"333")
+    chunk, parts = sealer.seal()
+    sealer.put(chunk, parts)
+    sealer.session.finish()
+    return server
+
+
+def link_of(client: RemoteRepository) -> DirectLink:
+    """What a client asks through."""
+    link = client._link
+    assert isinstance(link, DirectLink)
+    return link
+
+
+def read(client: RemoteRepository, identity: UUID, chunk: ChunkId, size: int) -> bytes:
+    """The first bytes of a chunk."""
+    answer = link_of(client).call(
+        {"do": "read", "identity": identity.bytes, "parts": parts_message([(chunk, 0, size)])}
+    )
+    return bytes(answer.payload)

@@ -1,0 +1,357 @@
+"""The requests about accounts: who may send them, what they hold, and that none locks all out."""
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from diesel_fs.errors import (
+    ConflictError,
+    CorruptError,
+    DieselError,
+    MetadataError,
+    NewerVersionError,
+    NoSuchDataset,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net import frames as wire
+from diesel_fs.net.client import Answer
+from diesel_fs.net.messages import Message, Value
+from diesel_fs.repository.admin import Administration, DirectAdministration, RemoteAdministration
+from diesel_fs.storage.accounts.account import (
+    Account,
+    Role,
+    accounts_text,
+    with_accounts,
+    without_account,
+)
+from diesel_server.account_handlers import account_handlers
+from diesel_server.authentication import TableAuthenticator
+from diesel_server.requests import Reply, Request
+
+from .account_tables import MemoryTable, account
+from .test_requests import NEEDED
+
+ANN = account("ann", admin=True)
+BOB = account("bob", pets=Role.ADMIN, cars=Role.WRITE)
+EVE = account("eve")
+PUBLIC = account("new").public_key
+
+
+@pytest.fixture
+def table() -> MemoryTable:
+    return MemoryTable(ANN, BOB, EVE)
+
+
+@pytest.fixture
+def login(table: MemoryTable) -> TableAuthenticator:
+    login = TableAuthenticator(lambda: table)
+    login.refresh()
+    return login
+
+
+class Handled:
+    """A server without a wire: requests of one user, handled in this process."""
+
+    def __init__(self, login: TableAuthenticator, asker: Account) -> None:
+        self._handlers = account_handlers(login)
+        self.asker = asker
+
+    def call(
+        self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
+    ) -> Answer:
+        request = Request({**message, "id": 7}, memoryview(b"".join(payload)), self.asker, "a:1")
+        reply = self._handlers[str(message["do"])](request)
+        assert isinstance(reply, Reply)
+        return Answer(reply.message, memoryview(b"".join(reply.payload)))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["direct", "server"])
+def administration(
+    request: pytest.FixtureRequest, table: MemoryTable, login: TableAuthenticator
+) -> Administration:
+    """As an administrator: the same by both ways."""
+    if request.param == "direct":
+        return DirectAdministration(table)
+    return RemoteAdministration(Handled(login, ANN))
+
+
+def test_users_are_added_renewed_and_removed(
+    administration: Administration, table: MemoryTable
+) -> None:
+    administration.add("new", PUBLIC, admin=True)
+    assert administration.accounts()["new"] == Account("new", PUBLIC, admin=True)
+    with pytest.raises(ConflictError):
+        administration.add("new", PUBLIC, admin=False)
+    administration.replace_key("bob", PUBLIC, admin=False)
+    assert table.accounts["bob"] == Account("bob", PUBLIC, grants=BOB.grants)
+    administration.replace_key("bob", PUBLIC, admin=True)
+    assert table.accounts["bob"].admin
+    administration.remove("bob")
+    assert set(table.accounts) == {"ann", "eve", "new"}
+    for work in (
+        lambda: administration.remove("bob"),
+        lambda: administration.replace_key("bob", PUBLIC, admin=False),
+        lambda: administration.grant("pets", "bob", Role.READ),
+    ):
+        with pytest.raises(NotFoundError):
+            work()  # type: ignore[no-untyped-call]  # any of the lambdas
+
+
+def test_roles_are_granted_and_taken_away(
+    administration: Administration, table: MemoryTable
+) -> None:
+    administration.grant("pets", "eve", Role.READ)
+    administration.grant("not-there-yet", "eve", Role.ADMIN)
+    assert table.accounts["eve"].grants == {"pets": Role.READ, "not-there-yet": Role.ADMIN}
+    administration.grant("pets", "eve", Role.NONE)
+    administration.grant("pets", "eve", Role.NONE)
+    assert table.accounts["eve"].grants == {"not-there-yet": Role.ADMIN}
+
+
+def test_exports_are_imported(administration: Administration, table: MemoryTable) -> None:
+    text, before = administration.export_text(), dict(table.accounts)
+    assert text == accounts_text(before).encode()
+    administration.add("new", PUBLIC, admin=False)
+    administration.grant("pets", "eve", Role.WRITE)
+    administration.import_text(text, replace=False)
+    assert set(table.accounts) == {"ann", "bob", "eve", "new"}
+    assert table.accounts["eve"] == EVE
+    administration.import_text(text, replace=True)
+    assert table.accounts == before
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b"", DieselError),
+        (b"x", CorruptError),
+        (b'{"diesel-accounts": 2}\n', NewerVersionError),
+        (accounts_text({"new": account("new")}).encode() + b'{"user": 1}\n', CorruptError),
+    ],
+)
+def test_nonsense_is_imported_not_at_all(
+    administration: Administration, table: MemoryTable, text: bytes, error: type[DieselError]
+) -> None:
+    before = table.accounts
+    for replace in (False, True):
+        with pytest.raises(error):
+            administration.import_text(text, replace=replace)
+    assert table.accounts is before
+
+
+def test_bad_names_and_keys_are_refused(administration: Administration, table: MemoryTable) -> None:
+    before = table.accounts
+    for name in ("../x", "", "A", "a" * 33):
+        with pytest.raises(UsageError):
+            administration.add(name, PUBLIC, admin=True)
+        with pytest.raises(UsageError):
+            administration.grant("pets", name, Role.READ)
+    for public in (b"", bytes(32), PUBLIC[:31]):
+        with pytest.raises(UsageError):
+            administration.add("new", public, admin=True)
+        with pytest.raises(UsageError):
+            administration.replace_key("bob", public, admin=True)
+    for dataset in ("../x", "", "a/b"):
+        with pytest.raises(UsageError):
+            administration.grant(dataset, "bob", Role.READ)
+    assert table.accounts is before
+
+
+REQUESTS: Mapping[str, tuple[Message, bytes]] = {
+    "users": ({}, b""),
+    "set_user": ({"user": "new", "public_key": PUBLIC}, b""),
+    "remove_user": ({"user": "eve"}, b""),
+    "import_users": ({"replace": False}, accounts_text({"new": account("new")}).encode()),
+    "grant": ({"dataset": "pets", "user": "eve", "role": "read"}, b""),
+}
+
+
+@pytest.mark.parametrize("do", REQUESTS)
+@pytest.mark.parametrize(
+    ("asker", "allowed"),
+    [
+        (ANN, set(REQUESTS)),
+        (BOB, {"grant"}),
+        (account("eve", pets=Role.WRITE), set()),
+        (account("eve", pets=Role.READ), set()),
+        (EVE, set()),
+    ],
+)
+def test_who_may_ask_what(asker: Account, allowed: set[str], do: str) -> None:
+    table = MemoryTable(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
+    before = table.accounts
+    calls = Handled(TableAuthenticator(lambda: table), asker)
+    message, payload = REQUESTS[do]
+    if do in allowed:
+        calls.call({"do": do, **message}, [payload])
+        return
+    invisible = do == "grant" and asker.role("pets") is Role.NONE
+    with pytest.raises(NoSuchDataset if invisible else PermissionDenied):
+        calls.call({"do": do, **message}, [payload])
+    assert table.accounts is before
+
+
+def test_a_datasets_administrator_grants_on_that_one_alone(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    bob = RemoteAdministration(Handled(login, BOB))
+    bob.grant("pets", "eve", Role.ADMIN)
+    with pytest.raises(PermissionDenied):
+        bob.grant("cars", "eve", Role.READ)
+    with pytest.raises(PermissionDenied):
+        bob.grant("cars", "bob", Role.ADMIN)
+    with pytest.raises(NoSuchDataset):
+        bob.grant("gone", "bob", Role.ADMIN)
+    with pytest.raises(NoSuchDataset):  # whether there is such a user makes no difference
+        bob.grant("gone", "nobody", Role.ADMIN)
+
+
+# Whoever has just lost a right
+
+
+@pytest.mark.parametrize("do", REQUESTS)
+@pytest.mark.parametrize("lost", ["account", "key", "role"])
+def test_who_has_lost_a_right_cannot_use_it(
+    table: MemoryTable, login: TableAuthenticator, do: str, lost: str
+) -> None:
+    """Though this server still thinks otherwise: what counts is the table, in the same step."""
+    asker = account("ann", admin=True)
+    if lost == "account":
+        table.accounts = without_account(table.accounts, "ann")
+    else:
+        changed = Account("ann", PUBLIC if lost == "key" else ANN.public_key, admin=lost == "key")
+        table.accounts = with_accounts(table.accounts, [changed])
+    before = table.accounts
+    login.current(asker)  # it has not been told yet
+    login.refresh = lambda: None  # type: ignore[method-assign]  # a fault is put in
+    message, payload = REQUESTS[do]
+    with pytest.raises((PermissionDenied, NoSuchDataset)):
+        Handled(login, asker).call({"do": do, **message}, [payload])
+    assert table.accounts is before
+
+
+def test_while_the_accounts_are_away_nobody_administers(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    table.fault = MetadataError("down")
+    ann = RemoteAdministration(Handled(login, ANN))
+    for work in (
+        ann.export_text,
+        lambda: ann.remove("eve"),
+        lambda: ann.grant("d", "eve", Role.READ),
+    ):
+        with pytest.raises(MetadataError):
+            work()
+
+
+# The last administrator
+
+
+def test_through_a_server_the_last_administrator_stays(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    ann = RemoteAdministration(Handled(login, ANN))
+    before = table.accounts
+    for work in (
+        lambda: ann.remove("ann"),
+        lambda: ann.import_text(accounts_text({"bob": BOB}).encode(), replace=True),
+        lambda: ann.import_text(
+            accounts_text({"ann": Account("ann", ANN.public_key)}).encode(), replace=False
+        ),
+    ):
+        with pytest.raises(ConflictError, match="no administrator"):
+            work()  # type: ignore[no-untyped-call]  # any of the lambdas
+    assert table.accounts is before
+    ann.replace_key("ann", PUBLIC, admin=False)  # a new key takes nothing away
+    assert table.accounts["ann"].admin
+
+
+def test_by_direct_access_the_last_administrator_goes(table: MemoryTable) -> None:
+    DirectAdministration(table).remove("ann")
+    assert not any(each.admin for each in table.accounts.values())
+
+
+def test_two_administrators_cannot_remove_each_other(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    """At once: one of them stays."""
+    two = account("two", admin=True)
+    for _ in range(20):
+        table.accounts = with_accounts({}, [ANN, two])
+        gate = threading.Barrier(2)
+
+        def remove(asker: Account, other: str, gate: threading.Barrier = gate) -> bool:
+            gate.wait(10)
+            try:
+                DirectAdministration(table, asker).remove(other)
+            except (PermissionDenied, ConflictError):
+                return False
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            done = [pool.submit(remove, ANN, "two"), pool.submit(remove, two, "ann")]
+            assert sum(each.result(20) for each in done) == 1
+        assert len(table.accounts) == 1
+
+
+# What a client may send
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"do": "set_user"},
+        {"do": "set_user", "user": 1, "public_key": PUBLIC},
+        {"do": "set_user", "user": "new", "public_key": "text"},
+        {"do": "set_user", "user": "new", "public_key": PUBLIC, "admin": 1},
+        {"do": "set_user", "user": "new", "public_key": PUBLIC, "new": "no"},
+        {"do": "remove_user"},
+        {"do": "remove_user", "user": ["eve"]},
+        {"do": "import_users"},
+        {"do": "import_users", "replace": 1},
+        {"do": "grant", "dataset": "pets", "user": "eve"},
+        {"do": "grant", "dataset": "pets", "user": "eve", "role": "owner"},
+        {"do": "grant", "dataset": "pets", "user": "eve", "role": 3},
+        {"do": "grant", "dataset": b"pets", "user": "eve", "role": "read"},
+    ],
+)
+def test_malformed_requests_change_nothing(
+    table: MemoryTable, login: TableAuthenticator, message: dict[str, object]
+) -> None:
+    before = table.accounts
+    with pytest.raises(UsageError):
+        Handled(login, ANN).call(cast(dict[str, Value], message))
+    assert table.accounts is before
+
+
+def test_what_is_changed_holds_on_this_server_at_once(
+    table: MemoryTable, login: TableAuthenticator
+) -> None:
+    RemoteAdministration(Handled(login, ANN)).grant("pets", "eve", Role.READ)
+    assert login.current(EVE).role("pets") is Role.READ
+    RemoteAdministration(Handled(login, ANN)).remove("eve")
+    with pytest.raises(PermissionDenied):
+        login.current(EVE)
+
+
+def test_every_request_of_the_wire_has_a_handler_that_was_asked_about(
+    login: TableAuthenticator,
+) -> None:
+    """Those of datasets in `test_requests.py`, those of accounts here: no others go by untested."""
+    page = (Path(wire.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
+    table = page.partition("| `do` | role |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented - set(account_handlers(login)) == {"datasets", *NEEDED}
+    assert set(account_handlers(login)) == set(REQUESTS) < documented

@@ -1,0 +1,431 @@
+"""Logins: who is let in, who is told what, and for how long an account is believed."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDenied
+from diesel_fs.net import keys
+from diesel_fs.net.frames import NO_BINDING, login_challenge
+from diesel_fs.storage.accounts.account import Account, Role, with_accounts, without_account
+from diesel_server.authentication import (
+    ADDRESSES_MAX,
+    COPY_S,
+    OF_ADDRESS,
+    OF_USER,
+    REFRESH_S,
+    RETRY_S,
+    ROLES_S,
+    TableAuthenticator,
+)
+
+from .account_tables import MemoryTable, account, seed
+
+ANN = account("ann", admin=True)
+BOB = account("bob", pets=Role.WRITE)
+NONCE = bytes(range(32))
+TLS = bytes(31) + b"x"
+
+
+class Clock:
+    """Time that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table() -> MemoryTable:
+    return MemoryTable(ANN, BOB)
+
+
+@pytest.fixture
+def login(table: MemoryTable, clock: Clock) -> TableAuthenticator:
+    return TableAuthenticator(lambda: table, clock)
+
+
+def enter(
+    login: TableAuthenticator,
+    user: str = "bob",
+    key_of: str = "",
+    *,
+    nonce: bytes = NONCE,
+    heard: bytes = NONCE,
+    binding: bytes = NO_BINDING,
+    bound: bytes = NO_BINDING,
+    address: str = "192.0.2.1",
+) -> Account:
+    """Log in with a key; `heard` and `bound` are what the client signs."""
+    signature = keys.sign(seed(key_of or user), login_challenge(heard, bound, user))
+    return login.authenticate(user, signature, nonce, binding, address)
+
+
+def refused(work: Callable[[], object]) -> DieselError:
+    with pytest.raises(DieselError) as caught:
+        work()
+    return caught.value
+
+
+# Who is let in
+
+
+def test_who_signs_with_the_right_key_is_let_in(login: TableAuthenticator) -> None:
+    assert enter(login) == BOB
+    assert enter(login, "ann", binding=TLS, bound=TLS) == ANN
+
+
+def test_S1_who_has_no_key_is_not(login: TableAuthenticator) -> None:
+    for signature in (b"", bytes(64), os.urandom(64), bytes(65)):
+        with pytest.raises(PermissionDenied):
+            login.authenticate("bob", signature, NONCE, NO_BINDING)
+    with pytest.raises(PermissionDenied):
+        enter(login, "ann", key_of="bob")
+
+
+def test_S2_a_login_that_was_heard_opens_nothing_else(login: TableAuthenticator) -> None:
+    """It is bound to its nonce, to the certificate that its client saw, and to its user."""
+    heard = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
+    assert login.authenticate("bob", heard, NONCE, TLS) == BOB
+    for user, nonce, binding in (
+        ("bob", bytes(32), TLS),  # on another connection
+        ("bob", NONCE, bytes(32)),  # to a server without TLS
+        ("bob", NONCE, bytes(31) + b"y"),  # in the middle, with another certificate
+        ("ann", NONCE, TLS),
+    ):
+        with pytest.raises(PermissionDenied):
+            login.authenticate(user, heard, nonce, binding)
+
+
+def test_an_unknown_user_and_a_wrong_key_get_the_same_answer(login: TableAuthenticator) -> None:
+    """The words and the class; why it was stands in a note, which does not travel."""
+    unknown, wrong = (refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    assert (type(unknown), str(unknown)) == (type(wrong), str(wrong))
+    assert unknown.__notes__ == ["there is no such user"]
+    assert wrong.__notes__ == ["the signature is not by its key"]
+    assert "bob" not in str(wrong)
+
+
+@pytest.mark.parametrize("user", ["", "eve", "x" * 1000, "Ä" * 64, "../x", "\0", "bob ", "="])
+def test_an_unknown_user_is_refused_after_the_same_work(
+    login: TableAuthenticator, monkeypatch: pytest.MonkeyPatch, user: str
+) -> None:
+    """One signature is verified, whoever it is, over words of the same kind; any name will do."""
+    verified = []
+    real = keys.verify
+
+    def verify(public: bytes, signature: bytes, content: bytes) -> bool:
+        verified.append((len(public), len(signature), content[:-1].startswith(b"diesel-fs login")))
+        return real(public, signature, content)
+
+    monkeypatch.setattr("diesel_server.authentication.keys.verify", verify)
+    refused(lambda: enter(login, "bob", "eve"))
+    refused(lambda: login.authenticate(user, bytes(64), NONCE, NO_BINDING))
+    assert verified == [(32, 64, True)] * 2
+
+
+def test_nobody_has_the_key_of_unknown_users(table: MemoryTable) -> None:
+    """And where somebody had, there still is no account."""
+    login = TableAuthenticator(lambda: table)
+    login._decoy_key = keys.public_key(seed("eve"))
+    with pytest.raises(PermissionDenied):
+        enter(login, "eve")
+
+
+def test_an_empty_table_refuses_everyone(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """With the same answer as ever; the operator is told what to do, once a minute."""
+    empty, full = (
+        TableAuthenticator(MemoryTable, clock),
+        TableAuthenticator(lambda: MemoryTable(ANN), clock),
+    )
+    caplog.set_level(logging.INFO)
+    errors = [refused(lambda: enter(empty)) for _ in range(3)]
+    assert {str(error) for error in errors} == {str(refused(lambda: enter(full)))}
+    (line,) = [line for line in caplog.messages if "there are no accounts" in line]
+    assert "user add NAME --admin" in line
+    assert "user import" in line
+    clock.now_s += 61
+    refused(lambda: enter(empty))
+    assert len([line for line in caplog.messages if "there are no accounts" in line]) == 2
+
+
+def test_a_new_user_is_let_in_at_once(login: TableAuthenticator, table: MemoryTable) -> None:
+    enter(login)
+    eve = account("eve")
+    table.change(lambda accounts: with_accounts(accounts, [eve]))
+    assert enter(login, "eve") == eve
+    table.change(lambda accounts: without_account(accounts, "eve"))
+    with pytest.raises(PermissionDenied):
+        enter(login, "eve")
+
+
+def test_an_unchanged_table_is_not_read_again(
+    login: TableAuthenticator, table: MemoryTable
+) -> None:
+    for _ in range(5):
+        enter(login)
+    assert table.reads == 1
+
+
+# Too many failures
+
+
+def test_failures_are_limited_by_user_and_address(login: TableAuthenticator, clock: Clock) -> None:
+    for _ in range(OF_USER.burst):
+        with pytest.raises(PermissionDenied):
+            enter(login, "bob", "eve")
+    with pytest.raises(BusyError, match="too many"):
+        enter(login, "bob", "eve")
+    assert enter(login) == BOB  # whom nobody locks out who has not his key
+    clock.now_s += OF_USER.each_s
+    with pytest.raises(PermissionDenied):
+        enter(login, "bob", "eve")
+
+
+def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None:
+    for _ in range(OF_USER.burst):
+        refused(lambda: enter(login, "eve"))
+    with pytest.raises(BusyError, match="too many"):
+        enter(login, "eve")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "other"),
+    [
+        (["192.0.2.1", "::ffff:192.0.2.1"], "192.0.2.2"),
+        (["2001:db8::1", "2001:db8::2", "2001:db8:0:0:ffff::"], "2001:db8:0:1::1"),
+        (["strange"], "other"),
+    ],
+)
+def test_failures_are_limited_by_address(
+    login: TableAuthenticator, addresses: list[str], other: str
+) -> None:
+    for i in range(OF_ADDRESS.burst):
+        refused(lambda i=i: enter(login, f"u{i}", address=addresses[i % len(addresses)]))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    for address in addresses:
+        with pytest.raises(BusyError):
+            enter(login, "new", address=address)
+        assert enter(login, address=address) == BOB
+    refused(lambda: enter(login, "new", address=other))
+
+
+def test_what_is_remembered_of_failures_is_limited(login: TableAuthenticator) -> None:
+    for i in range(20):
+        refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    bucket = login._of_user
+    assert len(bucket._free_s) == 20
+    assert all(len(str(key)) < 200 for key in bucket._free_s)
+    for i in range(ADDRESSES_MAX + 10):
+        bucket.add(i)
+    assert len(bucket._free_s) == ADDRESSES_MAX
+
+
+def test_logins_that_succeed_are_not_limited(login: TableAuthenticator) -> None:
+    for _ in range(3 * OF_USER.burst):
+        enter(login)
+
+
+# For how long
+
+
+def test_what_is_taken_away_is_gone_within_seconds(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
+) -> None:
+    """For who is logged in: the account, the key, a role."""
+    ann, bob = enter(login, "ann"), enter(login)
+    table.change(
+        lambda accounts: with_accounts(accounts, [replace(BOB, grants={"pets": Role.READ})])
+    )
+    table.change(lambda accounts: with_accounts(accounts, [replace(ANN, admin=False)]))
+    clock.now_s += REFRESH_S + 0.1
+    assert login.current(bob).role("pets") is Role.READ
+    assert not login.current(ann).admin
+    table.change(
+        lambda accounts: with_accounts(accounts, [replace(BOB, public_key=ANN.public_key)])
+    )
+    table.change(lambda accounts: without_account(accounts, "ann"))
+    clock.now_s += REFRESH_S + 0.1
+    for one in (ann, bob):
+        with pytest.raises(PermissionDenied, match="not valid any more"):
+            login.current(one)
+
+
+def test_looking_again_costs_little(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
+) -> None:
+    bob = enter(login)
+    before = table.tokens
+    for _ in range(1000):
+        login.current(bob)
+        clock.now_s += REFRESH_S / 100
+    assert table.tokens - before <= 11
+    assert table.reads == 1
+
+
+# While the table is away
+
+
+def test_C1_while_the_accounts_are_away_reading_goes_on(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At first as before: a Redis that restarts ends no put. Then reading alone, then nothing."""
+    bob, since_s = enter(login), clock.now_s
+    table.fault = MetadataError("cannot reach it")
+    clock.now_s = since_s + ROLES_S - 1
+    assert login.current(bob) == BOB
+    assert enter(login) == BOB
+    clock.now_s = since_s + ROLES_S + 1
+    for low in (login.current(bob), enter(login)):
+        low.require("pets", Role.READ)
+        with pytest.raises(MetadataError):  # and not "not allowed"
+            low.require("pets", Role.WRITE)
+    with pytest.raises(MetadataError):
+        enter(login, "ann").require_admin()
+    clock.now_s = since_s + COPY_S - 1
+    login.current(bob)
+    clock.now_s = since_s + COPY_S + 1
+    with pytest.raises(MetadataError):
+        login.current(bob)
+    with pytest.raises(MetadataError):
+        enter(login)
+    table.fault = None
+    clock.now_s += RETRY_S + 1
+    assert login.current(bob) == enter(login) == BOB
+    warnings = [line for line in caplog.messages if "cannot be looked up" in line]
+    assert warnings == ["the accounts cannot be looked up: cannot reach it"]
+
+
+def test_while_the_accounts_are_away_nobody_else_is_let_in(
+    login: TableAuthenticator, table: MemoryTable
+) -> None:
+    """Unknown, or with another key: perhaps they are right, so they are told to come back."""
+    enter(login)
+    table.fault = MetadataError("cannot reach 10.0.0.7:6379")
+    for _ in range(2 * OF_USER.burst):
+        told = [refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob")]  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+        assert {type(error) for error in told} == {MetadataError}
+        assert len({str(error) for error in told}) == 1
+        assert "10.0.0.7" not in str(told[0])
+    table.fault = None
+    assert enter(login) == BOB  # they did not count as failures
+
+
+def test_a_server_that_never_saw_the_accounts_lets_nobody_in(clock: Clock) -> None:
+    """Fails closed; and opens the table when that can be done."""
+    away = [True]
+    table = MemoryTable(BOB)
+
+    def open_table() -> MemoryTable:
+        if away:
+            raise MetadataError("down")
+        return table
+
+    login = TableAuthenticator(open_table, clock)
+    with pytest.raises(MetadataError):
+        enter(login)
+    with pytest.raises(MetadataError):
+        login.current(BOB)
+    with pytest.raises(MetadataError):
+        _ = login.table
+    away.clear()
+    assert enter(login) == BOB
+    assert login.table is table
+
+
+def test_any_fault_of_the_table_fails_closed(
+    login: TableAuthenticator, table: MemoryTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.fault = ZeroDivisionError("a bug")
+    with pytest.raises(MetadataError):
+        enter(login)
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> None:
+    """One waits for it; the others go by the copy."""
+    login = TableAuthenticator(lambda: table, clock)
+    bob = enter(login)
+    clock.now_s += REFRESH_S + 1
+    table.gate = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        one = pool.submit(login.current, bob)
+        while not login._reading_lock.locked():
+            time.sleep(0.001)
+        assert login.current(bob) == BOB  # or it would wait for the gate, which opens below
+        before = table.tokens
+        logins = [pool.submit(enter, login) for _ in range(3)]
+        table.gate.set()
+        assert [each.result(10) for each in [one, *logins]] == [BOB] * 4
+        assert table.tokens - before <= 3
+
+
+def test_many_logins_at_once_share_a_look(table: MemoryTable) -> None:
+    """Each is checked against a table that was read after it had come."""
+    login = TableAuthenticator(lambda: table)
+    enter(login)
+    before, table.gate = table.tokens, threading.Event()
+    with ThreadPoolExecutor(16) as pool:
+        logins = [pool.submit(enter, login) for _ in range(16)]
+        time.sleep(0.1)
+        table.gate.set()
+        for each in logins:
+            assert each.result(10) == BOB
+    assert table.tokens - before <= 4
+
+
+# After a loss
+
+
+def test_C3_lost_accounts_let_nobody_in_and_end_no_reading(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    bob, since_s = enter(login), clock.now_s
+    table.lose()
+    with pytest.raises(PermissionDenied):
+        enter(login)
+    low = login.current(bob)
+    low.require("pets", Role.READ)
+    with pytest.raises(MetadataError):
+        low.require("pets", Role.WRITE)
+    assert [line for line in caplog.messages if "have been lost" in line and "user import" in line]
+    clock.now_s = since_s + COPY_S + 1
+    with pytest.raises(MetadataError):
+        login.current(bob)
+    table.change(lambda accounts: with_accounts(accounts, [BOB]))
+    assert enter(login) == BOB
+    assert login.current(bob) == BOB
+
+
+def test_a_table_whose_last_user_was_removed_is_not_lost(
+    login: TableAuthenticator, table: MemoryTable, clock: Clock
+) -> None:
+    bob = enter(login)
+    table.change(lambda accounts: {})
+    clock.now_s += REFRESH_S + 0.1
+    with pytest.raises(PermissionDenied):
+        login.current(bob)
+
+
+def test_S8_no_word_of_it_is_a_secret(
+    login: TableAuthenticator, table: MemoryTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    signature = keys.sign(seed("eve"), login_challenge(NONCE, NO_BINDING, "bob"))
+    error = refused(lambda: login.authenticate("bob", signature, NONCE, NO_BINDING, "a"))
+    shown = repr(error) + str(error) + "".join(error.__notes__) + caplog.text + repr(login)
+    for secret in (signature, seed("eve"), NONCE, login._decoy_key):
+        assert secret.hex() not in shown
+        assert repr(secret)[2:-1] not in shown

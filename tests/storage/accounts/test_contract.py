@@ -1,0 +1,472 @@
+"""The laws of every table of accounts (`AccountTable`'s docstrings), and those of each alone."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DieselError,
+    MetadataError,
+    NoSpaceError,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.net import keys
+from diesel_fs.storage.accounts.account import (
+    Account,
+    Accounts,
+    Role,
+    account_line,
+    accounts_text,
+    with_account,
+    with_accounts,
+    with_role,
+    without_account,
+)
+from diesel_fs.storage.accounts.redis import RedisAccounts
+from diesel_fs.storage.accounts.store import NO_TOKEN, AccountFile, AccountState, AccountTable
+from diesel_fs.storage.metadata.redis.keys import USERS_KEY
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.storage.open_stores import open_accounts
+from diesel_fs.urls import parse_url
+from tests.storage.metadata.batches import files
+from tests.storage.metadata.redis_servers import (
+    RedisServer,
+    emptied_server,
+    execute,
+    shared_cluster,
+)
+
+STORE = uuid.UUID(int=5)
+PUBLIC = keys.public_key(bytes(32))
+ANN = Account("ann", PUBLIC, admin=True)
+BOB = Account("bob", PUBLIC, grants={"pets": Role.READ})
+
+Opener = Callable[[], AccountTable]
+
+
+@pytest.fixture(params=["file", "redis", "cluster"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    """Opens an empty table of each sort, the same one each time."""
+    if request.param == "file":
+        return lambda: AccountFile(tmp_path / "accounts")
+    if request.param == "redis":
+        server = emptied_server()
+        return lambda: RedisAccounts.open(server.url, store=STORE)
+    cluster = shared_cluster()
+    cluster.flush()
+    return lambda: RedisAccounts.open(cluster.url, store=STORE)
+
+
+@pytest.fixture
+def table(opener: Opener) -> Iterator[AccountTable]:
+    opened = opener()
+    yield opened
+    opened.close()
+    opened.close()
+
+
+def add(account: Account) -> Callable[[Accounts], Accounts]:
+    return lambda accounts: with_account(accounts, account)
+
+
+def put(more: list[Account]) -> Callable[[Accounts], Accounts]:
+    return lambda accounts: with_accounts(accounts, more)
+
+
+def give(dataset: str) -> Callable[[Accounts], Accounts]:
+    return lambda accounts: with_role(accounts, "bob", dataset, Role.READ)
+
+
+def test_one_that_was_never_written_is_empty(table: AccountTable) -> None:
+    assert table.read() == AccountState(NO_TOKEN, {})
+    assert table.token() == NO_TOKEN
+
+
+def test_what_was_changed_is_read(table: AccountTable, opener: Opener) -> None:
+    table.change(add(ANN))
+    assert table.change(add(BOB)) == {"ann": ANN, "bob": BOB}
+    other = opener()
+    assert other.read().accounts == {"ann": ANN, "bob": BOB}
+    other.change(lambda accounts: with_role(accounts, "bob", "pets", Role.NONE))
+    other.close()
+    assert table.read().accounts["bob"].grants == {}
+    table.change(lambda accounts: with_accounts({}, [BOB]))
+    assert table.read().accounts == {"bob": BOB}
+
+
+def test_every_change_has_its_token(table: AccountTable) -> None:
+    seen = {NO_TOKEN}
+    for edit in (
+        add(ANN),
+        add(BOB),
+        lambda accounts: without_account(accounts, "ann"),
+        lambda accounts: without_account(accounts, "bob"),
+    ):
+        table.change(edit)
+        assert table.token() == table.read().token
+        assert table.token() not in seen
+        seen.add(table.token())
+    assert table.read().accounts == {}  # and yet it is not one that was lost
+
+
+def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
+    table.change(add(ANN))
+    before = table.read()
+    with pytest.raises(ConflictError):
+        table.change(add(ANN))
+
+    def breaks(accounts: Accounts) -> Accounts:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        table.change(breaks)
+    assert table.read() == before
+
+
+def test_changes_at_once_are_made_one_after_the_other(opener: Opener) -> None:
+    """Each of these reads what the one before it left; and no reader sees half of one."""
+    opened = [opener() for _ in range(4)]
+    opened[0].change(add(BOB))
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            found = opened[3].read().accounts
+            assert len(found) % 2 == 1, sorted(found)
+
+    def work(which: int) -> None:
+        for number in range(10):
+            pair = [Account(f"u{which}-{number}-{half}", PUBLIC) for half in "ab"]
+            opened[which].change(put(pair))
+            opened[which].change(give(f"d{which}-{number}"))
+
+    with ThreadPoolExecutor(4) as pool:
+        watching = pool.submit(watch)
+        for future in [pool.submit(work, which) for which in range(3)]:
+            future.result()
+        done.set()
+        watching.result()
+    found = opened[3].read().accounts
+    assert len(found) == 61
+    assert len(found["bob"].grants) == 31
+    for each in opened:
+        each.close()
+
+
+def _child(table: AccountTable, number: int) -> None:
+    table.change(add(Account(f"child{number}", PUBLIC)))
+    os._exit(0)
+
+
+def test_forked_children_may_use_it(table: AccountTable) -> None:
+    table.change(add(ANN))
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=_child, args=(table, number)) for number in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(20)
+        assert child.exitcode == 0
+    assert set(table.read().accounts) == {"ann", "child0", "child1", "child2"}
+
+
+def test_a_recovery_makes_no_accounts(tmp_path: Path) -> None:
+    """And leaves those alone that are there."""
+    server = emptied_server()
+    meta = RedisMetadata.open(server.url, store=STORE)
+    accounts = RedisAccounts.open(server.url, store=STORE)
+    identity = uuid.UUID(int=7)
+    batch = files(1, b"a/x").batch()
+    meta.rebuild("pets", identity, [batch])
+    assert accounts.read() == AccountState()
+    accounts.change(add(ANN))
+    meta.rebuild("pets", identity, [batch])
+    meta.drop(identity)
+    assert accounts.read().accounts == {"ann": ANN}
+    meta.close()
+    accounts.close()
+
+
+# The file
+
+
+def test_S17_nobody_else_reads_the_file(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        AccountFile(tmp_path / "accounts").change(add(ANN))
+    finally:
+        os.umask(old)
+    for name in ("accounts", "accounts.lock"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_the_file_is_no_object_of_the_store(tmp_path: Path) -> None:
+    store = FolderStore.create(tmp_path / "store")
+    url = parse_url((tmp_path / "store").as_uri())
+    open_accounts(url, store).change(add(ANN))
+    assert sorted(os.listdir(store.root)) == ["DIESEL-STORE", "accounts", "accounts.lock"]
+    assert [*store.names("")] == ["DIESEL-STORE"]
+    assert [*store.foreign()] == []
+    assert [*store.leftovers()] == []
+    with pytest.raises(UsageError):
+        store.get("accounts")
+    assert FolderStore.create(store.root).store_id == store.store_id
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_not_believed(tmp_path: Path, mode: int) -> None:
+    table = AccountFile(tmp_path / "accounts")
+    table.change(add(ANN))
+    table.path.chmod(mode)
+    with pytest.raises(PermissionDenied, match="chmod 600"):
+        table.read()
+
+
+def test_S6_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    table = AccountFile(tmp_path / "accounts")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text(accounts_text({"ann": ANN}))
+    elsewhere.chmod(0o600)
+    table.path.symlink_to(elsewhere)
+    with pytest.raises(PermissionDenied):
+        table.read()
+    table.path.unlink()
+    os.mkfifo(table.path, 0o600)
+    with pytest.raises(PermissionDenied):  # and does not hang
+        table.read()
+    table.path.unlink()
+    (tmp_path / "accounts.lock").symlink_to(elsewhere)
+    with pytest.raises(PermissionDenied):
+        table.change(add(ANN))
+
+
+def test_a_damaged_file_lets_nobody_in_and_is_not_overwritten(tmp_path: Path) -> None:
+    table = AccountFile(tmp_path / "accounts")
+    table.change(add(ANN))
+    damaged = table.path.read_bytes()[:-9]
+    table.path.write_bytes(damaged)
+    for work in (table.read, lambda: table.change(add(BOB))):
+        with pytest.raises(CorruptError, match="accounts: line 2"):
+            work()
+    assert table.path.read_bytes() == damaged
+
+
+def test_a_folder_that_is_not_there_is_no_empty_table(tmp_path: Path) -> None:
+    table = AccountFile(tmp_path / "unmounted/accounts")
+    with pytest.raises(MetadataError):
+        table.read()
+    with pytest.raises(MetadataError):
+        table.change(add(ANN))
+
+
+def test_whoever_holds_the_lock_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    def slow(accounts: Accounts) -> Accounts:
+        with pytest.raises(BusyError):
+            AccountFile(tmp_path / "accounts", lock_s=0.1).change(add(BOB))
+        return with_account(accounts, ANN)
+
+    table = AccountFile(tmp_path / "accounts")
+    table.change(slow)
+    assert set(table.read().accounts) == {"ann"}
+
+
+def _change_for_ever(path: Path) -> None:
+    table = AccountFile(path)
+    number = 0
+    while True:
+        pair = [Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]
+        table.change(put(pair))
+        number += 1
+
+
+def test_a_kill_at_any_time_leaves_a_whole_table(tmp_path: Path) -> None:
+    """Killed ten times somewhere in a change: old or new, never half, and the lock is free."""
+    path = tmp_path / "accounts"
+    table = AccountFile(path, lock_s=5)
+    fork = multiprocessing.get_context("fork")
+    for round_number in range(10):
+        child = fork.Process(target=_change_for_ever, args=(path,))
+        before = table.token()
+        child.start()
+        end = time.monotonic() + 10
+        while table.token() == before:  # or it would prove nothing
+            assert time.monotonic() < end
+        time.sleep(0.002 * round_number)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(10)
+        assert len(table.read().accounts) % 2 == round_number % 2
+        table.change(add(Account(f"round{round_number}", PUBLIC)))
+    assert len(table.read().accounts) >= 12
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = AccountFile(tmp_path / "accounts")
+    table.change(add(ANN))
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diesel_fs.storage.accounts.store.os.fsync", full)
+    with pytest.raises(NoSpaceError):
+        table.change(add(BOB))
+    assert table.read().accounts == {"ann": ANN}
+    assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
+
+
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    """As by the chunks beside it; other errors count."""
+    real = os.fsync
+
+    def picky(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    table = AccountFile(tmp_path / "accounts")
+    monkeypatch.setattr(os, "fsync", picky)
+    with pytest.raises(MetadataError) if fails else nullcontext():
+        table.change(add(ANN))
+
+
+def test_what_a_crash_leaves_is_known_as_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore.create(tmp_path / "store")
+    table = AccountFile(tmp_path / "store/accounts")
+
+    def cut(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "rename", cut)
+    monkeypatch.setattr(Path, "unlink", cut)
+    with pytest.raises(MetadataError):
+        table.change(add(ANN))
+    assert [(each.host, each.pid) for each in store.leftovers()] == [
+        (os.uname().nodename, os.getpid())
+    ]
+    assert [*store.foreign()] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
+def test_the_file_belongs_to_whom_the_folder_belongs(tmp_path: Path) -> None:
+    """An administrator who is root makes accounts for a server that is not."""
+    os.chown(tmp_path, 12345, 12346)
+    table = AccountFile(tmp_path / "accounts")
+    table.change(add(ANN))
+    for name in ("accounts", "accounts.lock"):
+        found = (tmp_path / name).stat()
+        assert (found.st_uid, found.st_gid) == (12345, 12346)
+
+
+# Redis
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis", {"appendonly": "yes"}) as server:
+        yield server
+
+
+def test_a_redis_of_another_repository_is_refused(server: RedisServer) -> None:
+    RedisAccounts.open(server.url, store=STORE).close()
+    with pytest.raises(ConfigError, match="another object store"):
+        RedisAccounts.open(server.url, store=uuid.UUID(int=6))
+
+
+def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
+    """The connection broke behind the script, its answer is lost: the token tells."""
+    table = RedisAccounts.open(server.url, store=STORE)
+    table.change(add(ANN))
+    link = table._link
+    scripts = link.run_scripts
+    lost: list[bool] = []
+
+    def loses_an_answer(runs: object) -> list[object]:
+        replies = scripts(runs)  # type: ignore[arg-type]  # what came is passed on
+        if not lost:
+            lost.append(True)
+            raise ConnectionResetError
+        return replies
+
+    link.run_scripts = loses_an_answer  # type: ignore[method-assign]  # a fault is put in
+    table.change(add(BOB))
+    assert lost
+    assert set(table.read().accounts) == {"ann", "bob"}
+
+
+def test_it_survives_a_restart(server: RedisServer) -> None:
+    table = RedisAccounts.open(server.url, store=STORE, deadline_s=10)
+    table.change(add(ANN))
+    server.kill()
+    server.start()
+    assert table.read().accounts == {"ann": ANN}
+
+
+def test_C7_a_full_memory_keeps_no_user_in(server: RedisServer) -> None:
+    """Adding fails, removing does not: a right can be taken away at any time."""
+    table = RedisAccounts.open(server.url, store=STORE, deadline_s=2)
+    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
+    execute(server.client(), "CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(NoSpaceError):
+        table.change(add(Account("eve", PUBLIC)))
+    table.change(lambda accounts: without_account(accounts, "bob"))
+    assert set(table.read().accounts) == {"ann"}
+
+
+def test_C1_one_that_is_away_is_no_empty_one(server: RedisServer) -> None:
+    table = RedisAccounts.open(server.url, store=STORE, deadline_s=0.3)
+    table.change(add(ANN))
+    server.kill()
+    start = time.monotonic()
+    for work in (table.read, table.token, lambda: table.change(add(BOB))):
+        with pytest.raises(MetadataError):
+            work()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])
+def test_damaged_accounts_are_an_error(server: RedisServer, value: bytes) -> None:
+    table = RedisAccounts.open(server.url, store=STORE)
+    table.change(add(ANN))
+    execute(server.client(), "HSET", USERS_KEY, "ann", value)
+    with pytest.raises(DieselError):
+        table.read()
+
+
+def test_S8_no_secret_is_in_it(server: RedisServer) -> None:
+    """What lies there lets nobody in: names, public keys, roles."""
+    table = RedisAccounts.open(server.url, store=STORE)
+    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
+    found = server.client().hgetall(USERS_KEY)
+    assert isinstance(found, dict)
+    assert {key: value for key, value in found.items() if key != b"="} == {
+        b"ann": account_line(ANN).encode(),
+        b"bob": account_line(BOB).encode(),
+    }
+
+
+def test_a_bucket_without_a_metadata_store_has_no_accounts(tmp_path: Path) -> None:
+    store = FolderStore.create(tmp_path / "store")
+    with pytest.raises(MetadataError, match="meta=redis"):
+        open_accounts(parse_url("s3://bucket"), store)

@@ -1,0 +1,189 @@
+"""Metadata stores forget chunks that nothing is in any more (`MetadataStore.forget`)."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, NoSuchDataset, NotFoundError
+from diesel_fs.format.entries import Kind
+from diesel_fs.storage.metadata.redis.keys import ApplyPlan, Generation
+from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
+from diesel_fs.storage.metadata.store import MetadataStore, chunks_digest
+from tests.storage.metadata.batches import (
+    Chunk,
+    Entry,
+    big,
+    check,
+    chunk_by_purge,
+    chunk_id,
+    files,
+    stored_entries,
+    tombstones,
+)
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener, commit
+
+
+def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
+    """The numbers of the chunks that are forgotten, or were before."""
+    gone = meta.forget(IDENTITY, map(chunk_id, numbers), tombstones=tombstones)
+    return {number for number in numbers if chunk_id(number) in gone}
+
+
+def test_P1_only_chunks_that_are_wholly_holes_are_forgotten(meta: MetadataStore) -> None:
+    one, two, three = files(1, b"a", b"d/b"), files(2, b"a", b"c"), files(3, b"d/b")
+    nine = chunk_by_purge(9, (three, 0))
+    before = commit(meta, one, two, three, nine)
+    assert forgotten(meta, 1, 2, 3, 9, 77) == {1, 3, 77}
+    after = meta.head(NAME)
+    assert after.version > before
+    check(meta, NAME, [two, nine])
+    assert after.digest == chunks_digest([chunk_id(2), chunk_id(9)])
+    assert after.newest == chunk_id(9)
+    assert forgotten(meta, 1, 2, 3, 9, 77) == {1, 3, 77}
+    assert meta.head(NAME) == after
+    with pytest.raises(NotFoundError):
+        meta.holes(IDENTITY, chunk_id(1))
+
+
+def test_P5_a_forgotten_chunk_that_comes_back_is_all_holes_again(meta: MetadataStore) -> None:
+    """Its object could not be deleted; the next writer folds it in as an orphan."""
+    one, two = files(1, b"a", b"d/b"), files(2, b"a", b"d/b", b"c")
+    commit(meta, one, two)
+    for _ in range(2):
+        assert forgotten(meta, 1) == {1}
+        check(meta, NAME, [two])
+        commit(meta, one)
+        check(meta, NAME, [one, two])
+    since = meta.head(NAME).version
+    assert forgotten(meta, 1) == {1}
+    commit(meta, files(5, b"c"))
+    assert set(stored_entries(meta.changes(IDENTITY, since).rows)) == {b"c"}
+    assert meta.rebuild(NAME, IDENTITY, [two.batch(), files(5, b"c").batch()]) > since
+    check(meta, NAME, [two, files(5, b"c")])
+
+
+def test_the_greatest_chunk_is_never_forgotten(meta: MetadataStore) -> None:
+    one, nine = files(1, b"a"), files(9, b"a")
+    late = Chunk(10, (None, Entry(b"a")))
+    commit(meta, one, nine, late, files(11, b"a"), Chunk(20, (Entry(b"x", 0, Kind.TOMBSTONE),)))
+    assert forgotten(meta, 1, 9, 10, 11, 20, tombstones=True) == {1, 9, 10}
+    assert meta.head(NAME).newest == chunk_id(20)
+
+
+def test_Z7_tombstones_are_dropped_with_their_chunk_and_only_on_demand(
+    meta: MetadataStore,
+) -> None:
+    one = files(1, b"a", b"d/b", b"d/c")
+    dead = tombstones(5, b"a", b"d/b", b"never")
+    commit(meta, one, dead, files(7, b"a"), files(8, b"d/c"))
+    assert forgotten(meta, 1, 5) == {1}
+    check(meta, NAME, [dead, files(7, b"a"), files(8, b"d/c")])
+    assert forgotten(meta, 5, tombstones=True) == {5}
+    check(meta, NAME, [files(7, b"a"), files(8, b"d/c")])
+    paths = [b"a", b"d/b", b"never"]
+    assert set(stored_entries(meta.lookup(IDENTITY, paths, tombstones=True))) == {b"a"}
+    assert meta.children(IDENTITY, b"d", tombstones=True).names == [b"c"]
+    commit(meta, dead)  # an orphan again
+    check(meta, NAME, [dead, files(7, b"a"), files(8, b"d/c")])
+    assert forgotten(meta, 5, tombstones=True) == {5}
+
+
+def test_a_chunk_with_tombstones_and_a_file_stays(meta: MetadataStore) -> None:
+    mixed = Chunk(2, (Entry(b"x", 0, Kind.TOMBSTONE), Entry(b"f")))
+    commit(meta, mixed, files(9, b"z"))
+    assert forgotten(meta, 2, tombstones=True) == set()
+    commit(meta, chunk_by_purge(10, (mixed, 1)))
+    assert forgotten(meta, 2) == set()
+    check(meta, NAME, [mixed, files(9, b"z"), chunk_by_purge(10, (mixed, 1))])
+    assert forgotten(meta, 2, tombstones=True) == {2}
+    assert set(stored_entries(meta.lookup(IDENTITY, [b"x", b"f"], tombstones=True))) == {b"f"}
+
+
+def test_Z4_a_part_of_an_incomplete_version_keeps_its_chunk(meta: MetadataStore) -> None:
+    parts = big(1, b"big", 3)
+    commit(meta, parts[0], parts[1], files(9, b"x"))
+    assert forgotten(meta, 1, 2, tombstones=True) == set()
+    copy = chunk_by_purge(10, (parts[0], 0))
+    commit(meta, copy)
+    assert forgotten(meta, 1, 2) == {1}
+    check(meta, NAME, [parts[1], files(9, b"x"), copy])
+    commit(meta, parts[2])
+    check(meta, NAME, [*parts[1:], files(9, b"x"), copy])
+    copies = [chunk_by_purge(11, (parts[1], 0)), chunk_by_purge(12, (parts[2], 0)), files(13, b"x")]
+    commit(meta, *copies)
+    assert forgotten(meta, 2, 3, 9, 10, 11, 12) == {2, 3, 9}
+    check(meta, NAME, [copy, *copies])
+
+
+def test_forgetting_waits_for_a_hold(meta: MetadataStore, open_meta: Opener) -> None:
+    commit(meta, files(1, b"a"), files(2, b"a"))
+    hasty = open_meta(deadline_s=0.05)
+    with meta.lock_commits(IDENTITY, 30), pytest.raises(BusyError):
+        hasty.forget(IDENTITY, [chunk_id(1)])
+    assert hasty.forget(IDENTITY, [chunk_id(1)]) == {chunk_id(1)}
+    hasty.close()
+    with pytest.raises(NoSuchDataset):
+        meta.forget(uuid.UUID(int=99), [chunk_id(1)])
+
+
+@pytest.mark.parametrize("step", ["_stage", "_unapply"])
+@pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
+def test_P1_a_redis_client_killed_while_it_forgets(
+    kind: str, step: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the head has decided nothing has happened; after it, whoever comes next goes on."""
+    opened = STORES[kind](tmp_path, clock)
+    killed, other = opened(), opened()
+    killed.create(NAME, IDENTITY)
+    one, dead = files(1, b"a", b"d/b"), tombstones(2, b"x", b"d/y")
+    rest = [files(5, b"a", b"d/b"), files(6, b"e/z")]
+    commit(killed, one, dead, *rest)
+    with monkeypatch.context() as patch:
+
+        def kill(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(RedisTransactions, step, kill)
+        with pytest.raises(KeyboardInterrupt):
+            killed.forget(IDENTITY, [chunk_id(1), chunk_id(2)], tombstones=True)
+    check(other, NAME, rest if step == "_unapply" else [one, dead, *rest])
+    commit(other, one)  # an orphan, folded in again
+    check(other, NAME, [one, *rest] if step == "_unapply" else [one, dead, *rest])
+    gone = {chunk_id(1), chunk_id(2)}
+    assert killed.forget(IDENTITY, gone, tombstones=True) == gone
+    check(killed, NAME, rest)
+    commit(other, one, dead)
+    check(killed, NAME, [one, dead, *rest])
+    killed.close()
+    other.close()
+
+
+def test_a_slow_client_does_not_undo_what_came_later(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with what it had decided, after others have done it and gone further."""
+    opened = STORES["redis"](tmp_path, clock)
+    slow, other = opened(), opened()
+    slow.create(NAME, IDENTITY)
+    one, rest = files(1, b"a", b"d/b"), [files(5, b"a", b"d/b"), files(6, b"e/z")]
+    commit(slow, one, *rest)
+    real = RedisTransactions._apply_removal
+    turns: list[int] = []
+
+    def late(
+        self: RedisTransactions, identity: uuid.UUID, generation: Generation, plan: ApplyPlan
+    ) -> None:
+        turns.append(1)
+        if len(turns) == 1:
+            check(other, NAME, rest)  # which applies the plan
+            commit(other, one)
+            check(other, NAME, [one, *rest])
+        real(self, identity, generation, plan)
+
+    monkeypatch.setattr(RedisTransactions, "_apply_removal", late)
+    slow.forget(IDENTITY, [chunk_id(1)])
+    assert len(turns) >= 2, "proves nothing"
+    check(other, NAME, [one, *rest])
+    slow.close()
+    other.close()

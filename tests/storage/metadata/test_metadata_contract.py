@@ -1,0 +1,511 @@
+"""The laws of every metadata store (docstrings of `MetadataStore`). A new one is one more param."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from xxhash import xxh3_128_intdigest
+
+from diesel_fs.errors import (
+    BusyError,
+    ConflictError,
+    CorruptError,
+    MetadataError,
+    NoSuchDataset,
+    NotFoundError,
+    UsageError,
+)
+from diesel_fs.format.chunk_id import stamp as chunk_stamp
+from diesel_fs.format.entries import EXTENT, RECORD, Kind
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.store import Batch, MetadataStore, chunks_digest
+from tests.storage.metadata.batches import (
+    Chunk,
+    Entry,
+    big,
+    check,
+    chunk_by_purge,
+    chunk_id,
+    files,
+    stored_entries,
+    tombstones,
+)
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, NOW_NS, Clock, Opener, commit
+
+# Datasets
+
+
+def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
+    marker = meta.head(NAME)
+    assert (marker.identity, marker.name, marker.version) == (IDENTITY, NAME, 0)
+    assert (marker.files, marker.bytes, marker.chunks, marker.digest) == (0, 0, 0, 0)
+    assert marker.newest == bytes(16)
+    assert len(meta.changes(IDENTITY, 0).rows) == 0
+    assert meta.chunks(IDENTITY) == []
+    assert len(meta.children(IDENTITY, b"")) == 0
+
+
+def test_its_time_is_that_of_its_host(meta: MetadataStore) -> None:
+    """Whatever this process's own clock says, by which versions are made."""
+    before_s = time.time()
+    assert before_s - 1 <= meta.now_s() <= time.time() + 1
+
+
+def test_creating_is_idempotent_and_never_takes_over(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a"))
+    assert meta.create(NAME, IDENTITY) == meta.head(NAME)
+    with pytest.raises(ConflictError):
+        meta.create(NAME, uuid.UUID(int=8))
+    with pytest.raises(ConflictError):
+        meta.create("other", IDENTITY)
+    meta.create("other", uuid.UUID(int=8))
+    with pytest.raises(ConflictError):
+        meta.create("other", IDENTITY)
+    assert [marker.name for marker in meta.heads()] == [NAME, "other"]
+    assert meta.head(NAME).files == 1
+
+
+def test_datasets_do_not_see_each_other(meta: MetadataStore) -> None:
+    other = meta.create("other", uuid.UUID(int=8)).identity
+    commit(meta, files(1, b"a/x"), files(2, b"a/y"))
+    meta.commit(other, files(1, b"a/z").batch())  # the same chunk ID, in another dataset
+    check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
+    check(meta, "other", [files(1, b"a/z")])
+    assert meta.children(IDENTITY, b"a").names == [b"x", b"y"]
+    assert set(stored_entries(meta.changes(IDENTITY, 1).rows)) == {b"a/x", b"a/y"}
+    meta.drop(other)
+    check(meta, NAME, [files(1, b"a/x"), files(2, b"a/y")])
+
+
+def test_L5_a_dropped_dataset_takes_no_commit(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a/x"))
+    meta.drop(IDENTITY)
+    meta.drop(IDENTITY)
+    assert meta.heads() == []
+    calls: list[Callable[[], object]] = [
+        lambda: meta.head(NAME),
+        lambda: commit(meta, files(2, b"a/x")),
+        lambda: meta.lookup(IDENTITY, [b"a/x"]),
+        lambda: meta.children(IDENTITY, b"a"),
+        lambda: meta.changes(IDENTITY, 0),
+        lambda: meta.chunks(IDENTITY),
+        lambda: meta.holes(IDENTITY, chunk_id(1)),
+        lambda: meta.lock_commits(IDENTITY, 1),
+    ]
+    for call in calls:
+        with pytest.raises(NoSuchDataset):
+            call()
+    again = uuid.UUID(int=9)
+    assert meta.create(NAME, again).version == 0
+    assert len(meta.changes(again, 0).rows) == 0
+    meta.commit(again, files(1, b"a/y").batch())
+    check(meta, NAME, [files(1, b"a/y")])
+
+
+def test_a_closed_store_says_so(meta: MetadataStore) -> None:
+    meta.close()
+    meta.close()
+    with pytest.raises(MetadataError, match="closed"):
+        meta.heads()
+
+
+# Commits
+
+
+def test_what_was_committed_is_seen_by_another_handle(
+    meta: MetadataStore, open_meta: Opener
+) -> None:
+    chunks = [
+        Chunk(
+            1,
+            (
+                Entry(b"", 0, Kind.FOLDER),  # the root's own entry
+                Entry(b"train", 0, Kind.FOLDER),
+                Entry(b"train/a.png", 4096),
+                Entry(b"train/empty", 0),
+                Entry(b"train/link", 5, Kind.LINK, target=b"a.png"),
+                Entry(b"odd/\xff\n\t\"' \x1b", 3),
+            ),
+        )
+    ]
+    commit(meta, *chunks)
+    other = open_meta()
+    check(other, NAME, chunks)
+    other.close()
+
+
+def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
+    chunks = [files(1, b"a", b"b", size=10), files(2, b"a", size=5)]
+    version = commit(meta, *chunks)
+    before = meta.head(NAME)
+    assert commit(meta, *chunks, *reversed(chunks)) == version
+    assert meta.head(NAME) == before
+    assert (before.files, before.bytes, before.chunks) == (2, 15, 2)
+    check(meta, NAME, chunks)
+
+
+def test_the_marker_sums_and_names_the_chunks(meta: MetadataStore) -> None:
+    order = [5, 2, 9, 3]
+    commit(meta, *(files(number, b"f%d" % number) for number in order))
+    marker = meta.head(NAME)
+    digest = sum(xxh3_128_intdigest(chunk_id(number)) for number in order) % 2**128
+    assert (marker.chunks, marker.digest, marker.newest) == (4, digest, chunk_id(9))
+    assert chunks_digest(map(chunk_id, sorted(order))) == digest
+    first = meta.chunks(IDENTITY)[0]
+    assert first == (chunk_id(2), 1002, 2, 1, 0)
+
+
+def test_K1_versions_rise_whatever_the_clock_does(meta: MetadataStore, clock: Clock) -> None:
+    versions = []
+    for number, step_ns in enumerate((0, 0, 10**9, -(10**9), -3600 * 10**9, -(10**17), 0, 10**17)):
+        clock.ns += step_ns
+        versions.append(commit(meta, files(number + 1, b"f")))
+    assert versions == sorted(set(versions))
+    assert versions[0] == NOW_NS // 1000
+    assert versions[2] == NOW_NS // 1000 + 10**6
+    assert meta.head(NAME).version == versions[-1]
+
+
+def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore) -> None:
+    """Of which some are known, and one comes twice."""
+    first = [files(1, b"d/a", b"d/b"), files(2, b"d/b", b"e/c")]
+    before = commit(meta, *first)
+    big_parts = big(5, b"d/big", 2)
+    together = [
+        files(8, b"new/z", b"new/y", b"d/b"),
+        first[1],
+        *big_parts,
+        files(3, b"d/a", b"new/a", b"new/z"),
+        tombstones(7, b"e/c"),
+        files(9, b"new/x", size=3),
+        files(3, b"d/a", b"new/a", b"new/z"),
+    ]
+    after = meta.commit(IDENTITY, *(chunk.batch() for chunk in together))
+    assert after == meta.head(NAME).version == before + 1  # the clock stands
+    check(meta, NAME, [*first, *together])
+    paths = set(stored_entries(meta.changes(IDENTITY, before).rows))
+    assert paths == {b"d/a", b"d/b", b"d/big", b"e/c", b"new/a", b"new/x", b"new/y", b"new/z"}
+    assert len(meta.changes(IDENTITY, after).rows) == 0
+    assert meta.commit(IDENTITY, *(chunk.batch() for chunk in reversed(together))) == after
+    assert meta.commit(IDENTITY) == after
+
+
+def test_of_chunks_that_are_committed_together_all_go_in_or_none(
+    meta: MetadataStore,
+) -> None:
+    """A6: an error at the last one undoes the others."""
+    commit(meta, files(1, b"a"))
+    before = meta.head(NAME)
+    spoilt = files(4, b"late").batch()
+    rows = replace(spoilt.rows, folder=np.array([7], np.uint32))  # a folder that it has not
+    broken = replace(spoilt, rows=rows)
+    with pytest.raises(IndexError):
+        meta.commit(IDENTITY, files(2, b"a", b"b").batch(), files(3, b"c").batch(), broken)
+    assert meta.head(NAME) == before
+    check(meta, NAME, [files(1, b"a")])
+    commit(meta, files(3, b"c"))
+    check(meta, NAME, [files(1, b"a"), files(3, b"c")])
+
+
+def test_L3_counts_are_exact_under_overwrites_and_deletions(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a", b"b", b"c", size=100), files(2, b"a", size=1))
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (3, 201)
+    commit(meta, tombstones(3, b"b", b"never"), tombstones(4, b"b"))  # L6
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 101)
+    commit(meta, Chunk(5, (Entry(b"c", 3, Kind.LINK, target=b"a"),)))
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 1)
+    commit(meta, files(6, b"b", size=50))
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 51)
+
+
+def test_a_chunk_that_replaced_an_entry_itself_has_a_hole(meta: MetadataStore) -> None:
+    chunks = [Chunk(1, (None, Entry(b"a"), None, Entry(b"b")))]
+    commit(meta, *chunks)
+    assert meta.holes(IDENTITY, chunk_id(1)).tolist() == [0, 2]
+    assert meta.chunks(IDENTITY)[0][3:] == (4, 2)
+    check(meta, NAME, chunks)
+    with pytest.raises(NotFoundError):
+        meta.holes(IDENTITY, chunk_id(2))
+
+
+def test_one_path_twice_in_a_batch(meta: MetadataStore) -> None:
+    chunks = [files(1, b"a"), Chunk(2, (Entry(b"a", 1), Entry(b"a", 2), Entry(b"b"), Entry(b"b")))]
+    commit(meta, *chunks)
+    check(meta, NAME, chunks)
+
+
+def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) -> None:
+    part = Chunk(1, (Entry(b"big", 9, extents=2, number=1),)).batch()
+    rows = part.rows
+    for tails in ({}, {0: b"short"}, {0: bytes(64)}):
+        bad = type(rows)(
+            rows.folders, rows.folder, rows.names, rows.records, rows.chunk, rows.chunks, tails
+        )
+        with pytest.raises(UsageError):
+            meta.commit(IDENTITY, type(part)(part.chunk, 0, bad, part.stamps))
+    stamps = {1: chunk_stamp(chunk_id(1), 1)}  # of a row that is not there
+    with pytest.raises(UsageError):
+        meta.commit(IDENTITY, files(2, b"a").batch(), type(part)(part.chunk, 0, rows, stamps))
+    assert meta.head(NAME).version == 0
+
+
+# Files of several extents
+
+
+def test_Z4_the_previous_version_stands_until_all_extents_are_there(meta: MetadataStore) -> None:
+    old = files(1, b"big", size=3)
+    parts = big(2, b"big", 3)
+    commit(meta, old, parts[2], parts[0])
+    check(meta, NAME, [old, parts[2], parts[0]])
+    assert meta.holes(IDENTITY, old.id).tolist() == []
+    assert meta.head(NAME).bytes == 3
+    before = meta.head(NAME).version
+    commit(meta, parts[1])
+    check(meta, NAME, [old, *parts])
+    assert meta.holes(IDENTITY, old.id).tolist() == [0]
+    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 99)
+    rows = meta.changes(IDENTITY, before).rows
+    assert [rows.path(i) for i in range(len(rows))] == [b"big"]
+    extents = np.frombuffer(rows.tails[0], EXTENT)
+    assert [each["chunk"].tobytes() for each in extents] == [part.id for part in parts]
+
+
+def test_Z4_two_writers_one_large_file_and_a_crash(meta: MetadataStore) -> None:
+    a, b = big(1, b"big", 3), big(4, b"big", 2)
+    commit(meta, a[0], b[1], a[1], b[0])  # A never finishes
+    check(meta, NAME, [*a[:2], *b])
+    assert meta.chunks(IDENTITY)[0].holes == 1
+    commit(meta, a[2])  # too late: a greater one stands
+    check(meta, NAME, [*a, *b])
+
+
+def test_an_incomplete_version_is_beaten_by_a_small_one(meta: MetadataStore) -> None:
+    chunks = [*big(1, b"d/big", 3)[:2], files(7, b"d/big", b"d/x"), files(0, b"d/big")]
+    commit(meta, *chunks)
+    check(meta, NAME, chunks)
+    assert [record.holes for record in meta.chunks(IDENTITY)] == [1, 1, 1, 0]
+
+
+def test_the_extents_of_one_file_in_one_chunk(meta: MetadataStore) -> None:
+    chunks = [
+        Chunk(1, tuple(Entry(b"big", 9, number=i, extents=3, first=(1, 0)) for i in range(3)))
+    ]
+    commit(meta, *chunks)
+    check(meta, NAME, chunks)
+
+
+def test_a_chunk_with_extents_of_two_versions(meta: MetadataStore) -> None:
+    first = big(1, b"big", 2)
+    both = Chunk(2, (*first[1].entries, Entry(b"big", 50, number=0, extents=2)))
+    later = Chunk(3, (Entry(b"big", 50, number=1, extents=2, first=(2, 1)),))
+    commit(meta, first[0], both)
+    check(meta, NAME, [first[0], both])
+    commit(meta, later)
+    check(meta, NAME, [first[0], both, later])
+
+
+# What purge writes
+
+
+def test_Z6_a_moved_entry_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
+    one, two = files(1, b"a", b"b"), files(2, b"b")
+    nine = chunk_by_purge(9, (one, 0))
+    before = commit(meta, one, two)
+    commit(meta, nine)
+    check(meta, NAME, [one, two, nine])
+    assert stored_entries(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == nine.id
+    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"a"]
+    assert (meta.head(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
+
+
+def test_P6_Z7_a_moved_entry_never_inserts_and_never_beats_a_newer_one(meta: MetadataStore) -> None:
+    one = files(1, b"a", b"b", b"c")
+    nine = chunk_by_purge(9, (one, 0), (one, 1), (one, 2))
+    commit(meta, one, files(5, b"a"), tombstones(6, b"b"), nine)
+    check(meta, NAME, [one, files(5, b"a"), tombstones(6, b"b"), nine])
+    lost = files(3, b"lost")
+    commit(meta, chunk_by_purge(10, (lost, 0)))  # its tombstone may have been dropped
+    assert len(meta.lookup(IDENTITY, [b"lost"], tombstones=True)) == 0
+    assert meta.holes(IDENTITY, chunk_id(10)).tolist() == [0]
+    commit(meta, chunk_by_purge(11, (files(7, b"a"), 0)))  # of chunk 7, which the store has lost
+    assert stored_entries(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == chunk_id(5)
+    commit(meta, *(chunk_by_purge(12 + i, (part, 0)) for i, part in enumerate(big(8, b"lost", 2))))
+    assert len(meta.lookup(IDENTITY, [b"lost"])) == 0
+    assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
+
+
+def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: MetadataStore) -> None:
+    one, parts = files(1, b"a"), big(2, b"big", 3)
+    nine = chunk_by_purge(9, (one, 0), (parts[1], 0), known=False)
+    commit(meta, nine, one, parts[1], parts[0])
+    check(meta, NAME, [nine, one, parts[1], parts[0]])
+    commit(meta, parts[2])
+    check(meta, NAME, [nine, one, *parts])
+    assert meta.holes(IDENTITY, nine.id).tolist() == []
+
+
+def test_a_moved_extent_takes_its_place_in_the_file(meta: MetadataStore) -> None:
+    parts = big(1, b"big", 3)
+    before = commit(meta, *parts)
+    copies = [chunk_by_purge(10, (parts[1], 0)), chunk_by_purge(11, (parts[0], 0))]
+    commit(meta, copies[0])
+    check(meta, NAME, [*parts, copies[0]])
+    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"big"]
+    commit(meta, copies[1])
+    check(meta, NAME, [*parts, *copies])
+    commit(meta, files(20, b"big"))
+    check(meta, NAME, [*parts, *copies, files(20, b"big")])
+    assert len(meta.changes(IDENTITY, 0).rows) == 1
+
+
+# Rebuilding
+
+
+def test_a_rebuild_gives_the_same_state_and_a_greater_version(
+    meta: MetadataStore, clock: Clock
+) -> None:
+    chunks = [files(1, b"a", b"x/b"), *big(2, b"a", 2), tombstones(5, b"x/b"), files(6, b"x/b")]
+    before = commit(meta, *chunks, files(7, b"lost"))
+    clock.ns -= 10**9  # K1
+    order = [*reversed(chunks), chunks[0]]
+    after = meta.rebuild(NAME, IDENTITY, (chunk.batch() for chunk in order))
+    assert meta.head(NAME).version == after > before
+    check(meta, NAME, chunks)
+    fresh = uuid.UUID(int=8)
+    meta.rebuild("other", fresh, [chunk.batch() for chunk in chunks])
+    check(meta, "other", chunks)
+    with pytest.raises(ConflictError):
+        meta.rebuild(NAME, fresh, [])
+
+
+def test_C18_a_rebuild_that_fails_leaves_the_state_before(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a"), files(2, b"b"))
+    before = meta.head(NAME)
+
+    def broken() -> Iterator[Batch]:
+        yield files(2, b"b").batch()
+        assert meta.head(NAME) == before  # nobody sees it half done
+        raise CorruptError("a chunk is damaged")
+
+    with pytest.raises(CorruptError):
+        meta.rebuild(NAME, IDENTITY, broken())
+    assert meta.head(NAME) == before
+    check(meta, NAME, [files(1, b"a"), files(2, b"b")])
+
+
+# Reading
+
+
+def test_lookup_gives_what_exists_in_the_order_asked(meta: MetadataStore) -> None:
+    chunk = files(1, b"a/x", b"b", b"a/y", b"gone")
+    commit(meta, chunk, tombstones(2, b"gone"))
+    wanted = [b"b", b"a/none", b"a/y", b"no/where", b"gone", b"a", b"a/x", b"b", b"", b"b/x"]
+    rows = meta.lookup(IDENTITY, wanted)
+    assert [rows.path(i) for i in range(len(rows))] == [b"b", b"a/y", b"a/x"]
+    assert list(rows.stamps) == [chunk.stamp(1), chunk.stamp(2), chunk.stamp(0)]
+    rows = meta.lookup(IDENTITY, [b"gone"], tombstones=True)
+    assert rows.records["kind"].tolist() == [Kind.TOMBSTONE]
+
+
+def kinds(meta: MetadataStore, folder: bytes) -> dict[bytes, Kind]:
+    rows = meta.children(IDENTITY, folder)
+    assert [*rows.names] == sorted(rows.names)
+    assert all(
+        rows.path(i) == (folder + b"/" if folder else b"") + n for i, n in enumerate(rows.names)
+    )
+    return dict(zip(rows.names, map(Kind, rows.records["kind"].tolist()), strict=True))
+
+
+def test_children_are_of_one_folder_and_implied_ones_are_there(meta: MetadataStore) -> None:
+    commit(
+        meta,
+        Chunk(1, (Entry(b"", 0, Kind.FOLDER), Entry(b"own", 0, Kind.FOLDER), Entry(b"own/f"))),
+        files(2, b"deep/er/est/f", b"top", b"dead/er/f", b"own/sub/f"),
+        tombstones(3, b"dead/er/f"),
+    )
+    assert kinds(meta, b"") == {b"deep": Kind.FOLDER, b"own": Kind.FOLDER, b"top": Kind.FILE}
+    assert kinds(meta, b"deep") == {b"er": Kind.FOLDER}
+    assert kinds(meta, b"own") == {b"f": Kind.FILE, b"sub": Kind.FOLDER}
+    assert kinds(meta, b"dead") == kinds(meta, b"nothing") == kinds(meta, b"top") == {}
+    rows = meta.children(IDENTITY, b"deep")
+    assert rows.records[0]["mode"] == 0o755
+    assert rows.chunks[rows.chunk[0]] == bytes(16)
+    rows = meta.children(IDENTITY, b"dead/er", tombstones=True)
+    assert rows.names == [b"f"]
+
+
+def test_where_a_path_is_file_and_folder_the_folder_shows(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a", b"a/f", b"b/f"), tombstones(2, b"b"))
+    assert kinds(meta, b"") == {b"a": Kind.FOLDER, b"b": Kind.FOLDER}
+    commit(meta, tombstones(3, b"a/f"))
+    assert kinds(meta, b"") == {b"a": Kind.FILE, b"b": Kind.FOLDER}
+
+
+def test_changes_name_all_chunks_and_only_new_entries(meta: MetadataStore) -> None:
+    first = commit(meta, files(1, b"a", b"b"))
+    last = commit(meta, files(2, b"b"), tombstones(3, b"a"))
+    changes = meta.changes(IDENTITY, first)
+    assert changes.head == meta.head(NAME)
+    assert set(stored_entries(changes.rows)) == {b"a", b"b"}
+    assert sorted(changes.chunks) == [(chunk_id(i), 1000 + i) for i in (1, 2, 3)]
+    assert len(meta.changes(IDENTITY, last).rows) == 0
+    assert len(meta.changes(IDENTITY, last).chunks) == 3
+    assert set(stored_entries(meta.changes(IDENTITY, 0).rows)) == {b"b"}
+
+
+def test_deep_paths(meta: MetadataStore) -> None:
+    """H9: 1,000 levels; the names are short only to keep the test quick."""
+    deep = b"/".join(b"%d" % level for level in range(1000))
+    commit(meta, files(1, deep + b"/f", deep))
+    check(meta, NAME, [files(1, deep + b"/f", deep)])
+    assert kinds(meta, b"") == {b"0": Kind.FOLDER}
+
+
+# Holding commits back
+
+
+def test_a_hold_keeps_commits_out_until_it_is_released(
+    meta: MetadataStore, open_meta: Opener
+) -> None:
+    meta.create("other", uuid.UUID(int=8))
+    hasty = open_meta(deadline_s=0.05)
+    with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
+        second.release()
+        with pytest.raises(BusyError):
+            commit(hasty, files(1, b"a"))
+        hasty.commit(uuid.UUID(int=8), files(1, b"a").batch())
+        waiting = threading.Thread(target=commit, args=(meta, files(2, b"b")))
+        waiting.start()
+        assert meta.changes(IDENTITY, 0).head.version == 0
+    waiting.join()
+    commit(hasty, files(1, b"a"))
+    check(hasty, NAME, [files(1, b"a"), files(2, b"b")])
+    hasty.close()
+
+
+def test_a_hold_ends_by_itself_even_if_the_clock_goes_back(
+    meta: MetadataStore, open_meta: Opener, clock: Clock
+) -> None:
+    by_redis = isinstance(meta, RedisMetadata)  # its own clock counts, and goes as it goes
+    hasty = open_meta(deadline_s=0.05)
+    meta.lock_commits(IDENTITY, 1 if by_redis else 10)
+    with pytest.raises(BusyError):
+        commit(hasty, files(1, b"a"))
+    clock.ns += 11 * 10**9
+    time.sleep(1.1 if by_redis else 0)
+    commit(hasty, files(1, b"a"))
+    meta.lock_commits(IDENTITY, 0.1 if by_redis else 60)
+    clock.ns -= 3600 * 10**9  # K1
+    time.sleep(0.2 if by_redis else 0)
+    commit(hasty, files(2, b"a"))
+    with pytest.raises(UsageError):
+        meta.lock_commits(IDENTITY, 3600)
+    hasty.close()
+
+
+def test_records_have_the_size_that_stores_rely_on() -> None:
+    assert (RECORD.itemsize, EXTENT.itemsize) == (48, 64)

@@ -1,0 +1,453 @@
+"""Rebuilds beside writers: what is committed meanwhile is in the new state, and nobody waits."""
+
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, CorruptError, DieselError, NoSuchDataset
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.storage.metadata import rebuild as rebuilding
+from diesel_fs.storage.metadata.commit_lock import RenewingCommitLock
+from diesel_fs.storage.metadata.sqlite import shadow_state as sqlite_aside
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.storage.metadata.store import Batch, MetadataStore
+from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit
+
+ONE_S = 10**9
+
+
+class Chunks:
+    """What the object store has: the chunks that a rebuild finds, and those that come late."""
+
+    def __init__(self, *chunks: Chunk) -> None:
+        self.there = [*chunks]
+        self.requested: list[Sequence[ChunkId]] = []
+
+    def committed(self, meta: MetadataStore, *chunks: Chunk) -> None:
+        """Put chunks: durable first, then committed."""
+        self.there += chunks
+        commit(meta, *chunks)
+
+    def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
+        """All that are there when the first is asked for; `then` happens after the listing."""
+        found = [chunk.batch() for chunk in self.there]
+        then()
+        yield from found
+
+    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        """As `Late`."""
+        self.requested.append([*chunks])
+        wanted = {chunk.id: chunk for chunk in self.there}
+        yield from (wanted[chunk].batch() for chunk in chunks)
+
+
+def commits_are_locked(opened: Opener) -> bool:
+    """Whether commits are held back now."""
+    with closing(opened(deadline_s=0.05)) as hasty:
+        try:
+            hasty.commit(IDENTITY, files(999, b"hasty").batch())
+        except BusyError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_C18_what_is_committed_meanwhile_is_in_the_new_state(
+    meta: MetadataStore, open_meta: Opener, before: int
+) -> None:
+    """Also where it replaces, or deletes, what the rebuild has read."""
+    store = Chunks(files(1, b"a", b"d/b"), files(2, b"c"))
+    for chunk in store.there[: before + 1]:
+        commit(meta, chunk)
+
+    with closing(open_meta()) as writer:
+
+        def put() -> None:
+            more = files(3, b"d/b", b"new"), tombstones(4, b"c"), files(5, b"d/e/f")
+            store.committed(writer, *more)
+
+        version = meta.rebuild(NAME, IDENTITY, store.listed(then=put), store.read_committed)
+        check(meta, NAME, store.there)
+        assert writer.head(NAME).version == version
+        store.committed(writer, files(6, b"a"))
+        check(meta, NAME, store.there)
+    assert store.requested == [[chunk_id(number) for number in (3, 4, 5)]]
+
+
+def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
+    meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaled: it takes many times as long as a commit waits."""
+    store = Chunks(*(files(number, b"f%d" % number) for number in range(1, 9)))
+    commit(meta, *store.there)
+    stop, wrong, took = threading.Event(), list[DieselError](), list[float]()
+
+    def put() -> None:
+        with closing(open_meta(deadline_s=0.5)) as writer:
+            for number in range(100, 1000):
+                if stop.is_set():
+                    return
+                began_s = time.monotonic()
+                try:
+                    store.committed(writer, files(number, b"n%d" % number))
+                except DieselError as error:
+                    wrong.append(error)
+                    return
+                took.append(time.monotonic() - began_s)
+                time.sleep(0.01)
+
+    def slowly(batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield batch
+            time.sleep(0.25)
+
+    thread = threading.Thread(target=put, daemon=True)
+    thread.start()
+    try:
+        meta.rebuild(NAME, IDENTITY, slowly(store.listed()), store.read_committed)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert not wrong
+    assert len(took) > 20
+    check(meta, NAME, store.there)
+
+
+def test_C18_commits_are_held_back_for_the_last_few_alone(
+    meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 3)
+    store = Chunks(files(1, b"a"))
+    commit(meta, *store.there)
+    was_held = list[bool]()
+
+    def put() -> None:
+        store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
+
+    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        if not store.requested:
+            store.committed(meta, files(30, b"more"), files(31, b"even more"))
+            was_held.append(False)
+        else:
+            was_held.append(commits_are_locked(open_meta))
+        yield from store.read_committed(chunks)
+
+    meta.rebuild(NAME, IDENTITY, store.listed(then=put), late)
+    assert [len(chunks) for chunks in store.requested] == [10, 2]
+    assert was_held == [False, True]
+    assert not commits_are_locked(open_meta)
+    check(meta, NAME, [*store.there, files(999, b"hasty")])
+
+
+def test_C18_a_rebuild_that_may_not_ask_for_more_gives_way(meta: MetadataStore) -> None:
+    store = Chunks(files(1, b"a"))
+    commit(meta, *store.there)
+    with pytest.raises(BusyError, match="was changed"):
+        meta.rebuild(
+            NAME, IDENTITY, store.listed(then=lambda: store.committed(meta, files(2, b"b")))
+        )
+    check(meta, NAME, store.there)
+
+
+@pytest.mark.parametrize("error", [CorruptError("a chunk is damaged"), KeyboardInterrupt()])
+def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
+    meta: MetadataStore, open_meta: Opener, error: BaseException
+) -> None:
+    store = Chunks(files(1, b"a"))
+    commit(meta, *store.there)
+
+    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        yield from store.read_committed(chunks)
+        raise error
+
+    with pytest.raises(type(error)):
+        meta.rebuild(
+            NAME, IDENTITY, store.listed(then=lambda: store.committed(meta, files(2, b"b"))), late
+        )
+    check(meta, NAME, store.there)
+    assert not commits_are_locked(open_meta)
+
+
+def test_late_chunks_that_nobody_can_read_are_asked_for_once(
+    meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 0)
+    store = Chunks(files(1, b"a"))
+    commit(meta, *store.there)
+    asked = list[Collection[ChunkId]]()
+
+    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        asked.append(chunks)
+        yield from ()
+
+    meta.rebuild(
+        NAME, IDENTITY, store.listed(then=lambda: commit(meta, files(2, b"damaged"))), late
+    )
+    assert asked == [[chunk_id(2)]]
+    check(meta, NAME, store.there)
+
+
+def test_chunks_that_are_gone_are_not_asked_for(meta: MetadataStore) -> None:
+    """What was committed before, and is not found, is what a rebuild leaves out."""
+    store = Chunks(files(1, b"a"), files(3, b"orphan"))
+    commit(meta, files(1, b"a"), files(2, b"lost"))
+    meta.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+    assert store.requested == []
+    check(meta, NAME, store.there)
+
+
+def test_a_rebuild_is_news_to_whoever_has_seen_the_last_commit(meta: MetadataStore) -> None:
+    """An orphan is among the changes since a version that came after it had been folded in."""
+    store = Chunks(files(1, b"a"), files(2, b"orphan"))
+    commit(meta, files(1, b"a"))
+    last = list[int]()
+
+    def batches() -> Iterator[Batch]:
+        yield from store.listed()
+        store.committed(meta, files(3, b"b"))
+        last.append(meta.head(NAME).version)
+
+    meta.rebuild(NAME, IDENTITY, batches(), store.read_committed)
+    assert set(stored_entries(meta.changes(IDENTITY, last[0]).rows)) == {b"a", b"orphan", b"b"}
+
+
+def test_a_dataset_that_is_dropped_meanwhile_does_not_come_back(meta: MetadataStore) -> None:
+    store = Chunks(files(1, b"a"))
+    commit(meta, *store.there)
+    with pytest.raises(NoSuchDataset):
+        meta.rebuild(
+            NAME, IDENTITY, store.listed(then=lambda: meta.drop(IDENTITY)), store.read_committed
+        )
+    assert meta.heads() == []
+    meta.create(NAME, IDENTITY)
+    check(meta, NAME, [])
+
+
+def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
+    """Nor does one of a dataset that is not known, which another has made known meanwhile."""
+    store = Chunks(files(1, b"a"), files(2, b"b"))
+    meta.drop(IDENTITY)
+    with closing(open_meta()) as other:
+
+        def meanwhile() -> None:
+            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+            number = len(store.there) + 1
+            store.committed(other, files(number, b"f%d" % number))
+            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+
+        for _ in range(2):
+            meta.rebuild(NAME, IDENTITY, store.listed(then=meanwhile), store.read_committed)
+            check(other, NAME, store.there)
+
+
+def test_what_is_forgotten_meanwhile_is_forgotten_again(meta: MetadataStore) -> None:
+    store = Chunks(files(1, b"a"), files(2, b"a"), files(3, b"z"))
+    commit(meta, *store.there)
+    gone = chunk_id(1)
+    batches = store.listed(then=lambda: meta.forget(IDENTITY, [gone]))
+    meta.rebuild(NAME, IDENTITY, batches, store.read_committed)
+    meta.forget(IDENTITY, [gone])
+    check(meta, NAME, store.there[1:])
+
+
+def test_C2_a_rebuild_that_is_interrupted_when_it_is_done_has_been_done(
+    meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Chunks(files(1, b"a"), files(2, b"orphan"))
+    commit(meta, files(1, b"a"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RenewingCommitLock, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            meta.rebuild(NAME, IDENTITY, store.listed())
+    check(meta, NAME, store.there)
+
+
+# The embedded store's own
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "meta.sqlite"
+
+
+@pytest.fixture
+def embedded(path: Path) -> Iterator[SqliteMetadata]:
+    with closing(SqliteMetadata.open(path, create=True)) as store:
+        store.create(NAME, IDENTITY)
+        yield store
+
+
+def rows_of_nobody(path: Path) -> int:
+    """Rows under numbers that no dataset has."""
+    with closing(sqlite3.connect(path)) as db:
+        mine = "(SELECT number FROM dataset)"
+        counts = [
+            db.execute(f"SELECT count(*) FROM {table} WHERE {column} NOT IN {of}").fetchone()[0]  # noqa: S608
+            for table, column, of in (
+                ("folder", "dataset", mine),
+                ("chunk", "dataset", mine),
+                ("aside", "dataset", mine),
+                ("hold", "dataset", mine),
+                ("entry", "folder", "(SELECT number FROM folder)"),
+                ("run", "folder", "(SELECT number FROM folder)"),
+                ("part", "folder", "(SELECT number FROM folder)"),
+                ("hole", "chunk", "(SELECT number FROM chunk)"),
+                ("span", "chunk", "(SELECT number FROM chunk)"),
+            )
+        ]
+    return sum(counts)
+
+
+def many() -> list[Chunk]:
+    """Runs, entries, holes; several portions of each where a portion is small."""
+    paths = [b"d%d/%03d" % (i % 5, i) for i in range(200)]
+    return [files(1, *paths), files(2, *paths[::3]), files(3, b"x"), tombstones(4, b"x")]
+
+
+@pytest.mark.parametrize("ends_by", ["success", "error", "drop"])
+def test_nothing_is_left_of_what_was_set_aside(
+    embedded: SqliteMetadata, path: Path, ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_ROWS_AT_ONCE", "_FOLDERS_AT_ONCE", "_CHUNKS_AT_ONCE"):
+        monkeypatch.setattr(sqlite_aside, name, 3)
+    store = Chunks(*many())
+    commit(embedded, *store.there)
+
+    def batches() -> Iterator[Batch]:
+        yield from store.listed()
+        assert rows_of_nobody(path) > 0
+        if ends_by == "error":
+            raise CorruptError("a chunk is damaged")
+
+    if ends_by == "drop":
+        embedded.drop(IDENTITY)
+        embedded.create(NAME, IDENTITY)
+        store.there.clear()
+    elif ends_by == "error":
+        with pytest.raises(CorruptError):
+            embedded.rebuild(NAME, IDENTITY, batches())
+    else:
+        embedded.rebuild(NAME, IDENTITY, batches())
+    assert rows_of_nobody(path) == 0
+    check(embedded, NAME, store.there)
+
+
+def test_what_a_killed_rebuild_left_goes_with_a_later_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before it has been silent for long; where it was not dead, it notices."""
+    now_ns = [1_800_000_000 * ONE_S]
+    opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
+    with closing(opened) as meta:
+        meta.create(NAME, IDENTITY)
+        store = Chunks(*many())
+        commit(meta, *store.there)
+
+        monkeypatch.setattr(sqlite_aside, "_ROWS_AT_ONCE", 1)
+
+        def beside(seconds: int) -> None:
+            meta.create("other", uuid.UUID(int=9))
+            now_ns[0] += seconds * ONE_S
+            meta.rebuild("other", uuid.UUID(int=9), [files(1, b"a").batch()])
+
+        def batches(seconds: int) -> Iterator[Batch]:
+            yield from store.listed()
+            beside(seconds)
+
+        meta.rebuild(NAME, IDENTITY, batches(500))
+        with pytest.raises(BusyError, match="taken for dead"):
+            meta.rebuild(NAME, IDENTITY, batches(700))
+        check(meta, NAME, store.there)
+        assert rows_of_nobody(path) == 0
+        monkeypatch.setattr(sqlite_aside.SqliteShadowState, "discard", lambda _: None)
+        monkeypatch.setattr(Chunks, "listed", killed(Chunks.listed))
+        with pytest.raises(KeyboardInterrupt):
+            meta.rebuild(NAME, IDENTITY, store.listed())
+        assert rows_of_nobody(path) > 0
+        beside(0)
+        assert rows_of_nobody(path) > 0, "it may be at work still"
+        beside(700)
+        assert rows_of_nobody(path) == 0
+        check(meta, NAME, store.there)
+
+
+def test_who_is_being_removed_notices(embedded: SqliteMetadata, path: Path) -> None:
+    """Also as long as some of it is there."""
+    store = Chunks(*many())
+    commit(embedded, *store.there)
+
+    def condemned() -> None:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("UPDATE aside SET beat = 0")
+            db.commit()
+
+    with pytest.raises(BusyError, match="taken for dead"):
+        embedded.rebuild(NAME, IDENTITY, store.listed(then=condemned))
+    check(embedded, NAME, store.there)
+
+
+def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
+    embedded: SqliteMetadata, path: Path
+) -> None:
+    store = Chunks(files(1, b"a"))
+    commit(embedded, *store.there)
+
+    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("DELETE FROM hold")
+            db.commit()
+        if len(store.there) == 2:
+            store.committed(embedded, files(3, b"c"))
+        yield from store.read_committed(chunks)
+
+    batches = store.listed(then=lambda: store.committed(embedded, files(2, b"b")))
+    embedded.rebuild(NAME, IDENTITY, batches, late)
+    assert store.requested == [[chunk_id(2)], [chunk_id(3)]]
+    check(embedded, NAME, store.there)
+
+
+def killed(listed: Callable[[Chunks], Iterator[Batch]]) -> Callable[[Chunks], Iterator[Batch]]:
+    """Batches whose reader is killed behind the last."""
+
+    def batches(self: Chunks) -> Iterator[Batch]:
+        yield from listed(self)
+        raise KeyboardInterrupt
+
+    return batches
+
+
+def test_others_go_on_holding_commits_back_after_a_rebuild(
+    embedded: SqliteMetadata, path: Path
+) -> None:
+    store = Chunks(files(1, b"a"))
+    commit(embedded, *store.there)
+    with closing(SqliteMetadata.open(path, deadline_s=0.05)) as hasty:
+        with embedded.lock_commits(IDENTITY, 60):
+            embedded.rebuild(NAME, IDENTITY, store.listed())
+            with pytest.raises(BusyError):
+                hasty.commit(IDENTITY, files(2, b"b").batch())
+        hasty.commit(IDENTITY, files(2, b"b").batch())
+
+
+def test_a_store_from_before_there_were_states_aside(embedded: SqliteMetadata, path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE IF EXISTS aside")
+        db.commit()
+    store = Chunks(*many())
+    commit(embedded, *store.there)
+    embedded.rebuild(NAME, IDENTITY, store.listed())
+    check(embedded, NAME, store.there)
+    embedded.drop(IDENTITY)
+    assert rows_of_nobody(path) == 0

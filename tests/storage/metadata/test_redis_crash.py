@@ -1,0 +1,289 @@
+"""A commit that is cut off at each of its steps, and commits of many processes at once."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import MetadataBehind
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.storage.metadata.batches import Chunk, Entry, check, files, stored_entries
+from tests.storage.metadata.redis_proxy import RedisProxy
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+TREE = Path(__file__).resolve().parents[3]
+ENTRIES = 50
+BUCKETS = 3
+BEFORE = [1, 2, 3]
+
+
+def shared(number: int) -> Chunk:
+    """A chunk whose paths other chunks have too, and an extent that it shares with another."""
+    extent = Entry(
+        b"big%d" % (number // 2), 9, number=number % 2, extents=2, first=(number // 2, 0)
+    )
+    small = tuple(
+        Entry(b"%d/%d" % (i % 7, number * 7 % 10 + i), number + i) for i in range(ENTRIES)
+    )
+    return Chunk(number, (extent, *small))
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    return emptied_server()
+
+
+@pytest.fixture
+def meta(server: RedisServer) -> Iterator[RedisMetadata]:
+    """A store in which some chunks are."""
+    with closing(RedisMetadata.open(server.url, buckets=BUCKETS)) as store:
+        store.create(NAME, IDENTITY)
+        for number in BEFORE:
+            store.commit(IDENTITY, shared(number).batch())
+        yield store
+
+
+def work(url: str, numbers: str, at_once: str) -> None:
+    """What the other processes do: commit these chunks, so many together, and say so then."""
+    tried = list(map(int, numbers.split(",")))
+    with closing(RedisMetadata.open(url, deadline_s=20)) as meta:
+        for begin in range(0, len(tried), int(at_once)):
+            group = tried[begin : begin + int(at_once)]
+            version = meta.commit(IDENTITY, *(shared(number).batch() for number in group))
+            print("\n".join(f"{number} {version}" for number in group), flush=True)
+
+
+def start(url: str, numbers: list[int], at_once: int = 1) -> "subprocess.Popen[str]":
+    code = (
+        "import sys; from tests.storage.metadata.test_redis_crash import work; work(*sys.argv[1:])"
+    )
+    words = [url, ",".join(map(str, numbers)), str(at_once)]
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, text=True)
+
+
+def committed(meta: RedisMetadata, tried: list[int]) -> list[int]:
+    """Which chunks are in; the state is whole, and is of no others."""
+    found = {record.id for record in meta.chunks(IDENTITY)}
+    done = [number for number in tried if shared(number).id in found]
+    assert len(done) == len(found)
+    check(meta, NAME, [shared(number) for number in done])
+    return done
+
+
+STEPS = 12
+"""More than a commit has, so that the last ones hit nothing."""
+
+
+class FaultAt:
+    """Does something to one request of those after `arm`."""
+
+    def __init__(self, step: int, what: str) -> None:
+        self.hit = False
+        self._left = 0
+        self._step = step
+        self._what = what
+
+    def arm(self) -> None:
+        """Count from now on."""
+        self._left = self._step
+
+    def __call__(self, number: int, request: bytes) -> str:
+        self._left -= 1
+        if self._left != 0:
+            return ""
+        self.hit = True
+        return self._what
+
+
+@pytest.mark.parametrize("what", ["lose", "swallow"])
+def test_A6_a_connection_that_is_lost_at_any_step(
+    server: RedisServer, meta: RedisMetadata, what: str
+) -> None:
+    """The commit is sent again, and counts once: files, bytes, chunks, holes."""
+    tried = list(BEFORE)
+    hits = 0
+    for step in range(1, STEPS + 1):
+        fault = FaultAt(step, what)
+        with (
+            RedisProxy(server.socket, fault) as proxy,
+            closing(RedisMetadata.open(proxy.url, deadline_s=10)) as other,
+        ):
+            fault.arm()
+            tried.append(len(tried) + 1)
+            version = other.commit(IDENTITY, shared(tried[-1]).batch())
+        hits += fault.hit
+        assert version == meta.head(NAME).version
+        assert committed(meta, tried) == tried
+        assert not server.client().lrange(DatasetKeys(IDENTITY).pending, 0, -1)
+    assert 5 <= hits < STEPS, "a commit has at least five steps, and fewer than were tried"
+
+
+class KillAt:
+    """Kills the process that talks through a proxy, before or after a step of its commit."""
+
+    def __init__(self, step: int, when: str) -> None:
+        self._left = step
+        self._when = when
+        self._process: subprocess.Popen[str] | None = None
+        self._started = threading.Event()
+
+    def watch(self, process: "subprocess.Popen[str]") -> None:
+        """This is the one."""
+        self._process = process
+        self._started.set()
+
+    def __call__(self, number: int, request: bytes) -> str:
+        self._started.wait(30)
+        if b"INFO" in request or b"$3\r\nGET" in request:  # the opening
+            return ""
+        self._left -= 1
+        if self._left != 0:
+            return ""
+        process = self._process
+        assert process is not None
+        if self._when == "before":
+            process.kill()
+            process.wait()
+            return "lose"
+        process.send_signal(signal.SIGSTOP)  # Redis hears it, and the process no answer
+        threading.Timer(0.05, process.kill).start()
+        return ""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_A6_A9_a_writer_that_is_killed_at_any_step(
+    server: RedisServer, meta: RedisMetadata, when: str, at_once: int
+) -> None:
+    """A crash leaves all of the commit or nothing; who comes next completes it."""
+    outcomes = set()
+    tried = list(BEFORE)
+    for step in range(1, STEPS):
+        group = list(range(10 * step, 10 * step + at_once))
+        before, state = meta.head(NAME), stored_entries(meta.changes(IDENTITY, 0).rows)
+        fault = KillAt(step, when)
+        with (
+            RedisProxy(server.socket, fault) as proxy,
+            start(proxy.url, group, at_once) as process,
+        ):
+            fault.watch(process)
+            output, _ = process.communicate(timeout=60)
+        is_acked = len(output.splitlines()) == at_once
+        with closing(RedisMetadata.open(server.url)) as fresh:
+            is_in = fresh.head(NAME).version > before.version
+            assert is_in or not is_acked
+            if not is_in:
+                assert fresh.head(NAME) == before
+                assert stored_entries(fresh.changes(IDENTITY, 0).rows) == state
+            known = [*tried, *group] if is_in else tried
+            assert committed(fresh, [*tried, *group]) == known
+            outcomes.add((is_in, is_acked))
+            tried += group
+            for number in group:
+                fresh.commit(IDENTITY, shared(number).batch())
+            assert committed(fresh, tried) == tried
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0, "not every step was tried"
+    assert outcomes >= {(False, False), (True, False), (True, True)}
+
+
+def test_L1_L2_processes_and_threads_commit_at_once(
+    meta: RedisMetadata, server: RedisServer
+) -> None:
+    numbers = list(range(4, 64))
+    random.Random(1).shuffle(numbers)
+    started = [start(server.url, numbers[i::3] + numbers[:5], at_once=i + 1) for i in range(3)]
+    own = list(range(64, 84))
+    threads = [
+        threading.Thread(
+            target=lambda part: [meta.commit(IDENTITY, shared(n).batch()) for n in part],
+            args=(own[i::2],),
+        )
+        for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    versions = []
+    while any(process.poll() is None for process in started):
+        changes = meta.changes(IDENTITY, 0)
+        versions.append(changes.head.version)
+        assert len(changes.chunks) == changes.head.chunks
+        held = {changes.rows.chunks[i] for i in set(changes.rows.chunk.tolist())}
+        assert held <= {chunk.id for chunk in changes.chunks}
+        sizes = changes.rows.records["size"]
+        assert (len(sizes), int(sizes.sum())) == (changes.head.files, changes.head.bytes)
+    for thread in threads:
+        thread.join()
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert versions == sorted(versions)
+    assert len(set(versions)) > 3, "nothing was read while the others wrote: proves nothing"
+    assert all(len(output.splitlines()) == 25 for output in outputs)
+    tried = [*BEFORE, *numbers, *own]
+    assert sorted(committed(meta, tried)) == sorted(tried)
+
+
+def test_a_piece_that_redis_has_lost_is_missed(meta: RedisMetadata, server: RedisServer) -> None:
+    """The version has moved and what belongs to it is gone: nobody is told anything."""
+    client = server.client()
+    with closing(RedisMetadata.open(server.url)) as writer:
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
+        writer.commit(IDENTITY, files(50, b"new/file").batch())
+    lost = [key for key in client.keys("dfs:*}:x") if client.hlen(key)]
+    assert len(lost) in (1, 2)
+    client.delete(*lost)
+    for ask in (
+        lambda: meta.head(NAME),
+        lambda: meta.lookup(IDENTITY, [b"new/file"]),
+        lambda: meta.changes(IDENTITY, 0),
+        lambda: meta.children(IDENTITY, b""),
+    ):
+        with pytest.raises(MetadataBehind, match="has lost"):
+            ask()
+    assert [marker.name for marker in meta.heads()] == [NAME], "other datasets are not hidden"
+    meta.rebuild(NAME, IDENTITY, [shared(number).batch() for number in BEFORE])
+    assert committed(meta, BEFORE) == BEFORE
+
+
+def test_a_bucket_that_has_lost_what_it_told_the_head(
+    meta: RedisMetadata, server: RedisServer
+) -> None:
+    """C11: one node of a cluster comes back with older data."""
+    client = server.client()
+    (tally, *_) = client.keys("dfs:*}:t")
+    client.hincrby(tally, "pieces", -1)
+    with pytest.raises(MetadataBehind, match="has lost"):
+        meta.changes(IDENTITY, 0)
+    with pytest.raises(MetadataBehind, match="has lost"):
+        meta.lookup(IDENTITY, [b"%d/x" % i for i in range(7)])
+
+
+def test_what_a_dead_writer_left_is_swept_up(meta: RedisMetadata, server: RedisServer) -> None:
+    client = server.client()
+    keys = DatasetKeys(IDENTITY)
+    writer = RedisMetadata.open(server.url)
+    writer._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+    for number in range(100, 165):
+        with pytest.raises(KeyboardInterrupt):
+            writer.commit(IDENTITY, shared(number).batch())
+    assert client.hlen(keys.begun) == 65
+    generation = meta._commits.read_head(IDENTITY).generation
+    meta._commits.remove_abandoned_transactions(IDENTITY, generation)
+    assert client.hlen(keys.begun) == 65, "they may be alive"
+    meta._commits.remove_abandoned_transactions(IDENTITY, generation, age_s=0)
+    assert client.hlen(keys.begun) == 0
+    assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
+    writer.close()
+    assert committed(meta, BEFORE) == BEFORE

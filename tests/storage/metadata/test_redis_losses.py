@@ -1,0 +1,482 @@
+"""What a Redis loses, damages or answers half, and that nobody takes the rest for the whole."""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceError
+from diesel_fs.storage.metadata.redis import rows as redis_rows
+from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys, FolderId, Generation
+from diesel_fs.storage.metadata.redis.pieces import BucketPiece
+from diesel_fs.storage.metadata.redis.rows import GenerationReader
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
+from diesel_fs.storage.metadata.store import StoreRestarted
+from tests.storage.metadata.batches import Chunk, Entry, big, check, commit_and_repair, files
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, filled
+from tests.storage.metadata.redis_proxy import RedisProxy
+from tests.storage.metadata.redis_servers import (
+    RedisServer,
+    emptied_server,
+    execute,
+    free_port,
+    once,
+    until,
+)
+
+KEYS = DatasetKeys(IDENTITY)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of this test's own, which it may harm. It loses nothing."""
+    options = {"appendonly": "yes", "appendfsync": "always", "dbfilename": "dump"}
+    with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
+        yield server
+
+
+@pytest.fixture
+def shared() -> RedisServer:
+    return emptied_server()
+
+
+@pytest.mark.parametrize("what", ["changes", "children", "chunks"])
+def test_C2_a_restart_between_two_pages(
+    server: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cursor means nothing to the next run, which goes on somewhere and says no word."""
+    monkeypatch.setattr(redis_rows, "_SCAN_ROWS", 64)
+    names = [b"d/%05d" % i for i in range(4000)]
+    with closing(RedisMetadata.open(server.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        meta.commit(IDENTITY, files(1, *names).batch())
+        meta.commit(IDENTITY, *(files(n, b"d/%05d" % n).batch() for n in range(2, 1500)))
+        scan = GenerationReader._scan
+        key = KEYS.chunks if what == "chunks" else b":e:"
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        meanwhile, pages = once(restart), list[int]()
+
+        def scanned(
+            self: GenerationReader, keys: Sequence[bytes]
+        ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+            for which, page in scan(self, keys):
+                yield which, page
+                if key in which:
+                    pages.append(len(page))
+                    if len(pages) == 5:
+                        meanwhile()
+
+        monkeypatch.setattr(GenerationReader, "_scan", scanned)
+        found = {
+            "changes": lambda: len(meta.changes(IDENTITY, 0).rows),
+            "children": lambda: len(meta.children(IDENTITY, b"d")),
+            "chunks": lambda: len(meta.chunks(IDENTITY)) + 2501,
+        }[what]()
+        assert found == len(names)
+        assert len(pages) > 20
+
+
+def test_C4_a_store_that_comes_back_older_takes_no_commit_unlooked_at(tmp_path: Path) -> None:
+    """Its version would hide what it has lost. What it lacks is mended, once for all."""
+    with RedisServer(tmp_path / "redis", {"dbfilename": "dump"}, port=free_port()) as server:
+        chunks = [files(n, b"f%d" % n) for n in range(5)]
+        with closing(RedisMetadata.open(server.tcp_url)) as meta:
+            meta.create(NAME, IDENTITY)
+            meta.commit(IDENTITY, chunks[0].batch())
+            assert meta.needs_repair(IDENTITY) == ""
+            server.client().save()
+            meta.commit(IDENTITY, chunks[1].batch(), chunks[2].batch())
+            server.kill()
+            server.start()
+            before = meta.head(NAME)
+            with pytest.raises(StoreRestarted) as caught:
+                meta.commit(IDENTITY, chunks[3].batch())
+            with pytest.raises(StoreRestarted):
+                meta.repair(IDENTITY, "another", [])
+            assert meta.head(NAME) == before
+            assert meta.needs_repair(IDENTITY) == caught.value.run_id
+            lost = meta.missing(IDENTITY, [chunk.id for chunk in chunks])
+            assert lost == [chunk.id for chunk in chunks[1:]]
+            mended = (chunk.batch() for chunk in chunks[1:3])
+            meta.repair(IDENTITY, caught.value.run_id, mended)
+            assert meta.needs_repair(IDENTITY) == ""
+            meta.commit(IDENTITY, chunks[3].batch())
+            check(meta, NAME, chunks[:4])
+            assert sum(server.client().hlen(k) for k in server.client().keys("dfs:*}:x")) == 0
+
+
+class Flipping(RedisProxy):
+    """Damages the reply to one request."""
+
+    flip = False
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while reply := server.recv(1 << 20):
+                if self.flip:
+                    self.flip, reply = False, bytes([reply[0] ^ 0x04]) + reply[1:]
+                client.sendall(reply)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+
+def test_C11_a_reply_that_is_damaged_takes_nothing_back(shared: RedisServer) -> None:
+    """The commit was carried out: its pieces are not rubbish."""
+    armed = list[Flipping]()
+
+    def fault(_: int, request: bytes) -> str:
+        if COMMIT.sha in request and armed:
+            armed.pop().flip = True
+        return ""
+
+    with Flipping(shared.socket, fault) as proxy:
+        assert isinstance(proxy, Flipping)
+        with closing(filled(proxy.url)) as meta:
+            armed.append(proxy)
+            meta.commit(IDENTITY, files(2, b"a/y").batch())
+            assert not armed
+    with closing(RedisMetadata.open(shared.url)) as fresh:
+        check(fresh, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
+
+
+def test_C11_an_error_after_the_decision_takes_nothing_back(
+    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = RedisTransactions._commit_head
+
+    def decided(*words: object) -> tuple[int, int]:
+        decide(*words)  # type: ignore[arg-type]  # what came is passed on
+        raise CorruptError("whatever")
+
+    with closing(filled(shared.url)) as meta:
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisTransactions, "_commit_head", decided)
+            with pytest.raises(CorruptError):
+                meta.commit(IDENTITY, files(2, b"a/y").batch())
+        check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
+
+
+def test_C11_pieces_that_a_bucket_loses_before_the_commit(
+    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their writer has them still."""
+    stage, client = RedisTransactions._stage, shared.client()
+
+    def staged(
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
+    ) -> None:
+        stage(self, generation, transaction, pieces)
+        client.delete(*client.keys("dfs:*}:x"))
+
+    with closing(filled(shared.url, buckets=4)) as meta:
+        monkeypatch.setattr(RedisTransactions, "_stage", staged)
+        more = files(2, *(b"d%d/f" % i for i in range(20)))
+        meta.commit(IDENTITY, more.batch())
+        check(meta, NAME, [files(1, b"a/x", b"b"), more])
+
+
+def test_a_plan_of_nobody_is_removed(shared: RedisServer) -> None:
+    with closing(filled(shared.url)) as meta:
+        shared.client().rpush(KEYS.pending, b"z" * 48, b"", b"z")
+        start = time.monotonic()
+        assert meta.head(NAME).files == 2
+        meta.commit(IDENTITY, files(2, b"c").batch())
+        check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
+        assert time.monotonic() - start < 5
+        assert not shared.client().llen(KEYS.pending)
+
+
+def test_what_never_settles_ends_at_the_deadline(
+    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(filled(shared.url, deadline_s=1)) as meta:
+        shared.client().rpush(KEYS.pending, b"z" * 48)
+        monkeypatch.setattr(RedisTransactions, "_report_applied", lambda *_: None)
+        start = time.monotonic()
+        with pytest.raises(DieselError):
+            meta.head(NAME)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("why", ["MISCONF", "NOREPLICAS"])
+def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why: str) -> None:
+    """At once, and as an error for which they have the snapshot."""
+    options = {"save": "3600 1", "stop-writes-on-bgsave-error": "yes", "dbfilename": "dump"}
+    with (
+        RedisServer(tmp_path / "redis", options) as server,
+        closing(filled(server.url)) as meta,
+        closing(RedisMetadata.open(server.url)) as writer,
+    ):
+        client = server.client()
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
+        writer.commit(IDENTITY, files(2, b"c").batch())
+        if why == "MISCONF":
+            (tmp_path / "redis" / "dump").mkdir()
+            client.bgsave()
+            until(lambda: client.info()["rdb_last_bgsave_status"] == "err", "a failed snapshot")
+        else:
+            client.config_set("min-replicas-to-write", 1)
+        start = time.monotonic()
+        for ask in (
+            lambda: meta.head(NAME),
+            lambda: meta.changes(IDENTITY, 0),
+            lambda: meta.lookup(IDENTITY, [b"c"]),
+        ):
+            with pytest.raises(MetadataBehind, match="not applied yet"):
+                ask()
+        assert [marker.name for marker in meta.heads()] == [NAME]
+        assert time.monotonic() - start < 5
+        client.config_set("min-replicas-to-write", 0)
+        client.config_set("stop-writes-on-bgsave-error", "no")
+        check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
+
+
+def test_C7_a_rebuild_that_finds_the_memory_full_leaves_nothing(server: RedisServer) -> None:
+    client = server.client()
+    chunks = [files(n, *(b"a%d/%d" % (n, i) for i in range(5000))) for n in range(6)]
+    with closing(RedisMetadata.open(server.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        for each in chunks:
+            meta.commit(IDENTITY, each.batch())
+        keys = len(client.keys("*"))
+        client.config_set("maxmemory", int(client.info()["used_memory"]) + 1_000_000)
+        with pytest.raises(NoSpaceError):
+            meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
+        assert len(client.keys("*")) <= keys + 1  # the list of the dead
+        check(meta, NAME, chunks)
+
+
+def test_C10_an_older_incomplete_version_costs_what_is_there(shared: RedisServer) -> None:
+    """And not what could be: its last extent of a million, alone, kept Redis busy for seconds."""
+    client = shared.client()
+    last = (1 << 20) - 1
+    with closing(RedisMetadata.open(shared.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        late = [
+            Chunk(n, (Entry(b"huge", 1, number=last - n % 3, extents=last + 1, first=(n % 4, 0)),))
+            for n in range(10, 22)
+        ]
+        for each in late:
+            meta.commit(IDENTITY, each.batch())
+        client.config_set("slowlog-log-slower-than", 20_000)
+        client.slowlog_reset()
+        done = [*late, *big(50, b"huge", 3)]
+        for each in done[len(late) :]:
+            meta.commit(IDENTITY, each.batch())
+        check(meta, NAME, done)
+        assert client.slowlog_len() == 0
+        client.config_set("slowlog-log-slower-than", 10_000)
+        assert not any(client.hlen(key) for key in client.keys("dfs:*}:[pq]"))
+
+
+JUNK = b"A" * 70
+
+
+def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
+    """All fields of all hashes, with their keys; in the same order whatever the generation."""
+    keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
+    by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
+    hashes = [key for key in by_kind if client.type(key) == b"hash"]
+    found = [(key, field) for key in hashes for field in sorted(client.hgetall(key))]
+    return [(key, field) for key, field in found if isinstance(field, bytes)]
+
+
+def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
+    """Whatever is damaged: no crash, no hang, and a rebuild is as good as ever."""
+    client = shared.client()
+    first = Chunk(1, (Entry(b"a/x"), Entry(b"a/y"), Entry(b"a/x")))
+    with closing(RedisMetadata.open(shared.url, deadline_s=2)) as meta:
+
+        def anew() -> int:
+            client.flushall()
+            meta.create(NAME, IDENTITY)
+            meta.commit(IDENTITY, first.batch())
+            version = meta.head(NAME).version
+            meta.commit(IDENTITY, *(chunk.batch() for chunk in big(2, b"big", 2)))
+            meta.lock_commits(IDENTITY, 1)
+            return version
+
+        anew()
+        places = fields_of(client)
+        assert len(places) > 25
+        faults = list[str]()
+        for number in range(len(places)):
+            for junk in (b"", JUNK):
+                since = anew()
+                key, field = fields_of(client)[number]
+                client.hset(key, field, junk)
+                asks: list[Callable[[], object]] = [
+                    meta.heads,
+                    lambda: meta.head(NAME),
+                    lambda: meta.lookup(IDENTITY, [b"a/x", b"big"], tombstones=True),
+                    lambda: meta.children(IDENTITY, b""),
+                    lambda: meta.changes(IDENTITY, 0),
+                    partial(meta.changes, IDENTITY, since),
+                    lambda: meta.chunks(IDENTITY),
+                    lambda: meta.holes(IDENTITY, first.id),
+                ]
+                for i, ask in enumerate(asks):
+                    try:
+                        ask()
+                    except DieselError:
+                        pass
+                    except Exception as error:  # what must not happen
+                        faults.append(f"{key!r} {field!r} {junk[:2]!r} {i}: {error!r}")
+                if client.hget("dfs:{head}:names", NAME) == IDENTITY.bytes and field != b"name":
+                    meta.rebuild(NAME, IDENTITY, [first.batch()])
+                    check(meta, NAME, [first])
+        assert faults == []
+
+
+def test_C15_a_commit_does_not_break_in_its_middle(shared: RedisServer) -> None:
+    with closing(filled(shared.url)) as meta:
+        version = meta.head(NAME).version
+        shared.client().hset(KEYS.head, "digest", b"AAA")
+        with pytest.raises(CorruptError, match="recover"):
+            meta.commit(IDENTITY, files(2, b"y").batch())
+        assert shared.client().hget(KEYS.head, "version") == b"%d" % version
+        assert not shared.client().llen(KEYS.pending)
+
+
+@pytest.mark.parametrize("what", ["lookup", "children"])
+def test_R1_one_commit_is_seen_whole_or_not_at_all(
+    shared: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [b"a/f", b"a/g"]
+    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as other:
+        meta.commit(IDENTITY, files(2, *paths, size=1).batch())
+        meanwhile = once(
+            lambda: other.commit(
+                IDENTITY, files(3, paths[0], size=2).batch(), files(4, paths[1], size=2).batch()
+            )
+        )
+        apply = RedisTransactions._apply
+
+        def half(self: RedisTransactions, *words: object, **more: object) -> None:
+            apply(self, *words, **more)  # type: ignore[arg-type]  # what came is passed on
+
+        monkeypatch.setattr(RedisTransactions, "_apply", half)
+        entries, scan = GenerationReader.entries, GenerationReader._scan
+
+        def one_by_one(self: GenerationReader, wanted: dict[FolderId, list[bytes]]) -> object:
+            for folder, names in wanted.items():
+                for name in names:
+                    yield from entries(self, {folder: [name]})
+                    meanwhile()
+
+        def in_pages(self: GenerationReader, keys: Sequence[bytes]) -> object:
+            for key, page in scan(self, keys):
+                yield key, dict([*page.items()][:1])
+                if b":e:" in key:
+                    meanwhile()
+                for _, later in scan(self, [key]):
+                    yield key, dict([*later.items()][1:])
+
+        monkeypatch.setattr(GenerationReader, "entries", one_by_one)
+        monkeypatch.setattr(GenerationReader, "_scan", in_pages)
+        if what == "lookup":
+            rows = meta.lookup(IDENTITY, paths)
+            sizes = rows.records["size"].tolist()
+        else:
+            found = meta.children(IDENTITY, b"a")
+            sizes = [int(found.records[i]["size"]) for i, n in enumerate(found.names) if n != b"x"]
+        assert sizes == [2, 2]
+
+
+def test_a_sweep_needs_no_crowd(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dead writer's pieces are swept up as well, when they are old."""
+    monkeypatch.setattr(RedisTransactions.remove_abandoned_transactions, "__defaults__", (0,))
+    client = shared.client()
+    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as dead:
+        dead._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+        with pytest.raises(KeyboardInterrupt):
+            dead.commit(IDENTITY, files(2, b"c").batch())
+        assert client.hlen(KEYS.begun) == 1
+        meta._commits._swept_s = -1e9
+        with contextlib.suppress(DieselError):  # of that age its own goes as well
+            meta.commit(IDENTITY, files(3, b"d").batch())
+        assert client.hlen(KEYS.begun) == 0
+        assert not any(client.hlen(key) for key in client.keys("dfs:*}:x"))
+
+
+def test_A6_each_try_removes_what_the_last_one_left(shared: RedisServer) -> None:
+    lost = list[int]()
+
+    def fault(number: int, request: bytes) -> str:
+        if COMMIT.sha in request and len(lost) < 4:
+            lost.append(number)
+            return "lose"
+        return ""
+
+    filled(shared.url).close()
+    with RedisProxy(shared.socket, fault) as proxy, closing(RedisMetadata.open(proxy.url)) as meta:
+        meta.commit(IDENTITY, files(2, b"c").batch())
+        assert len(lost) == 4
+    client = shared.client()
+    assert client.hlen(KEYS.begun) == 0
+    assert not any(client.hlen(key) for key in client.keys("dfs:*}:x"))
+
+
+def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(shared: RedisServer) -> None:
+    client = shared.client()
+    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as writer:
+        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
+        more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))
+        writer.commit(IDENTITY, more.batch())
+        before = int(client.info()["total_net_output_bytes"])
+        assert len(meta.lookup(IDENTITY, [b"b"])) == 1
+        assert int(client.info()["total_net_output_bytes"]) - before < 100_000
+
+
+def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis goes before its hold is released."""
+    from diesel_fs.storage.metadata.redis.shadow_state import RedisShadowState  # noqa: PLC0415
+
+    switch = RedisShadowState._switch
+
+    def switched(*words: object) -> int | None:
+        version = switch(*words)  # type: ignore[arg-type]  # what came is passed on
+        server.kill()
+        return version
+
+    with closing(filled(server.url, deadline_s=2)) as meta:
+        monkeypatch.setattr(RedisShadowState, "_switch", switched)
+        version = meta.rebuild(NAME, IDENTITY, [files(1, b"a").batch()])
+        server.start()
+        assert meta.head(NAME).version == version
+        assert commit_and_repair(meta, IDENTITY, files(2, b"c").batch()) > version
+
+
+def test_C13_a_look_is_told_soon_and_a_commit_waits(server: RedisServer) -> None:
+    with closing(filled(server.url, deadline_s=30)) as meta:
+        server.signal(signal.SIGSTOP)
+        threading.Timer(11, lambda: server.signal(signal.SIGCONT)).start()
+        waiting = threading.Thread(
+            target=lambda: meta.commit(IDENTITY, files(2, b"c").batch()), daemon=True
+        )
+        waiting.start()
+        start = time.monotonic()
+        with pytest.raises(DieselError):
+            meta.head(NAME)
+        assert time.monotonic() - start < 10
+        waiting.join(30)
+        check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])

@@ -1,0 +1,414 @@
+"""Redis with TLS, under sentinels and as a cluster: addresses, failovers, slots that move."""
+
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.crc import key_slot
+
+from diesel_fs.errors import ConfigError, MetadataBehind, MetadataError, UsageError
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys, folder_id
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
+from tests.storage.metadata.redis_servers import (
+    RedisCluster,
+    RedisServer,
+    execute,
+    free_port,
+    program,
+    shared_cluster,
+    until,
+)
+from tests.storage.metadata.test_redis_faults import COMMANDS
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+SECRET = "canary-77c0"  # noqa: S105
+
+
+def chunk(number: int) -> Chunk:
+    return files(number, *(b"folder%d/%d" % (i % 9, number) for i in range(90)), b"same")
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "text", "database", "tls"),
+    [
+        ("redis://h", "redis", "h:6379", 0, False),
+        ("redis://u:p@h:7000/3", "redis", "h:7000", 3, False),
+        ("rediss://[::1]:7000", "redis", "[::1]:7000", 0, True),
+        ("unix:///run/redis.sock?db=2", "redis", "/run/redis.sock", 2, False),
+        ("redis+sentinel://a,b:5/main/4", "sentinel", "main by a:26379,b:5", 4, False),
+        ("rediss+cluster://a:1,b:2", "cluster", "a:1,b:2", 0, True),
+    ],
+)
+def test_addresses(url: str, kind: str, text: str, database: int, tls: bool) -> None:
+    address = parse_redis_url(url, {})
+    assert (address.kind, str(address), address.database, address.tls) == (
+        kind,
+        text,
+        database,
+        tls,
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://{SECRET}@h",
+        f"redis://:{SECRET}@h:99999",
+        f"redis://:{SECRET}@h:x",
+        f"redis://:{SECRET}@h/x",
+        f"redis://:{SECRET}@h?what=1",
+        f"redis://:x?{SECRET}=1@h",
+        f"redis://:{SECRET}@",
+        f"redis://:{SECRET}@a,b",
+        f"redis+sentinel://:{SECRET}@h",
+        f"redis+cluster://:{SECRET}@h/1",
+        f"redis://:{SECRET}@[::1",
+        "unix://",
+    ],
+)
+def test_S8_bad_addresses_are_refused_without_repeating_them(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_redis_url(url, {})
+    assert SECRET not in str(caught.value)
+
+
+def test_S8_who_we_are_comes_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    env = {"DIESEL_REDIS_USER": "me", "DIESEL_REDIS_PASSWORD_FILE": str(file)}
+    address = parse_redis_url("redis://h", env)
+    assert (address.user, address.password) == ("me", SECRET)
+    assert SECRET not in repr(address) + str(address)
+    own = [
+        parse_redis_url("redis://h", env | {"DIESEL_REDIS_PASSWORD": "other"}).password,
+        parse_redis_url("redis://you:p%40ss@h", env).password,
+    ]
+    assert own == ["other", "p@ss"]
+    with pytest.raises(ConfigError, match="no-such"):
+        parse_redis_url("redis://h", {"DIESEL_REDIS_PASSWORD_FILE": "/no-such"})
+
+
+# TLS
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
+    """A server with a certificate for "localhost", and the certificate."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    options = {
+        "tls-port": str(free_port()),
+        "tls-cert-file": str(certificate),
+        "tls-key-file": str(key),
+        "tls-ca-cert-file": str(certificate),
+        "tls-auth-clients": "no",
+    }
+    with RedisServer(tmp_path / "redis", options) as server:
+        yield server, certificate
+
+
+def test_C14_tls(tls: tuple[RedisServer, Path]) -> None:
+    server, certificate = tls
+    port = server.options["tls-port"]
+    with closing(RedisMetadata.open(f"rediss://localhost:{port}?ca={certificate}")) as meta:
+        meta.create(NAME, IDENTITY)
+        meta.commit(IDENTITY, chunk(1).batch())
+        check(meta, NAME, [chunk(1)])
+    refused = {
+        f"redis://localhost:{port}": "if it expects TLS, say rediss://",
+        f"rediss://localhost:{port}": "no TLS.*certificate verify failed",
+        f"rediss://127.0.0.1:{port}?ca={certificate}": "no TLS.*IP address mismatch",
+    }
+    for url, why in refused.items():
+        start = time.monotonic()
+        with pytest.raises(MetadataError, match=why) as caught:
+            RedisMetadata.open(url)
+        assert port in str(caught.value)
+        assert time.monotonic() - start < 2.5
+
+
+def test_C14_a_redis_without_tls(tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path / "redis", port=free_port()) as server,
+        pytest.raises(MetadataError, match=f"no TLS with 127.0.0.1:{server.port}"),
+    ):
+        RedisMetadata.open(server.tcp_url.replace("redis://", "rediss://"))
+
+
+# Sentinels
+
+
+class Sentinels:
+    """A master, its replica, and one sentinel."""
+
+    def __init__(self, folder: Path) -> None:
+        at_once = {"repl-diskless-sync-delay": "0"}
+        self.master = RedisServer(folder / "master", at_once, port=free_port())
+        replica = {"replicaof": f"127.0.0.1 {self.master.port}", **at_once}
+        self.replica = RedisServer(folder / "replica", replica, port=free_port())
+        self.port = free_port()
+        config = folder / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/sentinel.log\n"
+            f"sentinel monitor main 127.0.0.1 {self.master.port} 1\n"
+            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
+        )
+        until(self.in_step, "the replica")
+        command = [program("redis-server"), str(config), "--sentinel"]
+        command[:0] = ["setpriv", "--pdeathsig", "KILL"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until(self.complete, "the sentinel")
+
+    def in_step(self) -> bool:
+        return str(self.replica.client().info("replication")["master_link_status"]) == "up"
+
+    def copied(self) -> bool:
+        """Whether the replica has what the master had before the call."""
+        with self.master.client() as client:
+            client.set("written", "since")  # only what a connection wrote is waited for
+            return bool(client.wait(1, 1000))
+
+    def complete(self) -> bool:
+        with self.client() as client:
+            masters = execute(client, "SENTINEL", "REPLICAS", "main")
+            return bool(masters)
+
+    def fail_over(self) -> bool:
+        """False, or an error, while the sentinel does not know the replica well enough."""
+        return bool(execute(self.client(), "SENTINEL", "FAILOVER", "main"))
+
+    def client(self) -> Redis:
+        return Redis(port=self.port, protocol=2)
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.port}/main"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.master.close()
+        self.replica.close()
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
+    with closing(Sentinels(tmp_path)) as found:
+        yield found
+
+
+def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
+    with closing(RedisMetadata.open(sentinels.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        done = [chunk(1)]
+        commit_and_repair(meta, IDENTITY, done[0].batch())
+        until(sentinels.copied, "the replica")
+        until(sentinels.fail_over, "a failover")
+        start = time.monotonic()
+        while sentinels.replica.client().info("replication")["role"] != "master" or len(done) < 20:
+            done.append(chunk(len(done) + 1))
+            commit_and_repair(meta, IDENTITY, done[-1].batch())
+            assert time.monotonic() - start < 30
+        for each in done:  # what the failover has lost (C11)
+            commit_and_repair(meta, IDENTITY, each.batch())
+        check(meta, NAME, done)
+    assert sentinels.replica.client().dbsize()
+
+
+def test_C9_a_master_that_dies(sentinels: Sentinels) -> None:
+    with closing(RedisMetadata.open(sentinels.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
+        until(sentinels.copied, "the replica")
+        start = time.monotonic()
+        sentinels.master.kill()
+        commit_and_repair(meta, IDENTITY, chunk(2).batch())
+        assert time.monotonic() - start < 20
+        check(meta, NAME, [chunk(1), chunk(2)])
+
+
+def test_C1_sentinels_that_are_down(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(MetadataError, match=r"main by 127\.0\.0\.1"):
+        RedisMetadata.open(f"redis+sentinel://127.0.0.1:{free_port()}/main")
+    assert time.monotonic() - start < 10
+
+
+# Cluster
+
+
+@pytest.fixture
+def cluster() -> RedisCluster:
+    cluster = shared_cluster()
+    cluster.flush()
+    return cluster
+
+
+def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:
+    with closing(RedisMetadata.open(cluster.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        many = files(1, *(b"folder%d/f" % i for i in range(300)))
+        commit_and_repair(meta, IDENTITY, many.batch())
+        check(meta, NAME, [many])
+        sizes = [int(node.client().dbsize()) for node in cluster.nodes]
+        assert min(sizes) > 100
+        meta.rebuild(NAME, IDENTITY, [many.batch()])
+        check(meta, NAME, [many])
+        meta.drop(IDENTITY)
+        sizes = [int(node.client().dbsize()) for node in cluster.nodes]
+        assert sum(sizes) == 2, "schema, and the list of the dead"
+
+
+def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
+    rights = [*COMMANDS, "+cluster|slots", "+command", "+asking"]
+    for node in cluster.nodes:
+        execute(node.client(), "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *rights)
+    url = cluster.url.replace("://", f"://fit:{SECRET}@")
+    with closing(RedisMetadata.open(url)) as meta:
+        meta.create(NAME, IDENTITY)
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
+        check(meta, NAME, [chunk(1)])
+        assert SECRET not in repr(meta)
+    with pytest.raises(MetadataError, match="user and password") as caught:
+        RedisMetadata.open(url.replace(SECRET, SECRET + "x"))
+    assert SECRET not in str(caught.value)
+
+
+def test_C10_one_node_of_a_cluster_is_not_the_cluster(cluster: RedisCluster) -> None:
+    with pytest.raises(MetadataError, match=r"say redis\+cluster://"):
+        RedisMetadata.open(cluster.nodes[0].tcp_url)
+
+
+@pytest.mark.parametrize("whose", ["bucket", "head"])
+def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
+    """ASK while a slot is on its way, TRYAGAIN for scripts, MOVED afterwards."""
+    with closing(RedisMetadata.open(cluster.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        done = [chunk(1), chunk(2)]
+        for each in done:
+            commit_and_repair(meta, IDENTITY, each.batch())
+        generation = meta._commits.read_head(IDENTITY).generation
+        bucket_key = generation.entries(folder_id(b"folder3"))
+        slot = key_slot(bucket_key if whose == "bucket" else DatasetKeys(IDENTITY).head)
+        clients = [node.client() for node in cluster.nodes]
+        ids = [node_id(client) for client in clients]
+        source = next(i for i, (low, high) in enumerate(BOUNDS) if low <= slot < high)
+        target = (source + 1) % 3
+        execute(clients[target], "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        execute(clients[source], "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        try:
+            keys = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+            assert isinstance(keys, list)
+            assert len(keys) > 3
+            migrate(clients[source], cluster.nodes[target], keys[: len(keys) // 2])
+            if whose == "bucket":
+                check(meta, NAME, done)  # what only reads is sent after the keys
+            writer = threading.Thread(
+                target=lambda: commit_and_repair(meta, IDENTITY, chunk(3).batch())
+            )
+            writer.start()
+            time.sleep(0.4)
+            left = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+            assert isinstance(left, list)
+            migrate(clients[source], cluster.nodes[target], left)
+            for client in (clients[target], clients[source], *clients):
+                execute(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+            writer.join(40)
+            check(meta, NAME, [*done, chunk(3)])
+            with closing(RedisMetadata.open(cluster.url)) as fresh:
+                commit_and_repair(fresh, IDENTITY, chunk(4).batch())
+                check(fresh, NAME, [*done, chunk(3), chunk(4)])
+        finally:
+            cluster.flush()
+            for client in (clients[target], clients[source], *clients):
+                execute(client, "CLUSTER", "SETSLOT", slot, "STABLE")
+            for client in (clients[source], clients[target], *clients):
+                execute(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[source])
+
+
+BOUNDS = [(0, 5461), (5461, 10923), (10923, 16384)]
+
+
+def node_id(client: Redis) -> str:
+    reply = execute(client, "CLUSTER", "MYID")
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def migrate(source: Redis, target: RedisServer, keys: list[bytes]) -> None:
+    if keys:
+        execute(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+
+
+def test_a_node_of_a_cluster_that_dies_and_comes_back(tmp_path: Path) -> None:
+    cluster = RedisCluster(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
+    with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        commit_and_repair(meta, IDENTITY, chunk(1).batch())
+        cluster.nodes[1].kill()
+        answers = list[int]()
+        writer = threading.Thread(
+            target=lambda: answers.append(commit_and_repair(meta, IDENTITY, chunk(2).batch()))
+        )
+        writer.start()
+        time.sleep(0.5)
+        cluster.nodes[1].start()
+        writer.join(40)
+        assert answers
+        check(meta, NAME, [chunk(1), chunk(2)])
+
+
+def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
+    """What it has forgotten is missed, also after it has learnt new things."""
+    cluster = RedisCluster(tmp_path)
+    with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        done = [chunk(1)]
+        commit_and_repair(meta, IDENTITY, done[0].batch())
+        slot = key_slot(DatasetKeys(IDENTITY).head)
+        node = next(
+            i
+            for i, (low, high) in enumerate(BOUNDS)
+            if not low <= slot < high and int(cluster.nodes[i].client().dbsize())
+        )
+        cluster.nodes[node].kill()
+        cluster.nodes[node].start()
+        for _ in range(3):
+            for ask in (
+                lambda: meta.head(NAME),
+                lambda: meta.changes(IDENTITY, 0),
+                lambda: meta.lookup(IDENTITY, [b"folder%d/1" % i for i in range(9)]),
+            ):
+                with pytest.raises(MetadataBehind, match="has lost"):
+                    ask()
+            done.append(chunk(len(done) + 1))
+            commit_and_repair(meta, IDENTITY, done[-1].batch())
+        meta.rebuild(NAME, IDENTITY, [each.batch() for each in done])
+        check(meta, NAME, done)
+
+
+def test_numbers_that_scripts_cannot_hold_are_refused(cluster: RedisCluster) -> None:
+    with closing(RedisMetadata.open(cluster.url)) as meta:
+        meta.create(NAME, IDENTITY)
+        with pytest.raises(UsageError):
+            commit_and_repair(meta, IDENTITY, files(1, b"huge", size=1 << 60).batch())
+        commit_and_repair(meta, IDENTITY, files(1, b"large", size=1 << 50).batch())
+        assert meta.head(NAME).bytes == 1 << 50

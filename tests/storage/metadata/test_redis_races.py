@@ -1,0 +1,355 @@
+"""Two at once, each stopped where it hurts: what one does between two steps of the other."""
+
+import contextlib
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from diesel_fs.errors import BusyError, UsageError
+from diesel_fs.format.entries import ChunkId
+from diesel_fs.storage.metadata.redis.bucket_scripts import Script
+from diesel_fs.storage.metadata.redis.head import RedisHead
+from diesel_fs.storage.metadata.redis.head_scripts import APPLIED
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys, Generation
+from diesel_fs.storage.metadata.redis.link import Word
+from diesel_fs.storage.metadata.redis.pieces import BucketPiece
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
+from diesel_fs.storage.metadata.store import Batch
+from tests.storage.metadata.batches import (
+    big,
+    check,
+    chunk_by_purge,
+    files,
+    stored_entries,
+    tombstones,
+)
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server, once, shared_server
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    return emptied_server()
+
+
+@pytest.fixture
+def meta(server: RedisServer) -> Iterator[RedisMetadata]:
+    with closing(RedisMetadata.open(server.url)) as store:
+        store.create(NAME, IDENTITY)
+        yield store
+
+
+@pytest.fixture
+def other(server: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
+    with closing(RedisMetadata.open(server.url)) as store:
+        yield store
+
+
+def test_one_chunk_by_two_writers_counts_once(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = files(1, b"a", b"b/c")
+    meanwhile = once(lambda: other.commit(IDENTITY, chunk.batch()))
+    stage = RedisTransactions._stage
+
+    def staged(
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
+    ) -> None:
+        stage(self, generation, transaction, pieces)
+        if self is meta._commits:
+            meanwhile()
+
+    monkeypatch.setattr(RedisTransactions, "_stage", staged)
+    version = meta.commit(IDENTITY, chunk.batch())
+    check(meta, NAME, [chunk])
+    assert version == other.head(NAME).version
+
+
+def test_tallies_that_arrive_in_another_order(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [files(1, b"a", size=5), files(2, b"a", b"b", size=9), tombstones(3, b"b")]
+
+    def two() -> None:
+        for chunk in chunks[1:]:
+            other.commit(IDENTITY, chunk.batch())
+
+    meanwhile, ask = once(two), RedisTransactions.run_head_script
+
+    def asked(
+        self: RedisTransactions, script: Script, keys: Sequence[bytes], *arguments: Word
+    ) -> list[object]:
+        if self is meta._commits and script is APPLIED:
+            meanwhile()
+        return ask(self, script, keys, *arguments)
+
+    monkeypatch.setattr(RedisTransactions, "run_head_script", asked)
+    meta.commit(IDENTITY, chunks[0].batch())
+    check(meta, NAME, chunks)
+
+
+def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
+    meta: RedisMetadata, other: RedisMetadata, server: RedisServer
+) -> None:
+    chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
+    meta.commit(IDENTITY, chunks[0].batch())
+    late = list[Sequence[ChunkId]]()
+
+    def batches() -> Iterator[Batch]:
+        yield chunks[0].batch()
+        other.commit(IDENTITY, chunks[1].batch())
+
+    def rest(some: Collection[ChunkId]) -> Iterator[Batch]:
+        late.append([*some])
+        server.client().delete(DatasetKeys(IDENTITY).commit_locks)
+        if len(late) == 1:
+            other.commit(IDENTITY, chunks[2].batch())
+        yield from (chunk.batch() for chunk in chunks if chunk.id in some)
+
+    meta.rebuild(NAME, IDENTITY, batches(), rest)
+    assert late == [[chunks[1].id], [chunks[2].id]]
+    check(meta, NAME, chunks)
+    assert no_rubbish(meta, server)
+
+
+def test_who_is_held_back_by_a_rebuild_leaves_nothing(
+    meta: RedisMetadata, server: RedisServer
+) -> None:
+    chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
+
+    def batches() -> Iterator[Batch]:
+        yield from ()
+        meta.commit(IDENTITY, chunks[0].batch())
+
+    def rest(_: Collection[ChunkId]) -> Iterator[Batch]:
+        yield chunks[0].batch()
+        hasty = RedisMetadata.open(server.url, deadline_s=0.1)
+        with closing(hasty), pytest.raises(BusyError):
+            hasty.commit(IDENTITY, chunks[1].batch())
+        assert server.client().hlen(DatasetKeys(IDENTITY).begun) == 0, "it has taken it back"
+        assert staged(server) == 0
+
+    meta.rebuild(NAME, IDENTITY, batches(), rest)
+    meta.commit(IDENTITY, chunks[2].batch())
+    check(meta, NAME, [chunks[0], chunks[2]])
+
+
+@pytest.mark.parametrize("ahead_s", [-90, 0, 600])
+def test_K1_a_hold_holds_whatever_the_clocks_of_the_hosts_say(
+    meta: RedisMetadata, server: RedisServer, ahead_s: int
+) -> None:
+    hasty = RedisMetadata.open(server.url, deadline_s=0.1)
+    other = RedisMetadata.open(
+        server.url, clock_ns=lambda: time.time_ns() + ahead_s * 10**9, deadline_s=0.1
+    )
+    with closing(hasty), closing(other):
+        with other.lock_commits(IDENTITY, 60), pytest.raises(BusyError):
+            hasty.commit(IDENTITY, files(1, b"a").batch())
+        with hasty.lock_commits(IDENTITY, 60), pytest.raises(BusyError):
+            other.commit(IDENTITY, files(1, b"a").batch())
+        other.lock_commits(IDENTITY, 0.3)
+        start = time.monotonic()
+        meta.commit(IDENTITY, files(1, b"a").batch())
+        assert 0.2 < time.monotonic() - start < 5
+        token = DatasetKeys(IDENTITY).commit_locks
+        server.client().hset(token, "of a clock that has gone back", time.time() + 3600)
+        server.client().hset(token, "of nobody", "rubbish")
+        hasty.commit(IDENTITY, files(2, b"a").batch())
+        with pytest.raises(UsageError):
+            meta.lock_commits(IDENTITY, 3600)
+
+
+def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
+    meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files: a chunk has one row. Scaled: 2 s make it dead."""
+    monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 2)
+    meta.commit(IDENTITY, files(1, b"x").batch())
+
+    def batches() -> Iterator[Batch]:
+        for number in range(60):
+            yield files(number + 1, b"x%d" % number).batch()
+            time.sleep(0.05)
+        with closing(RedisMetadata.open(server.url, deadline_s=0.1)) as hasty:
+            hasty.create("another", uuid.UUID(int=9))  # who cleans up
+
+    meta.rebuild(NAME, IDENTITY, batches())
+    assert meta.head(NAME).files == 60
+
+
+@pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])
+def test_a_reader_whose_generation_goes(
+    meta: RedisMetadata, other: RedisMetadata, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never told that there is nothing."""
+    chunks = [files(1, b"d/a", b"d/b"), files(2, b"d/a")]
+    first = meta.commit(IDENTITY, chunks[0].batch())
+    meta.commit(IDENTITY, chunks[1].batch())
+    meanwhile = once(lambda: other.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks]))
+    settled = RedisTransactions.apply_pending
+
+    def settled_then(
+        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+    ) -> RedisHead:
+        head = settled(self, identity, until_empty=wholly)
+        if self is meta._commits:
+            meanwhile()
+        return head
+
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
+    ask: dict[str, Callable[[], object]] = {
+        "lookup": lambda: (
+            [*stored_entries(meta.lookup(IDENTITY, [b"d/a", b"d/b"]))] == [b"d/a", b"d/b"]
+        ),
+        "children": lambda: meta.children(IDENTITY, b"d").names == [b"a", b"b"],
+        "changes": lambda: len(meta.changes(IDENTITY, 0).rows) == 2,
+        "newer": lambda: len(meta.changes(IDENTITY, first).rows) == 2,
+        "chunks": lambda: [record.holes for record in meta.chunks(IDENTITY)] == [1, 0],
+        "holes": lambda: meta.holes(IDENTITY, chunks[0].id).tolist() == [0],
+    }
+    assert ask[what]()
+
+
+@pytest.mark.parametrize("extents", [1, 2])
+def test_P6_what_purge_moved_comes_after_its_sources(
+    meta: RedisMetadata, other: RedisMetadata, extents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their writer has committed them and died before they were applied."""
+    sources = [files(1, b"a", b"b")] if extents == 1 else big(1, b"a", extents)
+    with monkeypatch.context() as patch:
+        patch.setattr(other._commits, "_apply", lambda *_: None)
+        for source in sources:
+            other.commit(IDENTITY, source.batch())
+    nine = chunk_by_purge(9, (sources[0], 0))
+    meta.commit(IDENTITY, nine.batch())
+    check(meta, NAME, [*sources, nine])
+
+
+def test_a_dropped_dataset_takes_nothing_from_a_slow_writer(
+    meta: RedisMetadata, other: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped, and made anew under the same identity, between two steps of a commit."""
+
+    def again() -> None:
+        other.drop(IDENTITY)
+        other.create(NAME, IDENTITY)
+
+    meanwhile, stage = once(again), RedisTransactions._stage
+
+    def staged_then(
+        self: RedisTransactions,
+        generation: Generation,
+        transaction: bytes,
+        pieces: Sequence[BucketPiece],
+    ) -> None:
+        stage(self, generation, transaction, pieces)
+        meanwhile()
+
+    meta.commit(IDENTITY, files(1, b"a").batch())
+    monkeypatch.setattr(RedisTransactions, "_stage", staged_then)
+    meta.commit(IDENTITY, files(2, b"b").batch())
+    check(meta, NAME, [files(2, b"b")])
+
+
+def test_what_a_crashed_rebuild_left_goes_with_a_later_one(
+    meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "diesel_fs.storage.metadata.redis.shadow_state.RedisShadowState.discard",
+            lambda *_: None,
+        )
+
+        def batches() -> Iterator[Batch]:
+            for chunk in chunks:
+                yield chunk.batch()
+            raise KeyboardInterrupt
+
+        patch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ROWS_AT_ONCE", 1)
+        with pytest.raises(KeyboardInterrupt):
+            meta.rebuild(NAME, IDENTITY, batches())
+    assert not no_rubbish(meta, server)
+    meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
+    assert not no_rubbish(meta, server), "it may be at work still"
+    monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 0)
+    meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
+    check(meta, NAME, chunks)
+    assert no_rubbish(meta, server)
+
+
+def staged(server: RedisServer) -> int:
+    """How many pieces wait."""
+    client = server.client()
+    return sum(int(client.hlen(key)) for key in client.scan_iter(b"dfs:*}:x"))
+
+
+def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
+    """Whether all keys are the head's or those of the generation that stands."""
+    name = meta._commits.read_head(IDENTITY).generation.name
+    keys = list(server.client().scan_iter(b"dfs:*"))
+    assert keys
+    own = (b"dfs:{head}:", b"dfs:{" + name + b".")
+    return all(key.startswith(own) and not key.startswith(b"dfs:{head}:k") for key in keys)
+
+
+def test_an_export_that_keeps_losing_holds_commits_back(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marker, too, where there is always something that is not applied yet."""
+    numbers = itertools.count(1)
+    settled = RedisTransactions.apply_pending
+    held = list[int]()
+
+    def settled_then(
+        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+    ) -> RedisHead:
+        head = settled(self, identity, until_empty=wholly)
+        if self is meta._commits:
+            hasty = RedisMetadata.open(url, deadline_s=0.01)
+            number = next(numbers)
+            try:
+                hasty.commit(identity, files(number, b"f%d" % number).batch())
+            except BusyError:
+                held.append(number)
+            hasty.close()
+        return head
+
+    url = shared_server().url
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
+    changes = meta.changes(IDENTITY, 0)
+    assert len(held) == 1
+    assert len(changes.rows) == changes.head.files == held[0] - 1
+    monkeypatch.setattr(RedisTransactions, "apply_pending", settled)
+    other.commit(IDENTITY, files(50, b"after").batch())
+
+
+def test_a_marker_is_whole_whoever_else_commits(
+    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other._commits, "_apply", lambda *_: None)
+    numbers, look = itertools.count(1), RedisTransactions.read_head
+    done = list[int]()
+
+    def look_then(self: RedisTransactions, identity: uuid.UUID) -> RedisHead:
+        if self is meta._commits:
+            number = next(numbers)
+            with contextlib.suppress(BusyError):
+                other.commit(identity, files(number, b"f%d" % number).batch())
+                done.append(number)
+        return look(self, identity)
+
+    other._link.deadline_s = 0.01
+    monkeypatch.setattr(RedisTransactions, "read_head", look_then)
+    assert meta.head(NAME).files == len(done) > 3

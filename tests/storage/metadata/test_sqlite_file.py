@@ -1,0 +1,320 @@
+"""The embedded metadata store's file: whose it is, who may use it, forks, and what errors say."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    ForeignError,
+    MetadataBehind,
+    MetadataError,
+    NewerVersionError,
+    NoSpaceError,
+    PermissionDenied,
+)
+from diesel_fs.storage.metadata.sqlite import database_file as sqlite_file
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from tests.small_disks import remount, small_disk
+from tests.storage.metadata.batches import check, files
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "meta.sqlite"
+
+
+@pytest.fixture
+def meta(path: Path) -> Iterator[SqliteMetadata]:
+    store = SqliteMetadata.open(path, create=True)
+    store.create(NAME, IDENTITY)
+    yield store
+    store.close()
+
+
+def commit(meta: SqliteMetadata, number: int, *paths: bytes) -> None:
+    meta.commit(IDENTITY, files(number, *(paths or [b"f%d" % number])).batch())
+
+
+def edit(path: Path, statement: str) -> None:
+    """Change a database behind the store's back."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(statement)
+
+
+# Whose file it is
+
+
+def test_a_missing_or_empty_store_is_behind_not_empty(path: Path) -> None:
+    with pytest.raises(MetadataBehind, match="dlcmd recover"):
+        SqliteMetadata.open(path)
+    assert not path.exists()
+    path.touch()  # a crash while it was made
+    with pytest.raises(MetadataBehind, match="dlcmd recover"):
+        SqliteMetadata.open(path)
+    SqliteMetadata.open(path, create=True).close()
+    SqliteMetadata.open(path).close()
+
+
+def test_C15_a_newer_schema_is_refused_and_both_versions_are_named(
+    meta: SqliteMetadata, path: Path
+) -> None:
+    meta.close()
+    edit(path, "PRAGMA user_version=7")
+    for create in (False, True):
+        with pytest.raises(NewerVersionError, match="schema 7, this program knows 1"):
+            SqliteMetadata.open(path, create=create)
+    edit(path, "PRAGMA user_version=0")
+    with pytest.raises(MetadataError, match="schema 0, this program needs 1"):
+        SqliteMetadata.open(path)
+
+
+def test_C16_another_applications_database_is_left_alone(path: Path) -> None:
+    edit(path, "CREATE TABLE theirs (x)")
+    before = path.read_bytes()
+    with pytest.raises(ForeignError, match="another application"):
+        SqliteMetadata.open(path, create=True)
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_database_is_refused(path: Path) -> None:
+    path.write_bytes(b"GIF89a, and then something that is no database at all\n" * 100)
+    with pytest.raises(ForeignError, match="not a database"):
+        SqliteMetadata.open(path, create=True)
+
+
+def test_a_damaged_file_says_recover(meta: SqliteMetadata, path: Path) -> None:
+    for number in range(1, 30):
+        commit(meta, number, *(b"f%d-%d" % (number, i) for i in range(50)))
+    meta.close()
+    content = bytearray(path.read_bytes())
+    content[3 * 4096 :] = b"\xff" * (len(content) - 3 * 4096)
+    path.write_bytes(content)
+    with (
+        closing(SqliteMetadata.open(path)) as damaged,
+        pytest.raises(CorruptError, match="dlcmd recover"),
+    ):
+        damaged.changes(IDENTITY, 0)
+
+
+def test_Z10_a_truncated_file_is_an_error(meta: SqliteMetadata, path: Path) -> None:
+    for number in range(1, 30):
+        commit(meta, number, *(b"f%d-%d" % (number, i) for i in range(50)))
+    meta.close()
+    os.truncate(path, 5 * 4096 + 7)
+    with pytest.raises(DieselError) as caught, closing(SqliteMetadata.open(path)) as damaged:
+        damaged.changes(IDENTITY, 0)
+    assert isinstance(caught.value, (CorruptError, MetadataError))
+
+
+def test_a_file_that_was_replaced_is_noticed(meta: SqliteMetadata, path: Path) -> None:
+    commit(meta, 1)
+    with closing(SqliteMetadata.open(path)) as other:
+        other.heads()
+        for end in ("", "-wal", "-shm"):
+            path.with_name(path.name + end).rename(path.with_name("old" + end))
+        with pytest.raises(MetadataBehind, match="has gone"):
+            commit(meta, 2)
+        with closing(SqliteMetadata.open(path, create=True)) as new:
+            new.create(NAME, IDENTITY)
+            commit(other, 3)
+            check(new, NAME, [files(3, b"f3")])
+
+
+# Who may use it
+
+
+def test_a_reader_changes_nothing(meta: SqliteMetadata, path: Path) -> None:
+    commit(meta, 1)
+    with closing(SqliteMetadata.open(path, readonly=True)) as reader:
+        check(reader, NAME, [files(1, b"f1")])
+        with pytest.raises(PermissionDenied):
+            commit(reader, 2)
+        with pytest.raises(PermissionDenied):
+            reader.drop(IDENTITY)
+        with pytest.raises(PermissionDenied):
+            reader.sync()
+    with pytest.raises(MetadataBehind):
+        SqliteMetadata.open(path.with_name("none"), create=True, readonly=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with small_disk(tmp_path / "disk", "size=1m") as point:
+        yield point
+
+
+def test_C8_a_full_disk_stops_commits_whole(disk: Path) -> None:
+    path = disk / "meta.sqlite"
+    done = []
+    with closing(SqliteMetadata.open(path, create=True)) as meta:
+        meta.create(NAME, IDENTITY)
+        for number in range(1, 100):
+            chunk = files(number, *(b"f%d-%d" % (number, i) for i in range(100)))
+            try:
+                meta.commit(IDENTITY, chunk.batch())
+            except NoSpaceError:
+                break
+            done.append(chunk)
+        assert 0 < len(done) < 99
+        check(meta, NAME, done)
+        remount(disk, "size=64m")
+        commit(meta, 1000)
+        check(meta, NAME, [*done, files(1000, b"f1000")])
+
+
+def test_O16_a_read_only_folder_is_refused_at_once(disk: Path) -> None:
+    path = disk / "meta.sqlite"
+    SqliteMetadata.open(path, create=True).close()
+    remount(disk, "ro")
+    with pytest.raises(PermissionDenied, match="snapshot"):
+        SqliteMetadata.open(path)
+
+
+def test_a_locked_store_names_the_process_and_the_wait_ends(
+    meta: SqliteMetadata, path: Path
+) -> None:
+    code = (
+        "import sqlite3, sys\n"
+        "db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "db.execute('BEGIN IMMEDIATE'); print('locked', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with (
+        closing(SqliteMetadata.open(path, deadline_s=0.1)) as hasty,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(BusyError, match=f"locked for 0.1 s.*process {other.pid} "):
+            commit(hasty, 1)
+        assert hasty.head(NAME).version == 0  # readers do not wait
+        other.communicate()
+        commit(hasty, 1)
+
+
+# Durability
+
+
+def test_durable_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata\n"
+        "from tests.storage.metadata.test_sqlite_file import NAME, IDENTITY, commit\n"
+        "meta = SqliteMetadata.open(Path(sys.argv[1]), create=True)\n"
+        "meta.create(NAME, IDENTITY); commit(meta, 1)\n"
+        "open('/proc/self/comm', 'w').write('begin')\n"
+        "for number in range(2, 12): commit(meta, number)\n"
+        "open('/proc/self/comm', 'w').write('middle')\n"
+        "meta.durable()\n"
+        "open('/proc/self/comm', 'w').write('end')\n"
+    )
+    trace = tmp_path / "trace"
+    command = ["strace", "-f", "-o", str(trace), "-e", "trace=write,fsync,fdatasync"]
+    try:
+        subprocess.run([*command, sys.executable, "-c", code, str(path)], check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        if trace.exists() and trace.stat().st_size:
+            raise
+        pytest.skip("strace is missing or may not trace")
+    text = trace.read_text()
+    _, begin, rest = text.partition('"begin"')
+    assert begin
+    commits, middle, rest = rest.partition('"middle"')
+    durable, end, _ = rest.partition('"end"')
+    assert middle
+    assert end
+    assert commits.count("sync(") == 0
+    assert durable.count("sync(") >= 1
+
+
+# Forks
+
+
+def in_child(do: Callable[[], None]) -> int:
+    """Runs `do` in a forked child; 0 where it returned."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            do()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_Z9_parent_and_child_both_go_on(meta: SqliteMetadata) -> None:
+    commit(meta, 1)
+
+    def use() -> None:
+        commit(meta, 2)
+        check(meta, NAME, [files(1, b"f1"), files(2, b"f2")])
+        assert in_child(lambda: commit(meta, 3)) == 0
+        meta.close()
+
+    assert in_child(use) == 0
+    commit(meta, 4)
+    check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetadata) -> None:
+    stop = threading.Event()
+    numbers: list[int] = []
+
+    def work() -> None:
+        while not stop.is_set():
+            commit(meta, 100 + len(numbers))
+            numbers.append(100 + len(numbers))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for number in range(1, 9):
+            assert in_child(lambda number=number: commit(meta, number)) == 0  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    finally:
+        stop.set()
+        thread.join()
+    check(meta, NAME, [files(i, b"f%d" % i) for i in [*range(1, 9), *numbers]])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_Z9_a_child_forked_in_a_transaction_refuses(
+    meta: SqliteMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "_FORK_WAIT_S", 0.05)
+    inside, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with meta._file.reading():
+            inside.set()
+            leave.wait()
+
+    def use() -> None:
+        with pytest.raises(MetadataError, match="forked"):
+            meta.heads()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    inside.wait()
+    try:
+        assert in_child(use) == 0
+    finally:
+        leave.set()
+        thread.join()
+    commit(meta, 1)

@@ -1,0 +1,248 @@
+"""The embedded metadata store on a network file system: no WAL, one host at a time, or refused."""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import BusyError, MetadataError
+from diesel_fs.storage.metadata.sqlite import database_file as sqlite_file
+from diesel_fs.storage.metadata.sqlite.host_lease import (
+    CLOCK_ALLOWANCE_S,
+    LEASE_S,
+    HostLease,
+    file_system_of,
+    locks_fault,
+)
+from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from tests.storage.metadata.batches import check, files
+
+NAME = "flowers"
+IDENTITY = uuid.UUID(int=7)
+
+MOUNTS = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 22 0:40 / /mnt/a\040b rw - nfs4 server:/x rw,vers=4.2,local_lock=none
+31 22 0:41 / /mnt/old rw - nfs server:/y rw,vers=3,nolock
+32 22 0:42 / /mnt/fuse rw - fuse.sshfs me@there: rw
+33 22 0:43 / /mnt/control rw - fusectl none rw
+34 32 0:44 / /mnt/fuse rw shared:3 - xfs /dev/vdb rw
+"""
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.s = 1_800_000_000.0
+
+    def ns(self) -> int:
+        return int(self.s * 1e9)
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "is_network"),
+    [
+        ("/", "ext4", False),
+        ("/mnt/old2/x", "ext4", False),
+        ("/mnt/a b/c/meta.sqlite", "nfs4", True),
+        ("/mnt/old", "nfs", True),
+        ("/mnt/control/x", "fusectl", False),
+        ("/mnt/fuse/x", "xfs", False),  # mounted over it
+    ],
+)
+def test_a_network_file_system_is_told_from_a_disk(path: str, kind: str, is_network: bool) -> None:
+    found = file_system_of(Path(path), MOUNTS)
+    assert (found.kind, found.is_network) == (kind, is_network)
+
+
+def test_of_odd_names_none_stops_the_search() -> None:
+    """A file system through FUSE is named by whoever mounts it."""
+    odd = rb"35 22 0:45 / /mnt/\303\244 rw - fuse.\040\134%s a\012%sb rw\n" % (b"\xff", b"\r")
+    assert file_system_of(Path("/mnt/old"), odd + MOUNTS).kind == "nfs"
+    assert file_system_of(Path("/mnt/ä/x"), MOUNTS + odd).is_network
+
+
+def test_locks_work_on_this_disk(tmp_path: Path) -> None:
+    assert locks_fault(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+    assert "nolock" in file_system_of(Path("/mnt/old"), MOUNTS).options
+
+
+# The lease
+
+
+def test_one_host_at_a_time(tmp_path: Path) -> None:
+    path, clock = tmp_path / "meta.lease", Clock()
+    first = HostLease(path, "host-1", clock)
+    second = HostLease(path, "host-1", clock)  # another process of that host
+    other = HostLease(path, "host-2", clock)
+    first.keep()
+    second.keep()
+    with pytest.raises(BusyError, match="?meta=redis://".replace("?", r"\?")):
+        other.keep()
+    first.release()
+    first.release()
+    with pytest.raises(BusyError):
+        other.keep()
+    second.release()
+    other.keep()
+    with pytest.raises(BusyError):
+        first.keep()
+
+
+def test_L8_a_lease_that_ran_out_is_taken_and_the_old_holder_is_refused(tmp_path: Path) -> None:
+    path, clock = tmp_path / "meta.lease", Clock()
+    dead, other = HostLease(path, "host-1", clock), HostLease(path, "host-2", clock)
+    dead.keep()
+    clock.s += LEASE_S + CLOCK_ALLOWANCE_S - 1
+    with pytest.raises(BusyError, match="wait 1 s"):
+        other.keep()
+    clock.s += 2
+    other.keep()
+    dead._sure_until = 0.0  # it slept through its lease
+    with pytest.raises(BusyError):
+        dead.keep()
+
+
+def test_a_torn_lease_is_somebodys_until_it_must_be_over(tmp_path: Path) -> None:
+    path, clock = tmp_path / "meta.lease", Clock()
+    path.write_bytes(b'{"host": "ho')
+    os.utime(path, (clock.s, clock.s))
+    lease = HostLease(path, "host-2", clock)
+    with pytest.raises(BusyError, match="unknown host"):
+        lease.keep()
+    clock.s += LEASE_S + CLOCK_ALLOWANCE_S + 1
+    lease.keep()
+
+
+def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
+    path, clock = tmp_path / "meta.lease", Clock()
+    lease = HostLease(path, "host-1", clock)
+    lease.keep()
+    child = os.fork()
+    if child == 0:
+        lease.keep()
+        os._exit(0)  # without a release
+    assert os.waitpid(child, 0)[1] == 0
+    lease.release()
+    with pytest.raises(BusyError):
+        HostLease(path, "host-2", clock).keep()
+
+
+# The store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder, and the same folder through a real FUSE file system."""
+    if not shutil.which("bindfs"):
+        pytest.skip("bindfs is not installed")
+    disk, network = tmp_path / "disk", tmp_path / "network"
+    disk.mkdir()
+    network.mkdir()
+    if subprocess.run(["bindfs", disk, network], check=False, capture_output=True).returncode:
+        pytest.skip("bindfs cannot mount here")
+    yield disk / "meta.sqlite", network / "meta.sqlite"
+    subprocess.run(["umount", "-l", network], check=True)
+
+
+def open_on(path: Path, host: str, clock: Clock, **options: bool) -> SqliteMetadata:
+    return SqliteMetadata.open(path, host=host, clock_ns=clock.ns, deadline_s=0.5, **options)
+
+
+def journal(path: Path) -> bytes:
+    """The format version in the file's header: 1 rollback, 2 WAL."""
+    return path.read_bytes()[18:20]
+
+
+def test_on_a_network_one_host_writes_without_wal(folder: tuple[Path, Path]) -> None:
+    disk, network = folder
+    clock = Clock()
+    assert file_system_of(network).kind == "fuse"
+    first = open_on(network, "host-1", clock, create=True)
+    first.create(NAME, IDENTITY)
+    first.commit(IDENTITY, files(1, b"a").batch())
+    assert journal(disk) == b"\1\1"
+    assert not disk.with_name("meta.sqlite-shm").exists()
+    with closing(open_on(network, "host-2", clock)) as second:
+        check(second, NAME, [files(1, b"a")])  # reading is free
+        with pytest.raises(BusyError, match="one host at a time"):
+            second.commit(IDENTITY, files(2, b"b").batch())
+        first.close()
+        second.commit(IDENTITY, files(2, b"b").batch())
+        check(second, NAME, [files(1, b"a"), files(2, b"b")])
+    with closing(open_on(network, "host-1", clock, readonly=True)) as reader:
+        check(reader, NAME, [files(1, b"a"), files(2, b"b")])
+
+
+def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
+    with closing(open_on(folder[1], "host-1", Clock(), create=True)) as meta:
+        with meta._file.reading() as db:
+            assert db.execute("PRAGMA synchronous").fetchone() == (3,)  # EXTRA
+            assert db.execute("PRAGMA locking_mode").fetchone() == ("normal",)
+        meta.sync()
+
+
+def test_memory_is_never_shared_over_a_network(folder: tuple[Path, Path]) -> None:
+    disk, network = folder
+    clock = Clock()
+    with closing(open_on(disk, "host-1", clock, create=True)) as local:
+        local.create(NAME, IDENTITY)
+    assert journal(disk) == b"\2\2"
+    disk.with_name("meta.sqlite-shm").symlink_to("meta.sqlite-shm")  # whoever tries to fails
+    with pytest.raises(MetadataError, match="snapshot"):
+        open_on(network, "host-2", clock, readonly=True)
+
+
+def test_a_store_written_locally_is_taken_over(folder: tuple[Path, Path]) -> None:
+    disk, network = folder
+    clock = Clock()
+    local = open_on(disk, "host-1", clock, create=True)
+    local.create(NAME, IDENTITY)
+    local.commit(IDENTITY, files(1, b"a").batch())
+    assert journal(disk) == b"\2\2"
+    local.close()
+    with pytest.raises(MetadataError, match="snapshot"):
+        open_on(network, "host-2", clock, readonly=True)
+    with closing(open_on(network, "host-2", clock)) as remote:
+        check(remote, NAME, [files(1, b"a")])
+        assert journal(disk) == b"\1\1"
+        with closing(open_on(disk, "host-1", clock)) as local:  # stays out of WAL from now on
+            check(local, NAME, [files(1, b"a")])
+            with pytest.raises(BusyError, match="one host at a time"):
+                local.commit(IDENTITY, files(2, b"b").batch())
+            assert journal(disk) == b"\1\1"
+
+
+def test_a_local_writer_makes_way_for_a_remote_one(tmp_path: Path) -> None:
+    disk, clock = tmp_path / "meta.sqlite", Clock()
+    with closing(open_on(disk, "host-1", clock, create=True)) as local:
+        local.create(NAME, IDENTITY)
+        HostLease(disk.with_name(sqlite_file.LEASE_NAME), "host-2", clock).keep()
+        with pytest.raises(BusyError, match="one host at a time"):
+            local.commit(IDENTITY, files(1, b"a").batch())
+
+
+def test_without_sound_locks_writes_are_refused(
+    folder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, network = folder
+    clock = Clock()
+    with closing(open_on(network, "host-1", clock, create=True)) as meta:
+        meta.create(NAME, IDENTITY)
+    monkeypatch.setattr(sqlite_file, "locks_fault", lambda _: "it is mounted with 'nolock'")
+    with closing(open_on(network, "host-1", clock)) as meta:
+        check(meta, NAME, [])
+        with pytest.raises(MetadataError, match=r"nolock.*\?meta=redis://"):
+            meta.commit(IDENTITY, files(1, b"a").batch())
+    with closing(sqlite3.connect(disk)) as db:
+        assert db.execute("SELECT count(*) FROM chunk").fetchone() == (0,)

@@ -1,0 +1,141 @@
+"""FAULTS A2, A3: the folder store killed at every system call that changes something.
+
+strace kills the child at the n-th call of a kind; a first run without a kill tells how many there
+are. Whatever the moment: the object is absent or whole, a lease is old or new, and what is left
+over is a temporary that names its writer.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import diesel_fs
+from diesel_fs.errors import ObjectExists
+from diesel_fs.storage.objects.folder import FolderStore
+
+DATASET = "datasets/" + "ab" * 16
+NAME = f"{DATASET}/chunks/aaaa/aaaa" + "0" * 18
+LEASE = f"{DATASET}/leases/me"
+PARTS = [bytes([number % 251]) * 100 for number in range(3000)]
+CALLS = ("mkdir", "writev", "fsync", "link", "unlink", "rename")
+CHILD = """
+import os, sys
+from diesel_fs.storage.folder import FolderStore
+store = FolderStore.open(sys.argv[1])
+parts = [bytes([number % 251]) * 100 for number in range(3000)]
+print(os.getpid(), flush=True)
+getattr(store, sys.argv[2])(sys.argv[3], parts)
+print("acknowledged", flush=True)
+"""
+
+
+def strace(log: Path, root: Path, method: str, name: str, *inject: str) -> tuple[int, list[str]]:
+    """Run the child under strace; its exit status and what it printed."""
+    traced = "trace=" + ",".join(f"/^{call}(at2?)?$" for call in CALLS)
+    command = ["strace", "-f", "-qq", "-o", str(log), "-e", traced]
+    for injection in inject:
+        command += ["-e", f"inject={injection}"]
+    command += [sys.executable, "-B", "-c", CHILD, str(root), method, name]
+    package = Path(next(iter(diesel_fs.__path__))).parent
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    return ended.returncode, ended.stdout.split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _strace_works() -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    tried = subprocess.run(["strace", "-qq", "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"strace may not trace here: {tried.stderr.strip()}")
+
+
+def steps(tmp_path: Path, method: str, name: str, prepared: FolderStore) -> list[tuple[str, int]]:
+    """Every changing call of one undisturbed run, as (kind, n-th of its kind)."""
+    log, root = tmp_path / "log", tmp_path / "rehearsal"
+    shutil.copytree(prepared.root, root)
+    status, printed = strace(log, root, method, name)
+    assert (status, printed[1:]) == (0, ["acknowledged"])
+    called = re.findall(r"^\d+\s+([a-z]+?)(?:at2?)?\(", log.read_text(), re.MULTILINE)
+    counts = Counter(called)
+    return [(call, n + 1) for call in CALLS for n in range(counts[call])]
+
+
+def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
+    empty = FolderStore.create(tmp_path / "empty")
+    every = steps(tmp_path, "put", NAME, empty)
+    assert {call for call, _ in every} == {"mkdir", "writev", "fsync", "link", "unlink"}
+    assert len(every) >= 4 + 3 + 6 + 1 + 1
+    outcomes: Counter[str] = Counter()
+    for call, n in every:
+        root = tmp_path / f"{call}-{n}"
+        shutil.copytree(empty.root, root)
+        injection = f"/^{call}(at2?)?$:signal=KILL:when={n}"
+        status, printed = strace(tmp_path / "log", root, "put", NAME, injection)
+        assert status in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{call} {n} did not kill"
+        assert printed[1:] == [], "it was acknowledged before the kill: the kill came too late"
+        store = FolderStore.open(root)
+        names = [*store.names("datasets/")]
+        assert names in ([], [NAME])
+        if names:
+            assert store.get(NAME) == b"".join(PARTS), f"torn at {call} {n}"
+        leftovers = [*store.leftovers()]
+        for leftover in leftovers:
+            assert (leftover.host, leftover.pid) == (os.uname().nodename, int(printed[0]))
+            store.discard(leftover)
+        assert [*store.foreign()] == []
+        outcomes["object"] += len(names)
+        outcomes["leftover"] += len(leftovers)
+        try:
+            store.put(NAME, PARTS)
+        except ObjectExists:
+            assert names
+        assert store.get(NAME) == b"".join(PARTS)
+        shutil.rmtree(root)
+    # The test proves something only if kills fell before, between and after the link.
+    assert 0 < outcomes["object"] < len(every)
+    assert outcomes["leftover"] >= 4
+
+
+def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
+    prepared = FolderStore.create(tmp_path / "prepared")
+    prepared.replace(LEASE, [b"old"])
+    every = steps(tmp_path, "replace", LEASE, prepared)
+    seen: Counter[bytes] = Counter()
+    for call, n in every:
+        root = tmp_path / f"{call}-{n}"
+        shutil.copytree(prepared.root, root)
+        injection = f"/^{call}(at2?)?$:signal=KILL:when={n}"
+        status, _ = strace(tmp_path / "log", root, "replace", LEASE, injection)
+        assert status in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{call} {n} did not kill"
+        content = bytes(FolderStore.open(root).get(LEASE))
+        assert content in (b"old", b"".join(PARTS)), f"torn at {call} {n}"
+        seen[content[:3]] += 1
+        shutil.rmtree(root)
+    assert len(seen) == 2, "no kill fell after the rename, or none before"
+
+
+def test_O15_fsync_error_of_the_kernel(tmp_path: Path) -> None:
+    store = FolderStore.create(tmp_path / "store")
+    once = "fsync:error=EIO:when=5"  # after those of the four new folders: the file's
+    status, printed = strace(tmp_path / "log", tmp_path / "store", "put", NAME, once)
+    assert (status, printed[1:]) == (0, ["acknowledged"])
+    assert "EIO" in (tmp_path / "log").read_text()
+    assert store.get(NAME) == b"".join(PARTS)
+    assert [*store.leftovers()] == []
+    other = NAME[:-1] + "1"
+    always = "fsync:error=EIO:when=5+"
+    status, printed = strace(tmp_path / "log", tmp_path / "store", "put", other, always)
+    assert (status, printed[1:]) == (1, [])
+    assert [*store.names("datasets/")] == [NAME]
+    assert [*store.leftovers()] == []

@@ -1,0 +1,227 @@
+"""The folder store writes large objects past the page cache where that is possible, and the same
+bytes where it is not."""
+
+import errno
+import fcntl
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import NoSpaceError
+from diesel_fs.format.entries import Bytes
+from diesel_fs.storage.metadata.sqlite.host_lease import FileSystem, file_system_of
+from diesel_fs.storage.objects.folder import FolderStore
+
+NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
+MIB = 1 << 20
+BLOCK = 4096
+SIZES = [MIB - 1, MIB, MIB + 1, 2 * MIB - BLOCK, 2 * MIB, 3 * MIB + BLOCK + 7, 4 * MIB + 12_345]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore.create(tmp_path / "store")
+
+
+class Writes:
+    """Stands in for os.write: remembers whether each write was direct, and may refuse or cut it."""
+
+    def __init__(self) -> None:
+        self.direct: list[int] = []  # bytes of each
+        self.refused_from = 1 << 30  # the first write that fails
+        self.code = errno.EINVAL
+        self.bytes_max = 1 << 30
+        self._write = os.write
+
+    def __call__(self, fd: int, data: Bytes) -> int:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return self._write(fd, data)
+        if len(self.direct) >= self.refused_from:
+            raise OSError(self.code, os.strerror(self.code))
+        self.direct.append(self._write(fd, memoryview(data)[: self.bytes_max]))
+        return self.direct[-1]
+
+
+def lies_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every folder for one of a file system of this kind."""
+    found = FileSystem(kind, frozenset())
+    monkeypatch.setattr("diesel_fs.storage.objects.direct_writes.file_system_of", lambda _: found)
+
+
+@pytest.fixture
+def writes(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Writes:
+    """The writes of a store on a file system that has O_DIRECT."""
+    lies_on("ext4", monkeypatch)
+    probe = os.open(store.root, os.O_RDWR | os.O_TMPFILE)
+    try:
+        fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    finally:
+        os.close(probe)
+    made = Writes()
+    monkeypatch.setattr(os, "write", made)
+    return made
+
+
+def parts_of(size: int) -> list[Bytes]:
+    """`size` bytes in parts of odd lengths, as a chunk's are."""
+    content = random.Random(size).randbytes(size)
+    return [content[:96], b"", memoryview(content)[96:777], bytearray(content[777:])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_large_objects_are_written_past_the_page_cache(
+    store: FolderStore, writes: Writes, size: int
+) -> None:
+    store.put(NAME, parts_of(size))
+    assert sum(writes.direct) == (size - size % BLOCK if size >= MIB else 0)
+    assert store.get(NAME) == b"".join(parts_of(size))
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "lustre", "tmpfs", "overlay", "9p", ""])
+def test_other_file_systems_are_written_through_the_page_cache(
+    store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """They may have O_DIRECT, too, but nobody knows what it costs there."""
+    lies_on(kind, monkeypatch)
+    store.put(NAME, parts_of(SIZES[-1]))
+    assert writes.direct == []
+    assert store.get(NAME) == b"".join(parts_of(SIZES[-1]))
+
+
+def test_a_folder_that_is_linked_to_another_disk_goes_by_that(
+    store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = Path(store.root, NAME).parent
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(elsewhere)
+    table = b"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / %b rw - nfs4 h:/x rw\n"
+    mounts = table % bytes(elsewhere)
+    monkeypatch.setattr(
+        "diesel_fs.storage.objects.direct_writes.file_system_of",
+        lambda path: file_system_of(path, mounts),
+    )
+    store.put(NAME, parts_of(SIZES[-1]))
+    assert writes.direct == []
+    store.put(NAME.replace("/chunks/aaaa/aaaa", "/chunks/bbbb/bbbb"), parts_of(SIZES[-1]))
+    assert writes.direct
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_system_without_direct_writes_is_taken(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, size: int, code: int
+) -> None:
+    lies_on("xfs", monkeypatch)
+    real = fcntl.fcntl
+
+    def refuse(fd: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(fd, command, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    store.put(NAME, parts_of(size))
+    assert store.get(NAME) == b"".join(parts_of(size))
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("refused_from", [0, 1, 3])
+def test_a_disk_with_larger_blocks_is_taken(
+    store: FolderStore, writes: Writes, refused_from: int, code: int
+) -> None:
+    writes.refused_from, writes.code = refused_from, code
+    store.put(NAME, parts_of(SIZES[-1]))
+    assert len(writes.direct) == refused_from
+    assert store.get(NAME) == b"".join(parts_of(SIZES[-1]))
+
+
+@pytest.mark.parametrize("bytes_max", [BLOCK, MIB - BLOCK])
+def test_short_direct_writes_are_gone_on_with(
+    store: FolderStore, writes: Writes, bytes_max: int
+) -> None:
+    writes.bytes_max = bytes_max
+    store.put(NAME, parts_of(SIZES[-1]))
+    assert writes.direct == [bytes_max]
+    assert store.get(NAME) == b"".join(parts_of(SIZES[-1]))
+
+
+def test_a_disk_that_fills_up_in_a_direct_write_is_an_error(
+    store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same is written again through the page cache, and fails again."""
+    writes.refused_from, writes.code = 2, errno.ENOSPC
+
+    def full(fd: int, views: Sequence[Bytes]) -> int:
+        assert os.fstat(fd).st_size == sum(writes.direct)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(NoSpaceError):
+        store.put(NAME, parts_of(SIZES[-1]))
+    assert not list(store.names("datasets/"))
+    assert not list(store.leftovers())
+
+
+def test_what_is_written_past_the_page_cache_is_synced_before_it_shows(
+    store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of it is not, and the file's length lies in the journal."""
+    synced: list[int] = []
+    real_sync, real_link = os.fsync, os.link
+
+    def fsync(fd: int) -> None:
+        real_sync(fd)
+        synced.append(os.fstat(fd).st_ino)
+
+    def link(temporary: str, final: str) -> None:
+        assert os.stat(temporary).st_ino in synced
+        real_link(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", link)
+    store.put(NAME, parts_of(SIZES[-1]))
+    assert writes.direct
+    assert os.stat(Path(store.root, NAME)).st_ino in synced
+
+
+def test_threads_and_forks_write_from_buffers_of_their_own(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies_on("ext4", monkeypatch)
+    names = [NAME[:-1] + f"{number}" for number in range(8)]
+
+    def put(name: str) -> None:
+        for _ in range(3):
+            store.put(name, parts_of(4 * MIB + int(name[-1])))
+            store.delete(name)
+        store.put(name, parts_of(4 * MIB + int(name[-1])))
+
+    put(names[0])  # makes this thread's buffer before the forks
+    children = []
+    for name in names[1:4]:
+        child = os.fork()
+        if not child:
+            try:
+                put(name)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    threads = [threading.Thread(target=put, args=(name,)) for name in names[4:]]
+    for thread in threads:
+        thread.start()
+    store.delete(names[0])
+    put(names[0])
+    for thread in threads:
+        thread.join(60)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
+    for name in names:
+        assert store.get(name) == b"".join(parts_of(4 * MIB + int(name[-1]))), name

@@ -1,0 +1,226 @@
+"""When something is tried again, when not, and how long that may take: no clock, no network."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diesel_fs.errors import (
+    NoSpaceError,
+    ObjectExists,
+    ObjectMissing,
+    ObjectStoreError,
+    PermissionDenied,
+    TruncatedError,
+)
+from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.storage.objects.retry import AttemptFailed, RetryClock, RetryingStore, RetryPolicy
+from diesel_fs.storage.objects.store import ObjectInfo
+from tests.storage.objects.faulty_store import Fault, FaultyStore
+from tests.storage.objects.scripted_store import CHUNKS, LEASE, chunk
+
+POLICY = RetryPolicy(pause_s=1, pause_s_max=8, deadline_s=60, put_deadline_s=60)
+FAILED = AttemptFailed("lost")
+NAME = chunk("a")
+
+
+@dataclass(slots=True)
+class Time:
+    """A clock that only sleeping and failing attempts move."""
+
+    at: float = 0.0
+    attempt_s: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.at += seconds
+
+    def clock(self, draw: float = 1.0) -> RetryClock:
+        return RetryClock(now=lambda: self.at, sleep=self.sleep, draw=lambda: draw)
+
+    def pass_by(self, name: str) -> None:
+        self.at += self.attempt_s
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FolderStore:
+    return FolderStore.create(tmp_path / "store")
+
+
+def test_pauses_double_up_to_a_limit(time: Time, folder: FolderStore) -> None:
+    folder.put(NAME, [b"x"])
+    with FaultyStore(folder, Fault("get", error=FAILED, times=6)) as faulty:
+        assert RetryingStore(faulty, POLICY, clock=time.clock()).get(NAME) == b"x"
+    assert time.slept == [1, 2, 4, 8, 8, 8]
+
+
+@given(
+    attempt=st.integers(1, 10_000),
+    left_s=st.floats(-10, 1000),
+    attempt_s=st.floats(0, 100),
+    draw=st.floats(0, 1, exclude_max=True),
+    pause_s_min=st.floats(0, 30),
+)
+def test_no_attempt_is_begun_that_might_end_too_late(
+    attempt: int, left_s: float, attempt_s: float, draw: float, pause_s_min: float
+) -> None:
+    policy = RetryPolicy()
+    pause = policy.pause_before(
+        attempt, left_s=left_s, attempt_s=attempt_s, draw=draw, pause_s_min=pause_s_min
+    )
+    if pause is None:
+        assert left_s < attempt_s + max(policy.pause_s_max, pause_s_min)
+    else:
+        assert pause_s_min <= pause <= max(policy.pause_s_max, pause_s_min)
+        assert pause + attempt_s <= left_s
+
+
+def test_the_deadline_holds_whatever_attempts_take(time: Time, folder: FolderStore) -> None:
+    time.attempt_s = 7
+    fault = Fault("get", error=FAILED, act=time.pass_by, times=1000)
+    faulty = FaultyStore(folder, fault)
+    store = RetryingStore(
+        faulty, POLICY, attempt_s=lambda size, put: time.attempt_s, clock=time.clock(0.3)
+    )
+    with pytest.raises(ObjectStoreError, match=r"lost \(\d+ attempts in") as caught:
+        store.get(NAME)
+    assert caught.value.__cause__ is FAILED
+    assert 40 < time.at <= POLICY.deadline_s
+    assert fault.hits > 4
+
+
+def test_a_store_that_asks_for_a_pause_gets_it(time: Time, folder: FolderStore) -> None:
+    folder.put(NAME, [b"x"])
+    busy = AttemptFailed("503", may_have_succeeded=False, pause_s_min=5)
+    with FaultyStore(folder, Fault("get", error=busy, times=2)) as faulty:
+        assert RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME) == b"x"
+    assert time.slept == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionDenied("no"),
+        NoSpaceError("full"),
+        ObjectMissing("not there"),
+        TruncatedError("short"),
+    ],
+)
+def test_what_stays_as_it_is_is_not_tried_again(
+    time: Time, folder: FolderStore, error: Exception
+) -> None:
+    with FaultyStore(folder, Fault("get", error=error)) as faulty, pytest.raises(type(error)):
+        RetryingStore(faulty, POLICY, clock=time.clock()).get(NAME)
+    assert time.slept == []
+
+
+@pytest.mark.parametrize("error", [FAILED, ObjectStoreError("who knows")])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_put_of_unclear_end_ends_clearly(
+    time: Time, folder: FolderStore, error: ObjectStoreError, done: bool
+) -> None:
+    with FaultyStore(folder, Fault("put", error=error, done=done)) as faulty:
+        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"con", b"", b"tent"])
+    assert folder.get(NAME) == b"content"
+
+
+@pytest.mark.parametrize("theirs", [b"", b"conten", b"contenT", b"content."])
+def test_anothers_object_is_never_taken_for_ours(
+    time: Time, folder: FolderStore, theirs: bytes
+) -> None:
+    overtaken = Fault("put", error=FAILED, act=lambda name: folder.put(name, [theirs]))
+    with FaultyStore(folder, overtaken) as faulty, pytest.raises(ObjectExists):
+        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
+    assert folder.get(NAME) == theirs
+
+
+def test_equal_content_is_anothers_where_nothing_of_ours_was_lost(
+    time: Time, folder: FolderStore
+) -> None:
+    refused = AttemptFailed("409", may_have_succeeded=False)
+    overtaken = Fault("put", error=refused, act=lambda name: folder.put(name, [b"content"]))
+    with FaultyStore(folder, overtaken) as faulty, pytest.raises(ObjectExists):
+        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
+
+
+def test_the_comparison_is_tried_again_too(time: Time, folder: FolderStore) -> None:
+    script = (
+        Fault("put", error=FAILED, done=True),
+        Fault("stat", error=FAILED),
+        Fault("read_into", error=FAILED),
+    )
+    with FaultyStore(folder, *script) as faulty:
+        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
+    assert len(time.slept) == 3
+
+
+def test_a_listing_goes_on_behind_its_last_name(time: Time, folder: FolderStore) -> None:
+    names = [chunk(f"{number:02}") for number in range(10)]
+    for name in names:
+        folder.put(name, [b"x"])
+    script = [
+        Fault("list", error=FAILED, done=True, keep=keep, skip=skip)
+        for skip, keep in enumerate((3, 0, 4))
+    ]
+    with FaultyStore(folder, script[0]) as faulty:
+        faulty.script = (script[0],)
+        assert [*RetryingStore(faulty, POLICY, clock=time.clock()).names(CHUNKS)] == names
+    for faults in (3, 50):
+        flaky = _Flaky(folder, faults)
+        store = RetryingStore(flaky, POLICY, clock=time.clock())
+        if faults == 3:
+            assert [info.name for info in store.list(CHUNKS)] == names
+        else:
+            with pytest.raises(ObjectStoreError, match="attempts"):
+                [*store.list(CHUNKS)]
+
+
+class _Flaky(FaultyStore):
+    """Breaks off after each second name; `dead` times without any."""
+
+    def __init__(self, inner: FolderStore, dead: int) -> None:
+        super().__init__(inner)
+        self.dead = dead
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        for number, info in enumerate(super().list(prefix, after)):
+            if number == 2 or self.dead:
+                self.dead = max(0, self.dead - 1)
+                raise FAILED
+            yield info
+
+
+def test_ranges_of_what_may_change_are_not_gone_on_with(time: Time, folder: FolderStore) -> None:
+    folder.replace(LEASE, [b"0123456789"])
+    folder.put(NAME, [b"0123456789"])
+    for name in (LEASE, NAME):
+        with FaultyStore(folder, Fault("read_into", error=FAILED, skip=1)) as faulty:
+            store = RetryingStore(faulty, POLICY, clock=time.clock())
+            ranges = store.read_ranges(name, [(0, 2), (4, 3)], memoryview(bytearray(3)))
+            assert bytes(next(ranges)) == b"01"
+            if name == LEASE:
+                with pytest.raises(AttemptFailed):
+                    next(ranges)
+            else:
+                assert bytes(next(ranges)) == b"456"
+
+
+def test_ranges_that_always_fail_end_at_the_deadline(time: Time, folder: FolderStore) -> None:
+    folder.put(NAME, [b"0123456789"])
+    fault = Fault("read_into", error=FAILED, skip=1, times=1000)
+    ranges = RetryingStore(FaultyStore(folder, fault), POLICY, clock=time.clock()).read_ranges(
+        NAME, [(0, 2), (4, 3)], memoryview(bytearray(3))
+    )
+    assert bytes(next(ranges)) == b"01"
+    with pytest.raises(ObjectStoreError, match="attempts"):
+        next(ranges)
+    assert time.at <= POLICY.deadline_s

@@ -1,0 +1,59 @@
+"""What is said of a daemon that does not come up: its error, or the log where that says nothing."""
+
+import logging
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    MetadataError,
+    NoSuchDataset,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.system import daemons
+from diesel_fs.system.daemons import LOG_LINES_SHOWN, add_log_tail
+
+LOG = b"2026-01-01 INFO starts\n2026-01-01 ERROR what failed; what to do\n  | of another's log\n"
+
+
+def said(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
+    add_log_tail(error, BytesIO(log), start)
+    return str(error)
+
+
+@pytest.mark.parametrize("kind", [DieselError, DeadlineError])
+def test_the_end_of_the_log_follows_the_advice(kind: type[DieselError]) -> None:
+    error = kind("what failed", advice="what to do")
+    assert said(error) == (
+        "what failed; what to do\n  | 2026-01-01 INFO starts\n  | of another's log"
+    )
+    assert (error.message, error.advice) == ("what failed", "what to do")
+    assert said(kind("what"), b"early\nlate\n", 6) == "what\n  | late"
+    assert said(kind("what"), b"") == "what"
+    many = b"".join(b"%d\n" % i for i in range(100))
+    assert len(said(kind("what"), many).splitlines()) == 1 + LOG_LINES_SHOWN
+
+
+@pytest.mark.parametrize(
+    "kind", [BusyError, MetadataError, NoSuchDataset, PermissionDenied, UsageError]
+)
+def test_an_error_that_explains_itself_comes_without_a_log(kind: type[DieselError]) -> None:
+    assert said(kind("what failed", advice="what to do")) == "what failed; what to do"
+
+
+def test_a_program_that_ends_without_a_word(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "import sys; sys.exit('a word for the log alone')"]
+    with daemons.log_file(log) as file:
+        with pytest.raises(DieselError) as ended:
+            daemons.start(
+                command, b"", file, logging.getLogger("x"), daemon_name="it", deadline_s=30
+            )
+        add_log_tail(ended.value, file, 0)
+    assert str(ended.value) == "it did not come up\n  | a word for the log alone"

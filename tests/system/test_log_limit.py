@@ -1,0 +1,46 @@
+"""The log of a daemon whose store fails for long."""
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.mounts.launcher import default_log
+from diesel_fs.system.log_limit import LINES_AT_ONCE, LogRateLimit
+from tests.mounts.conftest import mounting, request_for
+
+
+def line(number: int, place: int = 1) -> logging.LogRecord:
+    """A line as one place in the code logs it."""
+    return logging.LogRecord("n", logging.ERROR, "file.py", place, "cannot %d", (number,), None)
+
+
+def test_a_kind_of_line_comes_at_most_once_a_second_and_none_is_forgotten() -> None:
+    now = [100.0]
+    limit = LogRateLimit(lambda: now[0])
+    written = [n for n in range(1000) if limit.filter(line(n))]
+    assert written == list(range(LINES_AT_ONCE))
+    assert limit.filter(line(0, place=2)), "another kind"
+    now[0] += 1
+    told = line(7)
+    assert limit.filter(told)
+    assert told.getMessage() == f"cannot 7 ({1000 - LINES_AT_ONCE} more like this left out)"
+    assert not limit.filter(line(8))
+    now[0] += 3600
+    plain = line(9)
+    assert limit.filter(plain)
+    assert plain.getMessage().startswith("cannot 9 (1 more like this")
+    assert [limit.filter(line(n)) for n in range(LINES_AT_ONCE)].count(True) == LINES_AT_ONCE - 1
+
+
+@pytest.mark.fuse
+def test_a_store_that_fails_does_not_fill_the_log(source: Path, tmp_path: Path) -> None:
+    (source / "missing").write_bytes(b"x" * 100)
+    with mounting(source, tmp_path / "mount") as mounted:
+        for _ in range(300):
+            with pytest.raises(OSError, match=r".") as raised:
+                (mounted.at / "missing").read_bytes()
+            assert raised.value.errno == errno.EIO
+        written = default_log(request_for(source, mounted.at)).read_text()
+    assert LINES_AT_ONCE <= written.count("cannot read folder/missing") < 100
