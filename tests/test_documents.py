@@ -39,6 +39,7 @@ def page(name: str) -> str:
 
 README = page("README.md")
 REFERENCE = page("cli/dlcmd/README.md")
+PYTHON_API = page("diesel_fs/client/README.md")
 
 CODE = re.compile(r"`([^`]*)`")
 
@@ -100,7 +101,7 @@ def test_every_error_that_a_caller_can_meet_is_public() -> None:
 
 def test_the_python_interface_is_documented() -> None:
     """Each public name, each public part of a dataset, and no parameter that there is not."""
-    calls = [code for row in rows(README, "From Python") for code in CODE.findall(row[0])]
+    calls = [code for row in rows(PYTHON_API, "Calls") for code in CODE.findall(row[0])]
     by_object = defaultdict(set)
     for call in calls:
         match = re.fullmatch(r"(?:(diesel_fs|ds)\.(\w+)|(len\(ds\)))(?:\((.*)\))?", call)

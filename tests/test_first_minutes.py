@@ -1,4 +1,4 @@
-"""The README's first commands and its first program, typed as they stand there."""
+"""The first commands of README.md and the first program of the Python API work as written."""
 
 import os
 import re
@@ -20,17 +20,17 @@ from .unprivileged_user import USER, as_user, module_path, needs_root, user_pyth
 pytestmark = pytest.mark.fuse
 
 
-def block(section: str, language: str) -> str:
-    """The first block of code in a section of the README."""
-    text = (TREE / "README.md").read_text(encoding="utf-8")
+def block(page: str, section: str, language: str) -> str:
+    """The first block of code in a section of a page."""
+    text = (TREE / page).read_text(encoding="utf-8")
     body = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     found = re.search(rf"^```{language}\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
     assert found, section
     return found[1]
 
 
-COMMANDS = block("Five minutes", "sh")
-PROGRAM = block("From Python", "python")
+COMMANDS = block("README.md", "Five minutes", "sh")
+PROGRAM = block("diesel_fs/client/README.md", "A first program", "python")
 
 
 @pytest.fixture
