@@ -206,7 +206,9 @@ def test_pages_that_sources_name_exist() -> None:
 
 def test_targets_of_make_exist() -> None:
     makefile = page("Makefile")
-    named = set(re.findall(r"(?:`|^ *)make\s+([a-z]+)", README, re.MULTILINE))
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    found = re.compile(r"(?:`|^ *)make\s+([a-z]+)", re.MULTILINE)
+    named = {target for text in texts for target in found.findall(text)}
     assert {"demo", "test", "install", "lint", "bench", "fuzz"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

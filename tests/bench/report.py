@@ -129,7 +129,7 @@ _LEFT = {0, 2, 4}  # columns of words
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, with notes and what was not measured below."""
-    lines = [_HEAD, *map(_cells, rows)]
+    lines = [_HEAD, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
@@ -154,7 +154,8 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as the words and figures of the table's columns."""
     spread = row.ratio_range
     return (
         row.name,

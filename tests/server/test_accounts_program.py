@@ -23,7 +23,7 @@ from tests.trees import facts, odd_tree, write
 from .program import Server, new_repository, until
 from .shell_users import User, program_environment, user_with
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[2] / "deploy" / "README.md"
 IN_README = "file:///data?meta=redis://localhost"
 
 

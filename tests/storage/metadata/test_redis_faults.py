@@ -458,7 +458,9 @@ COMMANDS = (
 
 
 def test_the_readme_says_what_an_account_needs() -> None:
-    text = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "deploy" / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert f"~dfs:* {' '.join(COMMANDS)}`" in " ".join(text.split())
 
 
