@@ -157,7 +157,7 @@ class Prepared(NamedTuple):
 class FollowingVfs(Vfs):
     """The file system of a mount whose version changes (see the module)."""
 
-    counted_from = ROOT
+    first_counted_node = ROOT
 
     def __init__(
         self,
