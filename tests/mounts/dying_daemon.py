@@ -15,12 +15,12 @@ from diesel_fs.mounts.versions.invalidation import SwitchInvalidation
 
 DIES = "TEST_DIES"
 
-tell = SwitchInvalidation.send
+send = SwitchInvalidation.send
 
 
 def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
     """Kills, once the kernel knows a part."""
-    for _ in tell(self, device):
+    for _ in send(self, device):
         yield
         if pid := process_to_kill():
             os.kill(pid, signal.SIGKILL)
@@ -42,7 +42,7 @@ def process_to_kill() -> int:
 
 
 if __name__ == "__main__":
-    setattr(SwitchInvalidation, "tell", send_in_part)  # noqa: B010  # mypy forbids =
+    setattr(SwitchInvalidation, "send", send_in_part)  # noqa: B010  # mypy forbids =
     code = main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)

@@ -36,6 +36,13 @@ HOLD = """if True:
     {after}
 """
 
+READ = (
+    "import threading;"
+    " t = [threading.Thread(target=open('{at}/wait').read) for _ in range({count})];"
+    " [x.start() for x in t]"
+)
+"""So many threads read a file whose reads wait; each ends with its own error."""
+
 
 class Holder:
     """A process that holds a mount in some way until it is told to stop."""
@@ -128,73 +135,73 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, 0])
 def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
-    held: LiveMount, number: int
+    live_mount: LiveMount, number: int
 ) -> None:
     """Told to end by a signal, or taken out of the tree: the helper goes, as it should."""
-    holder = Holder(f"f = open('{held.at}/a', 'rb')")
-    log = default_log(request_for(held.source, held.at))
+    holder = Holder(f"f = open('{live_mount.at}/a', 'rb')")
+    log = default_log(request_for(live_mount.source, live_mount.at))
     if number:
-        os.kill(held.pid, number)
+        os.kill(live_mount.pid, number)
     else:
-        umount(held.at, lazy=True)
-        wait_until(lambda: len(children_of(held.pid)) < 2)  # the server alone
+        umount(live_mount.at, lazy=True)
+        wait_until(lambda: len(children_of(live_mount.pid)) < 2)  # the server alone
     holder.stop()
-    assert ends_within(held.pid, HOPE_S)
+    assert ends_within(live_mount.pid, HOPE_S)
     assert "is mounted on" in log.read_text()
     assert " ERROR " not in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_H4_a_signal_unmounts_and_ends(held: LiveMount, number: signal.Signals) -> None:
+def test_H4_a_signal_unmounts_and_ends(live_mount: LiveMount, number: signal.Signals) -> None:
     """SIGTERM and SIGINT unmount and end the daemon."""
-    os.kill(held.pid, number)
-    assert ends_within(held.pid, HOPE_S)
-    assert mounted_at(str(held.at)) is None
+    os.kill(live_mount.pid, number)
+    assert ends_within(live_mount.pid, HOPE_S)
+    assert mounted_at(str(live_mount.at)) is None
 
 
-def test_H4_SIGHUP_is_ignored_in_the_background(held: LiveMount) -> None:
-    os.kill(held.pid, signal.SIGHUP)
-    assert (held.at / "b").read_bytes() == b"beta"
-    assert not ends_within(held.pid, 0.3)
+def test_H4_SIGHUP_is_ignored_in_the_background(live_mount: LiveMount) -> None:
+    os.kill(live_mount.pid, signal.SIGHUP)
+    assert (live_mount.at / "b").read_bytes() == b"beta"
+    assert not ends_within(live_mount.pid, 0.3)
 
 
-def test_H4_a_signal_while_a_file_is_open_detaches(held: LiveMount) -> None:
+def test_H4_a_signal_while_a_file_is_open_detaches(live_mount: LiveMount) -> None:
     """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
-    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
-    os.kill(held.pid, signal.SIGTERM)
-    assert ends_within(held.pid, HOPE_S)
-    assert mounted_at(str(held.at)) is None
+    holder = Holder(f"f = open('{live_mount.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
+    os.kill(live_mount.pid, signal.SIGTERM)
+    assert ends_within(live_mount.pid, HOPE_S)
+    assert mounted_at(str(live_mount.at)) is None
     assert "[Errno" in holder.stop()
 
 
-def test_H4_reads_under_way_finish(held: LiveMount) -> None:
+def test_H4_reads_under_way_finish(live_mount: LiveMount) -> None:
     """A read that gets its bytes within the grace gets them, though the daemon has been told."""
     found: list[bytes] = []
-    reader = threading.Thread(target=lambda: found.append((held.at / "wait").read_bytes()))
+    reader = threading.Thread(target=lambda: found.append((live_mount.at / "wait").read_bytes()))
     reader.start()
-    wait_until(lambda: reads_that_wait(held))
-    os.kill(held.pid, signal.SIGTERM)
-    wait_until(lambda: mounted_at(str(held.at)) is None)
-    held.release_reads()
+    wait_until(lambda: reads_that_wait(live_mount))
+    os.kill(live_mount.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(live_mount.at)) is None)
+    live_mount.release_reads()
     reader.join()
     assert found == [b"w" * 5000]
-    assert ends_within(held.pid, HOPE_S)
+    assert ends_within(live_mount.pid, HOPE_S)
 
 
-def test_H4_reads_that_do_not_finish_get_an_error(held: LiveMount) -> None:
+def test_H4_reads_that_do_not_finish_get_an_error(live_mount: LiveMount) -> None:
     found: list[int] = []
 
     def read() -> None:
         try:
-            (held.at / "wait").read_bytes()
+            (live_mount.at / "wait").read_bytes()
         except OSError as error:
             found.append(error.errno or 0)
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: reads_that_wait(held))
-    os.kill(held.pid, signal.SIGTERM)
-    assert ends_within(held.pid, HOPE_S)
+    wait_until(lambda: reads_that_wait(live_mount))
+    os.kill(live_mount.pid, signal.SIGTERM)
+    assert ends_within(live_mount.pid, HOPE_S)
     reader.join(2.0)
     assert not reader.is_alive()
     assert found[0] in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)
@@ -206,17 +213,15 @@ def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRACE, str(NEVER_S))
 
 
-@pytest.mark.usefixtures("patient")
-def test_H4_a_second_signal_ends_at_once(held: LiveMount) -> None:
-    reader = Holder(
-        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
-    )
-    wait_until(lambda: reads_that_wait(held))
-    os.kill(held.pid, signal.SIGTERM)
-    wait_until(lambda: mounted_at(str(held.at)) is None)
-    assert not ends_within(held.pid, 0.5), "it had patience with reads"
-    os.kill(held.pid, signal.SIGTERM)
-    assert ends_within(held.pid, HOPE_S)
+@pytest.mark.usefixtures("long_grace")
+def test_H4_a_second_signal_ends_at_once(live_mount: LiveMount) -> None:
+    reader = Holder(READ.format(count=1, at=live_mount.at))
+    wait_until(lambda: reads_that_wait(live_mount))
+    os.kill(live_mount.pid, signal.SIGTERM)
+    wait_until(lambda: mounted_at(str(live_mount.at)) is None)
+    assert not ends_within(live_mount.pid, 0.5), "it had patience with reads"
+    os.kill(live_mount.pid, signal.SIGTERM)
+    assert ends_within(live_mount.pid, HOPE_S)
     assert "[Errno" in reader.stop()
 
 
@@ -245,45 +250,43 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("way", sorted(HOLDING))
-def test_umount_of_a_busy_mount_names_the_processes(held: LiveMount, way: str) -> None:
+def test_umount_of_a_busy_mount_names_the_processes(live_mount: LiveMount, way: str) -> None:
     """Busy: exit 11 with the process IDs, and it goes on serving."""
-    holder = Holder(HOLDING[way].format(at=held.at))
+    holder = Holder(HOLDING[way].format(at=live_mount.at))
     with pytest.raises(BusyError) as raised:
-        umount(held.at)
+        umount(live_mount.at)
     assert raised.value.exit_code == 11
-    assert raised.value.message == f"{held.at} is held by processes {holder.process.pid}"
-    assert (held.at / "b").read_bytes() == b"beta"
+    assert raised.value.message == f"{live_mount.at} is held by processes {holder.process.pid}"
+    assert (live_mount.at / "b").read_bytes() == b"beta"
     holder.stop()
-    umount(held.at)
-    assert ends_within(held.pid, 0)
+    umount(live_mount.at)
+    assert ends_within(live_mount.pid, 0)
 
 
-def test_umount_lazily_detaches_and_serves_who_holds_it(held: LiveMount) -> None:
-    holder = Holder(f"f = open('{held.at}/a', 'rb')", "print(len(f.read()))")
-    umount(held.at, lazy=True)
-    assert mounted_at(str(held.at)) is None
-    assert not ends_within(held.pid, 0.1)
+def test_umount_lazily_detaches_and_serves_who_holds_it(live_mount: LiveMount) -> None:
+    holder = Holder(f"f = open('{live_mount.at}/a', 'rb')", "print(len(f.read()))")
+    umount(live_mount.at, lazy=True)
+    assert mounted_at(str(live_mount.at)) is None
+    assert not ends_within(live_mount.pid, 0.1)
     assert holder.stop() == "5000\n"
-    assert ends_within(held.pid, HOPE_S)
+    assert ends_within(live_mount.pid, HOPE_S)
 
 
-def test_umount_lazily_of_an_idle_mount_ends_it(held: LiveMount) -> None:
-    umount(held.at, lazy=True)
-    assert ends_within(held.pid, 0)
+def test_umount_lazily_of_an_idle_mount_ends_it(live_mount: LiveMount) -> None:
+    umount(live_mount.at, lazy=True)
+    assert ends_within(live_mount.pid, 0)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_H6_umount_by_force_ends_a_mount_that_hangs(held: LiveMount, stopped: bool) -> None:
+def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopped: bool) -> None:
     """Force aborts: readers get an error, though neither store nor daemon answers."""
-    reader = Holder(
-        f"import threading; threading.Thread(target=lambda: open('{held.at}/wait').read()).start()"
-    )
-    wait_until(lambda: reads_that_wait(held))
+    reader = Holder(READ.format(count=1, at=live_mount.at))
+    wait_until(lambda: reads_that_wait(live_mount))
     if stopped:
-        os.kill(held.pid, signal.SIGSTOP)
-    umount(held.at, force=True)
-    assert mounted_at(str(held.at)) is None
-    assert ends_within(held.pid, 0)
+        os.kill(live_mount.pid, signal.SIGSTOP)
+    umount(live_mount.at, force=True)
+    assert mounted_at(str(live_mount.at)) is None
+    assert ends_within(live_mount.pid, 0)
     assert "[Errno" in reader.stop()
 
 
@@ -296,68 +299,64 @@ def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whom", ["pid", "server_pid"])
 def test_H1_readers_of_a_killed_daemon_get_an_error(
-    held: LiveMount, session: str, whom: str
+    live_mount: LiveMount, session: str, whom: str
 ) -> None:
     """After kill -9, also while reads are unanswered: errors, and nobody in D state."""
-    victim = stats(held.at)[whom]
+    victim = stats(live_mount.at)[whom]
     assert isinstance(victim, int)
-    source = (
-        f"import threading; t = [threading.Thread(target=lambda: open('{held.at}/wait').read())"
-        " for _ in range(8)]; [x.start() for x in t]"
-    )
-    readers = Holder(source)
-    wait_until(lambda: reads_that_wait(held))
+    readers = Holder(READ.format(count=8, at=live_mount.at))
+    wait_until(lambda: reads_that_wait(live_mount))
     os.kill(victim, signal.SIGKILL)
     assert readers.stop().count("[Errno") == 8
     assert state_of(readers.process.pid) == ""
-    assert ends_within(held.pid, HOPE_S)
-    calls: list[Callable[[], object]] = [lambda: os.statvfs(held.at)]
+    assert ends_within(live_mount.pid, HOPE_S)
+    calls: list[Callable[[], object]] = [lambda: os.statvfs(live_mount.at)]
     if session == "pyfuse3":  # else the kernel opens what it knows by itself
-        calls.append(lambda: os.open(held.at / "b", os.O_RDONLY))
+        calls.append(lambda: os.open(live_mount.at / "b", os.O_RDONLY))
     for call in calls:
         with pytest.raises(OSError, match=r".") as raised:
             call()
         assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-    assert os.stat(held.at).st_ino == 1  # which is why stat proves nothing
-    assert not is_alive(str(held.at))
+    assert os.stat(live_mount.at).st_ino == 1  # which is why stat proves nothing
+    assert not is_alive(str(live_mount.at))
     with pytest.raises(DieselError, match="Transport endpoint is not connected"):
-        stats(held.at)
+        stats(live_mount.at)
 
 
-def test_H2_mounting_again_on_a_dead_mount(held: LiveMount, session: str) -> None:
+def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) -> None:
     """A dead mount of ours is detached and mounted again; a living one is refused."""
-    again = request_for(held.source, held.at, session)
+    again = request_for(live_mount.source, live_mount.at, session)
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)
-    os.kill(held.pid, signal.SIGKILL)
-    assert ends_within(held.pid, HOPE_S)
+    os.kill(live_mount.pid, signal.SIGKILL)
+    assert ends_within(live_mount.pid, HOPE_S)
     mount(again, program=PROGRAM)
-    assert (held.at / "b").read_bytes() == b"beta"
-    assert Path("/proc/self/mounts").read_text().count(str(held.at)) == 1
-    umount(held.at)
-    assert mounted_at(str(held.at)) is None
+    assert (live_mount.at / "b").read_bytes() == b"beta"
+    assert Path("/proc/self/mounts").read_text().count(str(live_mount.at)) == 1
+    umount(live_mount.at)
+    assert mounted_at(str(live_mount.at)) is None
 
 
-def test_umount_of_a_dead_mount(held: LiveMount) -> None:
-    os.kill(held.pid, signal.SIGKILL)
-    assert ends_within(held.pid, HOPE_S)
-    umount(held.at)
-    assert mounted_at(str(held.at)) is None
+def test_umount_of_a_dead_mount(live_mount: LiveMount) -> None:
+    os.kill(live_mount.pid, signal.SIGKILL)
+    assert ends_within(live_mount.pid, HOPE_S)
+    umount(live_mount.at)
+    assert mounted_at(str(live_mount.at)) is None
 
 
-def test_two_mounts_of_one_dataset(held: LiveMount, tmp_path: Path, session: str) -> None:
+def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, session: str) -> None:
     """Each has its own daemon; one's end is nothing to the other."""
-    with mounting(held.source, tmp_path / "second", session) as second:
-        assert second.pid != held.pid
-        assert (second.at / "a").read_bytes() == (held.at / "a").read_bytes()
+    with mounting(live_mount.source, tmp_path / "second", session) as second:
+        assert second.pid != live_mount.pid
+        assert (second.at / "a").read_bytes() == (live_mount.at / "a").read_bytes()
         os.kill(second.pid, signal.SIGKILL)
-    assert (held.at / "b").read_bytes() == b"beta"
+    assert (live_mount.at / "b").read_bytes() == b"beta"
 
 
 FOREGROUND = """if True:
     import sys
-    from diesel_fs.fuse import MountRequest, mount_in_foreground
-    from tests.fuse.conftest import PROGRAM
+    from diesel_fs.mounts import MountRequest, mount_in_foreground
+    from tests.mounts.conftest import PROGRAM
     mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
 """
 

@@ -135,9 +135,9 @@ AS_USER = """if True:
     import os, sys, time
     from pathlib import Path
     from diesel_fs.errors import BusyError, DieselError
-    from diesel_fs.fuse import mount, stats, umount
-    from diesel_fs.fuse.holders import ended
-    from tests.fuse.conftest import request_for
+    from diesel_fs.mounts import mount, stats, umount
+    from diesel_fs.mounts.processes import ends_within
+    from tests.mounts.conftest import request_for
     place = Path(sys.argv[1])
     request = request_for(place / "source", place / "mount", sys.argv[2], policy="oneshot")
     mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
@@ -154,14 +154,14 @@ AS_USER = """if True:
         else:
             raise AssertionError("unmounted what is in use")
     umount(place / "mount")
-    assert ended(told["pid"], 0)
+    assert ends_within(told["pid"], 0)
     for _ in range(3):  # the helper, who holds what it works in, pushes meanwhile
         mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
         told = stats(place / "mount")
         assert (place / "mount" / "many" / "7").read_bytes() == b"7"
         umount(place / "mount")
-        assert ended(told["pid"], 0)
-        assert ended(told["server_pid"], 0)
+        assert ends_within(told["pid"], 0)
+        assert ends_within(told["server_pid"], 0)
     mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
     assert (place / "mount" / "many" / "7").read_bytes() == b"7"
     deadline_s = time.monotonic() + 10
@@ -171,7 +171,7 @@ AS_USER = """if True:
         assert time.monotonic() < deadline_s, "an ordinary user's helper pushes nothing"
         time.sleep(0.1)
     os.kill(stats(place / "mount")["pid"], 15)
-    print("ended", ended(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
+    print("ended", ends_within(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
 """
 
 
@@ -228,7 +228,8 @@ def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen
 FOLLOWING_AS_USER = """if True:
     import os, sys
     from pathlib import Path
-    from tests.fuse.followed_dataset import FILES, begin, mounted, noise, soon, tried
+    from tests.mounts.versions.followed_dataset import FILES, begin, mounted, noise
+    from tests.mounts.versions.followed_dataset import tried, wait_until
     place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
     place.mkdir()
     ds = begin(place, sys.argv[2])
@@ -245,12 +246,12 @@ FOLLOWING_AS_USER = """if True:
         def pages_stay(number):
             assert (ds.at / "kept").read_bytes() == FILES["kept"]
             ds.change({f"0newer{number}": b"0"})
-            with ds.from_pages():
+            with ds.served_by_page_cache():
                 assert (ds.at / "kept").read_bytes() == FILES["kept"]
         tried(pages_stay)
         os.chdir("/")
         os.close(held)
-        soon(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: ds.follow()["retired_versions"] == [])
     print("followed")
 """
 

@@ -311,8 +311,8 @@ def test_H4_signals_while_a_push_waits(
 
 FOREGROUND = """if True:
     import os, sys
-    from diesel_fs.fuse import MountRequest, mount_in_foreground
-    from tests.fuse.conftest import PROGRAM
+    from diesel_fs.mounts import MountRequest, mount_in_foreground
+    from tests.mounts.conftest import PROGRAM
     mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
 """
 

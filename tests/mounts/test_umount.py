@@ -148,8 +148,8 @@ exec REAL "$@"
 MOUNTING = """if True:
     import os, sys
     from pathlib import Path
-    from diesel_fs.fuse import mount, umount
-    from tests.fuse.conftest import request_for
+    from diesel_fs.mounts import mount, umount
+    from tests.mounts.conftest import request_for
     place = Path(sys.argv[1])
     request = request_for(place / "source", place / "mount", sys.argv[2])
     mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))

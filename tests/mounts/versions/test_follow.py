@@ -7,7 +7,6 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,25 +34,15 @@ from tests.mounts.versions.followed_dataset import (
 pytestmark = pytest.mark.fuse
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset, not mounted yet."""
-    return begin(tmp_path, session)
-
-
-@pytest.fixture
-def followed_mount(begun: FollowedMount) -> Iterator[FollowedMount]:
-    with mounted(begun.request):
-        yield begun
-
-
 def content_of(descriptor: int) -> bytes:
     return os.pread(descriptor, FILE_BYTES + 1, 0)
 
 
-def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: FollowedMount) -> None:
+def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
+    followed: FollowedMount,
+) -> None:
     """Entries are added before others, changed, removed, renamed, of another kind."""
-    at = ds.at
+    at = followed.at
     held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
     mapped = {name: mmap.mmap(held[name], 0, prot=mmap.PROT_READ) for name in FILES}
     nodes = {name: os.fstat(descriptor).st_ino for name, descriptor in held.items()}
@@ -61,8 +50,8 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Follow
     assert mapped["changed"][:5] == FILES["changed"][:5]
     assert not (at / "0new").exists()
     assert not (at / "d" / "new").exists()
-    ds.put({}, gone=("kind",))
-    ds.change(
+    followed.put({}, gone=("kind",))
+    followed.change(
         {
             "0new": b"0",
             "changed": noise(12),
@@ -94,7 +83,7 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(ds: Follow
         each.close()
     for descriptor in held.values():
         os.close(descriptor)
-    wait_until(lambda: ds.follow()["retired_versions"] == [])
+    wait_until(lambda: followed.follow()["retired_versions"] == [])
 
 
 UNCHANGED = ("kept", "d/kept", "kind", "left/inner/f", "z")
@@ -104,56 +93,56 @@ def read_nowait(descriptor: int) -> int:
     return cached_bytes(descriptor, FILE_BYTES)
 
 
-def test_pages_of_unchanged_files_stay_and_cost_no_read(ds: FollowedMount) -> None:
+def test_pages_of_unchanged_files_stay_and_cost_no_read(followed: FollowedMount) -> None:
     """The same file is in other positions, and after a purge even in another chunk."""
-    at = ds.at
+    at = followed.at
 
     def attempt(number: int) -> None:
         for name in ("changed", *UNCHANGED):
             (at / name).read_bytes()
         time.sleep(0.2)
         new = noise(21 + number)
-        ds.change({"changed": new, f"0{number}": b"0", f"d/0{number}": b"0"})
-        with ds.served_by_page_cache():
+        followed.change({"changed": new, f"0{number}": b"0", f"d/0{number}": b"0"})
+        with followed.served_by_page_cache():
             for name in UNCHANGED:
                 assert (at / name).read_bytes() == FILES[name]
-        before = ds.read_bytes()
+        before = followed.read_bytes()
         assert (at / "changed").read_bytes() == new
-        if ds.request.session == "pyfuse3":
-            assert ds.read_bytes() - before >= FILE_BYTES
+        if followed.request.session == "pyfuse3":
+            assert followed.read_bytes() - before >= FILE_BYTES
 
-    ds.change({}, gone=("gone",))
+    followed.change({}, gone=("gone",))
     tried(attempt)
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_resident_counts_on_and_new_files_are_pushed(ds: FollowedMount) -> None:
+def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedMount) -> None:
     """The helper goes on where it was: with other positions, and nodes that are no positions."""
-    at = ds.at
+    at = followed.at
 
     def attempt(number: int) -> None:
         new = [f"{number}{digit}" for digit in range(4)]
         (at / "kept").read_bytes()
-        ds.change({name: noise(100 + int(name)) for name in new})
+        followed.change({name: noise(100 + int(name)) for name in new})
         names = [*new, "kept"]
         with Control.connect(at) as control:
             entries = positions(at, names)
             control.announce("s", [explicit(epoch=0, entries=entries)])
             wait_until(lambda: control.resident(entries).all())
-            with ds.served_by_page_cache():
+            with followed.served_by_page_cache():
                 for name in new:
                     assert (at / name).read_bytes() == noise(100 + int(name))
                 assert (at / "kept").read_bytes() == FILES["kept"]
             control.withdraw("s")
-            ds.change({new[0]: noise(200), f"{number}00": b"first of all"})
+            followed.change({new[0]: noise(200), f"{number}00": b"first of all"})
             entries = positions(at, names)
         with Control.connect(at) as control:
             assert control.resident(entries).tolist() == [False, True, True, True, True]
-        with ds.served_by_page_cache():
+        with followed.served_by_page_cache():
             assert (at / new[3]).read_bytes() == noise(100 + int(new[3]))
         assert (at / new[0]).read_bytes() == noise(200)
 
-    ds.change({}, gone=("gone",))
+    followed.change({}, gone=("gone",))
     tried(attempt)
 
 
@@ -164,35 +153,35 @@ def positions(at: Path, names: list[str]) -> list[int]:
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_missed_after_a_switch_brings_its_own_chunk(ds: FollowedMount) -> None:
+def test_what_is_missed_after_a_switch_brings_its_own_chunk(followed: FollowedMount) -> None:
     """The mount is told of nodes, which are no positions any more."""
     names = [f"mate{number}" for number in range(10)]
-    with connect("ds", ds.url) as dataset:
+    with connect("ds", followed.url) as dataset:
         for name in names:
             dataset.put(noise(7, 1000), name)
         dataset.flush()
-    with connect("ds", ds.url) as dataset:
-        ds.wait_for(dataset.version)
+    with connect("ds", followed.url) as dataset:
+        followed.wait_for(dataset.version)
         dataset.put(b"first", "0first")
         for number in range(200):
             dataset.put(b"%d" % number, f"0{number:03}")
         dataset.flush()
-        ds.wait_for(dataset.version)
-    snapshot = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
-    assert (ds.at / names[3]).read_bytes() == noise(7, 1000)
-    with Control.connect(ds.at) as control:
+        followed.wait_for(dataset.version)
+    snapshot = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
+    assert (followed.at / names[3]).read_bytes() == noise(7, 1000)
+    with Control.connect(followed.at) as control:
         entries = [snapshot.lookup(name.encode()) for name in names]
         wait_until(lambda: int(control.resident(entries).sum()) >= len(names) - 1)
 
 
-def test_nodes_are_never_given_again(ds: FollowedMount) -> None:
+def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
     """Over ten versions, in which entries come, go, come back and change."""
-    at = ds.at
+    at = followed.at
     seen: dict[int, tuple[str, int, int]] = {}
     for step in range(10):
         files = {f"f{number}": b"%d" % number for number in range(step, step + 3)}
         files["z"] = b"%d" % step
-        ds.change(files, gone=(f"f{step - 1}",) if step else ())
+        followed.change(files, gone=(f"f{step - 1}",) if step else ())
         for name in os.listdir(at):
             found = os.stat(at / name)
             what = name, found.st_mtime_ns, found.st_size
@@ -202,50 +191,50 @@ def test_nodes_are_never_given_again(ds: FollowedMount) -> None:
     assert len(seen) > 30
 
 
-def test_a_listing_goes_on_across_a_switch(ds: FollowedMount) -> None:
+def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
     """What was neither added nor removed is listed once, wherever the reader was."""
-    at = ds.at
+    at = followed.at
     names = [f"{number:04}" for number in range(2000)]
-    ds.change({f"many/{name}": b"" for name in names[:1]})
-    with connect("ds", ds.url) as dataset:
+    followed.change({f"many/{name}": b"" for name in names[:1]})
+    with connect("ds", followed.url) as dataset:
         for name in names[1:]:
             dataset.put(b"", f"many/{name}")
-    with connect("ds", ds.url) as dataset:
-        ds.wait_for(dataset.version)
+    with connect("ds", followed.url) as dataset:
+        followed.wait_for(dataset.version)
     with os.scandir(at / "many") as listed:
         found = [next(listed).name for _ in range(100)]
         new = {f"many/{name}": b"" for name in ("0000a", "0050a", "1999a")}
-        ds.change(new, gone=("many/0007", "many/1500"))
+        followed.change(new, gone=("many/0007", "many/1500"))
         if "again" not in new:
             assert len(os.listdir(at / "many")) == 2001  # another goes through it meanwhile
         found += [next(listed).name for _ in range(600)]
-        ds.change({"many/0001a": b"", "many/0003": b"changed"}, gone=("many/0000a",))
+        followed.change({"many/0001a": b"", "many/0003": b"changed"}, gone=("many/0000a",))
         found += [entry.name for entry in listed]
     assert len(found) == len(set(found))
     assert set(names) - {"1500"} <= set(found) | {"0007"}
 
 
-def test_folders_that_are_gone_live_on_for_who_is_in_them(ds: FollowedMount) -> None:
-    at = ds.at
+def test_folders_that_are_gone_live_on_for_who_is_in_them(followed: FollowedMount) -> None:
+    at = followed.at
     inside = os.open(at / "left", os.O_RDONLY | os.O_DIRECTORY)
-    ds.change({"0": b"0"}, gone=("left",))
-    ds.change({"1": b"1"})
+    followed.change({"0": b"0"}, gone=("left",))
+    followed.change({"1": b"1"})
     assert os.listdir(inside) == ["inner"]
     descriptor = os.open("inner/f", os.O_RDONLY, dir_fd=inside)
     assert content_of(descriptor) == FILES["left/inner/f"]
     assert os.stat("..", dir_fd=inside).st_ino == os.stat(at).st_ino
     os.close(descriptor)
     assert not (at / "left").exists()
-    versions = ds.follow()["retired_versions"]
+    versions = followed.follow()["retired_versions"]
     assert isinstance(versions, list)
     assert len(versions) == 1
     os.close(inside)
-    ds.change({"2": b"2"})
-    wait_until(lambda: ds.follow()["retired_versions"] == [])
+    followed.change({"2": b"2"})
+    wait_until(lambda: followed.follow()["retired_versions"] == [])
 
 
 def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
-    ds: FollowedMount, tmp_path: Path
+    followed: FollowedMount, tmp_path: Path
 ) -> None:
     """Where the folder above lists the same names as before: its listing has attributes, too."""
     (source := tmp_path / "source").mkdir()
@@ -256,12 +245,12 @@ def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
         os.chmod(source / "above/inner", mode)
         for path in ("above", "above/inner"):
             os.utime(source / path, (time_s, time_s))
-        with LocalRepository.open(ds.url) as repository:
+        with LocalRepository.open(followed.url) as repository:
             put_tree(repository, "ds", source, options=PutOptions(jobs=1))
             version = repository.view("ds").version
-        ds.wait_for(version)
-        assert sorted(os.listdir(ds.at / "above")) == ["g", "inner"]
-        found = os.stat(ds.at / "above/inner")
+        followed.wait_for(version)
+        assert sorted(os.listdir(followed.at / "above")) == ["g", "inner"]
+        found = os.stat(followed.at / "above/inner")
         assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode, time_s)
 
 
@@ -269,50 +258,52 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
     tmp_path: Path, session: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    ds = begin(tmp_path / "empty", session)
-    with ds.connected() as dataset:
+    followed = begin(tmp_path / "empty", session)
+    with followed.connected() as dataset:
         dataset.delete_dataset()
-    ds.put({})
-    with mounted(ds.request):
-        assert os.listdir(ds.at) == []
+    followed.put({})
+    with mounted(followed.request):
+        assert os.listdir(followed.at) == []
         for number in range(3):
-            ds.change({"x" * 255: noise(number), "d/e/f": b"f"})
-            assert sorted(os.listdir(ds.at)) == ["d", "x" * 255]
-            assert (ds.at / ("x" * 255)).read_bytes() == noise(number)
-            ds.change({}, gone=("x" * 255, "d"))
-            assert os.listdir(ds.at) == []
-        switches = ds.follow()["switches"]
+            followed.change({"x" * 255: noise(number), "d/e/f": b"f"})
+            assert sorted(os.listdir(followed.at)) == ["d", "x" * 255]
+            assert (followed.at / ("x" * 255)).read_bytes() == noise(number)
+            followed.change({}, gone=("x" * 255, "d"))
+            assert os.listdir(followed.at) == []
+        switches = followed.follow()["switches"]
         assert isinstance(switches, int)
         assert 6 <= switches <= 12, "each file and each deletion is a version, seen or passed over"
 
 
 @pytest.mark.only_session("kernel")
-def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(ds: FollowedMount) -> None:
+def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(
+    followed: FollowedMount,
+) -> None:
     """It is gone over to once the helper goes on."""
-    wait_until(lambda: ds.stats()["residency"])
-    residency = ds.stats()["residency"]
+    wait_until(lambda: followed.stats()["residency"])
+    residency = followed.stats()["residency"]
     assert isinstance(residency, dict)
     assert isinstance(residency["pid"], int)
     os.kill(residency["pid"], signal.SIGSTOP)
     try:
-        version = ds.put({"0new": b"0"})
+        version = followed.put({"0new": b"0"})
         time.sleep(10 * POLL_INTERVAL_S)
         for name in FILES:
-            assert (ds.at / name).read_bytes() == FILES[name]
+            assert (followed.at / name).read_bytes() == FILES[name]
     finally:
         os.kill(residency["pid"], signal.SIGCONT)
-    ds.wait_for(version)
-    assert (ds.at / "0new").read_bytes() == b"0"
+    followed.wait_for(version)
+    assert (followed.at / "0new").read_bytes() == b"0"
 
 
-def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: FollowedMount) -> None:
-    at = ds.at
+def test_the_hidden_folder_follows_and_what_is_open_does_not(followed: FollowedMount) -> None:
+    at = followed.at
     with (
         open(at / ".diesel/filelist", "rb") as before,
         open(at / ".diesel/snapshot", "rb") as shown,
         open(at / ".diesel/shuffle/seed=1,epoch=2", "rb") as order,
     ):
-        ds.change({"0new": b"0"}, gone=("gone",))
+        followed.change({"0new": b"0"}, gone=("gone",))
         assert b"0new\n" in (at / ".diesel/filelist").read_bytes()
         assert b"gone" not in (at / ".diesel/shuffle/seed=1,epoch=2").read_bytes().split()
         assert Snapshot((at / ".diesel/snapshot").read_bytes()).lookup(b"0new") > 0
@@ -326,94 +317,94 @@ def test_the_hidden_folder_follows_and_what_is_open_does_not(ds: FollowedMount) 
 
 
 @pytest.mark.only_session("kernel")
-def test_a_running_plan_puts_the_switch_off(ds: FollowedMount) -> None:
+def test_a_running_plan_puts_the_switch_off(followed: FollowedMount) -> None:
     """A client knows of the switch by the version in answers; its plan is of the old one."""
-    with Control.connect(ds.at) as control:
-        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+    with Control.connect(followed.at) as control:
+        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
         entries = [view.lookup(name.encode()) for name in FILES]
         old = control.version
         control.announce("job", [explicit(epoch=0, entries=entries)])
-        version = ds.put({"0new": b"0"})
-        wait_until(lambda: ds.follow()["put_off_by"] == ["job"])
+        version = followed.put({"0new": b"0"})
+        wait_until(lambda: followed.follow()["put_off_by"] == ["job"])
         time.sleep(20 * POLL_INTERVAL_S)
-        assert ds.stats()["version"] == old
-        assert not (ds.at / "0new").exists()
+        assert followed.stats()["version"] == old
+        assert not (followed.at / "0new").exists()
         control.extend("job", [explicit(epoch=1, entries=entries)])
         control.withdraw("job")
-        ds.wait_for(version)
-        assert ds.follow()["put_off_by"] == []
+        followed.wait_for(version)
+        assert followed.follow()["put_off_by"] == []
         with pytest.raises(ConflictError, match=f"version {old}.*shows {version}"):
             control.announce("job", [explicit(epoch=0, entries=entries)])
-    with Control.connect(ds.at) as control:
+    with Control.connect(followed.at) as control:
         assert control.version == version
-        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
         control.announce("job", [explicit(epoch=0, entries=[view.lookup(b"0new")])])
-    assert (ds.at / "0new").read_bytes() == b"0"
+    assert (followed.at / "0new").read_bytes() == b"0"
 
 
 @pytest.mark.only_session("kernel")
-def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(ds: FollowedMount) -> None:
-    with Control.connect(ds.at) as control:
-        view = Snapshot((ds.at / ".diesel/snapshot").read_bytes())
+def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(followed: FollowedMount) -> None:
+    with Control.connect(followed.at) as control:
+        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
         entries = [view.lookup(name.encode()) for name in FILES]
         control.announce("job", [explicit(epoch=0, entries=entries)])
-        version = ds.put({"0new": b"0"})
-        wait_until(lambda: ds.follow()["put_off_by"] == ["job"])
+        version = followed.put({"0new": b"0"})
+        wait_until(lambda: followed.follow()["put_off_by"] == ["job"])
         for name in FILES:
-            assert (ds.at / name).read_bytes() == FILES[name]
-    ds.wait_for(version)
+            assert (followed.at / name).read_bytes() == FILES[name]
+    followed.wait_for(version)
 
 
 @pytest.mark.only_session("kernel")
-def test_a_list_that_somebody_looked_at_puts_nothing_off(ds: FollowedMount) -> None:
-    assert len((ds.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
-    ds.change({"0new": b"0"})
+def test_a_list_that_somebody_looked_at_puts_nothing_off(followed: FollowedMount) -> None:
+    assert len((followed.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
+    followed.change({"0new": b"0"})
 
 
 # when the dataset cannot be followed --------------------------------------------------------------
 
 
-def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(ds: FollowedMount) -> None:
-    at = ds.at
+def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(followed: FollowedMount) -> None:
+    at = followed.at
     assert (at / "kept").read_bytes() == FILES["kept"]
-    with connect("ds", ds.url) as dataset:
+    with connect("ds", followed.url) as dataset:
         dataset.delete_dataset()
-    wait_until(lambda: ds.warnings("ds has been deleted; the mount stays at version"))
-    ds.put({"kept": noise(50), "other": b"x"})
-    wait_until(lambda: ds.warnings("is another dataset now"))
+    wait_until(lambda: followed.warnings("ds has been deleted; the mount stays at version"))
+    followed.put({"kept": noise(50), "other": b"x"})
+    wait_until(lambda: followed.warnings("is another dataset now"))
     time.sleep(10 * POLL_INTERVAL_S)
-    assert ds.warnings("has been deleted") == 1
-    assert ds.warnings("is another dataset now") == 1
+    assert followed.warnings("has been deleted") == 1
+    assert followed.warnings("is another dataset now") == 1
     assert (at / "kept").read_bytes() == FILES["kept"]
     assert not (at / "other").exists()
     assert sorted(os.listdir(at)) == sorted({name.split("/")[0] for name in FILES})
 
 
-def test_a_store_that_has_gone_changes_nothing_and_is_told_once(ds: FollowedMount) -> None:
-    at, store = ds.at, Path(ds.url.removeprefix("file://"))
+def test_a_store_that_has_gone_changes_nothing_and_is_told_once(followed: FollowedMount) -> None:
+    at, store = followed.at, Path(followed.url.removeprefix("file://"))
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.rename(store.with_name("away"))
-    wait_until(lambda: ds.warnings("cannot follow"))
+    wait_until(lambda: followed.warnings("cannot follow"))
     time.sleep(10 * POLL_INTERVAL_S)
-    assert ds.warnings("cannot follow") == 1
+    assert followed.warnings("cannot follow") == 1
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.with_name("away").rename(store)
-    wait_until(lambda: ds.warnings("following ds again"))
-    ds.change({"0new": b"0"})
+    wait_until(lambda: followed.warnings("following followed again"))
+    followed.change({"0new": b"0"})
     assert (at / "0new").read_bytes() == b"0"
 
 
 def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_old(
-    ds: FollowedMount,
+    followed: FollowedMount,
 ) -> None:
     """Never other bytes: also where a file of the same name and size has taken its place."""
-    store = Path(ds.url.removeprefix("file://"))
-    with connect("ds", ds.url) as dataset:
+    store = Path(followed.url.removeprefix("file://"))
+    with connect("ds", followed.url) as dataset:
         info = dataset.stat("gone")
         assert info.size == FILE_BYTES
-    held = os.open(ds.at / "gone", os.O_RDONLY)
+    held = os.open(followed.at / "gone", os.O_RDONLY)
     before = set(store.rglob("*"))
-    ds.change({"gone": noise(77)})
+    followed.change({"gone": noise(77)})
     new = {path for path in store.rglob("*") if path.is_file()} - before
     for path in before:
         if path.is_file() and path.stat().st_size > FILE_BYTES and "chunks" in str(path):
@@ -422,18 +413,18 @@ def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_ol
     with pytest.raises(OSError, match=r".") as raised:
         content_of(held)
     assert raised.value.errno == errno.EIO
-    assert ds.warnings("snapshot too old")
+    assert followed.warnings("snapshot too old")
     os.close(held)
-    assert (ds.at / "gone").read_bytes() == noise(77)
+    assert (followed.at / "gone").read_bytes() == noise(77)
 
 
-def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(ds: FollowedMount) -> None:
+def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(followed: FollowedMount) -> None:
     """What is asked of the store in a thread keeps nobody from leaving."""
-    store = Path(ds.url.removeprefix("file://"))
-    assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    store = Path(followed.url.removeprefix("file://"))
+    assert (followed.at / "kept").read_bytes() == FILES["kept"]
     shutil.rmtree(store)
     started_s = time.monotonic()
-    umount(ds.at)
+    umount(followed.at)
     assert time.monotonic() - started_s < 5
 
 

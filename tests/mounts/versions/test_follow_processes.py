@@ -22,7 +22,6 @@ from tests.mounts.versions.followed_dataset import (
     FILES,
     HOPE_S,
     FollowedMount,
-    begin,
     mounted,
     noise,
     wait_until,
@@ -33,23 +32,11 @@ pytestmark = pytest.mark.fuse
 DYING = (sys.executable, "-m", "tests.mounts.dying_daemon")
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset, not mounted yet."""
-    return begin(tmp_path, session)
-
-
-@pytest.fixture
-def followed_mount(begun: FollowedMount) -> Iterator[FollowedMount]:
-    with mounted(begun.request):
-        yield begun
-
-
-def processes(ds: FollowedMount) -> dict[str, int]:
+def processes(followed: FollowedMount) -> dict[str, int]:
     """The mount's own."""
-    if ds.request.session == "kernel":
-        wait_until(lambda: ds.stats()["residency"])
-    told = ds.stats()
+    if followed.request.session == "kernel":
+        wait_until(lambda: followed.stats()["residency"])
+    told = followed.stats()
     residency = told.get("residency")
     found = {"supervisor": told["pid"], "server": told["server_pid"]}
     if isinstance(residency, dict) and "pid" in residency:
@@ -77,14 +64,14 @@ READERS = """if True:
 
 
 @contextmanager
-def reading(ds: FollowedMount) -> Iterator[None]:
+def reading(followed: FollowedMount) -> Iterator[None]:
     """Processes that list, look up and read all the while; none of them may hang."""
-    command = [sys.executable, "-c", READERS, str(ds.at)]
+    command = [sys.executable, "-c", READERS, str(followed.at)]
     readers = [subprocess.Popen(command) for _ in range(2)]
     try:
         yield
     finally:
-        ds.at.with_name("mount-stop").touch()
+        followed.at.with_name("mount-stop").touch()
         for reader in readers:
             try:
                 reader.wait(10)
@@ -94,44 +81,44 @@ def reading(ds: FollowedMount) -> Iterator[None]:
 
 @pytest.mark.parametrize("victim", ["helper", "server", "supervisor"])
 def test_whoever_is_killed_during_a_switch_leaves_no_hang(
-    begun: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
+    prepared: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a part of the names has been told. Where it is the helper, the server tells the rest."""
-    ds = begun
-    if (victim, ds.request.session) == ("helper", "pyfuse3"):
+    followed = prepared
+    if (victim, followed.request.session) == ("helper", "pyfuse3"):
         return  # it has none
-    with connect("ds", ds.url) as dataset:
+    with connect("ds", followed.url) as dataset:
         for name, content in many_names(3000, "a").items():
             dataset.put(content, name)
     monkeypatch.setenv(DIES, victim)
-    with mounted(ds.request, DYING), reading(ds):
-        pids = processes(ds)
-        assert len(os.listdir(ds.at / "many")) == 3000
-        with connect("ds", ds.url) as dataset:
+    with mounted(followed.request, DYING), reading(followed):
+        pids = processes(followed)
+        assert len(os.listdir(followed.at / "many")) == 3000
+        with connect("ds", followed.url) as dataset:
             dataset.delete("many", recursive=True)
             for name, content in many_names(6000, "b").items():
                 dataset.put(content, name)
         assert ends_within(pids[victim], HOPE_S)
         if victim == "helper":
-            with connect("ds", ds.url) as dataset:
-                ds.wait_for(dataset.version)
-            assert len([*map(os.stat, (ds.at / "many").iterdir())]) == 6000
-            assert not (ds.at / "many/a00000").exists()
-            assert (ds.at / "kept").read_bytes() == FILES["kept"]
-            ds.change({"0new": b"0"})
-            assert (ds.at / "0new").read_bytes() == b"0"
+            with connect("ds", followed.url) as dataset:
+                followed.wait_for(dataset.version)
+            assert len([*map(os.stat, (followed.at / "many").iterdir())]) == 6000
+            assert not (followed.at / "many/a00000").exists()
+            assert (followed.at / "kept").read_bytes() == FILES["kept"]
+            followed.change({"0new": b"0"})
+            assert (followed.at / "0new").read_bytes() == b"0"
         else:
             for pid in pids.values():
                 assert ends_within(pid, 5.0)
             with pytest.raises(OSError, match=r".") as raised:
-                os.statvfs(ds.at)
+                os.statvfs(followed.at)
             assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def test_readers_meet_no_error_but_absence_while_versions_go_by(ds: FollowedMount) -> None:
+def test_readers_meet_no_error_but_absence_while_versions_go_by(followed: FollowedMount) -> None:
     """Half of the names come and go; who has opened one reads it whole, of one version."""
-    at = ds.at
-    ds.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
+    at = followed.at
+    followed.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
     wrong: list[object] = []
     stop = threading.Event()
 
@@ -160,7 +147,7 @@ def test_readers_meet_no_error_but_absence_while_versions_go_by(ds: FollowedMoun
                 for number in range(40)
             }
             gone = tuple(f"many/s{number}" for number in range(20, 40, 2) if odd)
-            ds.change({name: files[name] for name in files if name not in gone}, gone=gone)
+            followed.change({name: files[name] for name in files if name not in gone}, gone=gone)
     finally:
         stop.set()
         for reader in readers:
@@ -181,20 +168,20 @@ OPENERS = """if True:
 
 @pytest.mark.only_session("kernel")
 def test_many_processes_open_one_snapshot_at_once(
-    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
+    prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes whose cache folder lies on a shared file system: all have the version, and one copy of
     it is left, whole.
     """
-    cache = begun.at.with_name("cache")
+    cache = prepared.at.with_name("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    go = begun.at.with_name("go")
-    command = [sys.executable, "-c", OPENERS, begun.url, str(go)]
+    go = prepared.at.with_name("go")
+    command = [sys.executable, "-c", OPENERS, prepared.url, str(go)]
     openers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(12)]
     go.touch()
     found = {opener.communicate(timeout=60)[0] for opener in openers}
     assert [opener.returncode for opener in openers] == [0] * len(openers)
-    with LocalRepository.open(begun.url) as repository:
+    with LocalRepository.open(prepared.url) as repository:
         view = repository.view("ds")
         assert found == {f"{view.version} {view.lookup(b'kept')} {view.entry_count}\n"}
         identity = view.identity
@@ -205,14 +192,14 @@ def test_many_processes_open_one_snapshot_at_once(
 
 @pytest.mark.only_session("kernel")
 def test_the_current_snapshot_is_fetched_once_for_a_node(
-    begun: FollowedMount, monkeypatch: pytest.MonkeyPatch
+    prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By identity and version: a second mount finds it, even where the store's copy is damaged."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(begun.at.with_name("cache")))
-    request = replace(begun.request, follow=False)
-    store = Path(begun.url.removeprefix("file://"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(prepared.at.with_name("cache")))
+    request = replace(prepared.request, follow=False)
+    store = Path(prepared.url.removeprefix("file://"))
     with mounted(request):
-        assert (begun.at / "kept").read_bytes() == FILES["kept"]
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
     snapshots = [path for path in store.rglob("*") if path.parent.name == "snapshots"]
     assert snapshots
     for path in snapshots:
@@ -220,4 +207,4 @@ def test_the_current_snapshot_is_fetched_once_for_a_node(
     for database in store.glob("meta.sqlite*"):
         database.unlink()
     with mounted(request):
-        assert (begun.at / "kept").read_bytes() == FILES["kept"]
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]

@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis
 
 
 @pytest.fixture
-def followed_mount(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
+def prepared(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
     """A dataset behind the server, not mounted yet."""
     server.empty()
     for left in leases(server):  # by mounts that were ended by force
@@ -69,22 +69,22 @@ def leases(server: ServerWithRedis) -> list[Path]:
     return [*server.store.glob("datasets/*/leases/*")]
 
 
-def check_pages_stay(ds: FollowedMount, number: int) -> None:
-    assert (ds.at / "kept").read_bytes() == FILES["kept"]
-    ds.change({f"0newer{number}": b"0"})
-    with ds.served_by_page_cache():
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+def check_pages_stay(prepared: FollowedMount, number: int) -> None:
+    assert (prepared.at / "kept").read_bytes() == FILES["kept"]
+    prepared.change({f"0newer{number}": b"0"})
+    with prepared.served_by_page_cache():
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
 
 
-def check_following(ds: FollowedMount) -> None:
+def check_following(prepared: FollowedMount) -> None:
     """What is open stays, names lead to the new; of what is unchanged the pages stay."""
-    at = ds.at
+    at = prepared.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     node = os.stat(at / "kept").st_ino
     held = os.open(at / "changed", os.O_RDONLY)
-    ds.change({"0new": b"0", "changed": noise(90)}, gone=("gone",))
+    prepared.change({"0new": b"0", "changed": noise(90)}, gone=("gone",))
     assert os.stat(at / "kept").st_ino == node
-    tried(lambda number: check_pages_stay(ds, number))
+    tried(lambda number: check_pages_stay(prepared, number))
     assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
     assert (at / "changed").read_bytes() == noise(90)
     assert (at / "0new").read_bytes() == b"0"
@@ -94,84 +94,86 @@ def check_following(ds: FollowedMount) -> None:
 
 
 def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
-    ds: FollowedMount, server: ServerWithRedis
+    prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
     """Meanwhile what is in memory is read; a lease is held on each version that is answered for."""
-    with mounted(ds.request):
-        held = os.open(ds.at / "d/gone", os.O_RDONLY)
-        check_following(ds)
-        ds.change({"1new": b"1"}, gone=("d/gone",))
+    with mounted(prepared.request):
+        held = os.open(prepared.at / "d/gone", os.O_RDONLY)
+        check_following(prepared)
+        prepared.change({"1new": b"1"}, gone=("d/gone",))
         wait_until(lambda: len(leases(server)) == 2)
         (crashed,) = server.servers
         crashed.kill()
         server.servers.clear()
-        with (ds.at / "kept").open("rb") as kept:
+        with (prepared.at / "kept").open("rb") as kept:
             if cached_bytes(kept.fileno(), FILE_BYTES) == FILE_BYTES:  # no idle page went
                 assert kept.read() == FILES["kept"]
-        assert sorted(os.listdir(ds.at / "d")) == ["kept"]
+        assert sorted(os.listdir(prepared.at / "d")) == ["kept"]
         server.add(f"127.0.0.1:{crashed.port}")
-        ds.change({"2new": b"2", "kept": noise(91)})
-        assert (ds.at / "2new").read_bytes() == b"2"
-        assert (ds.at / "kept").read_bytes() == noise(91)
+        prepared.change({"2new": b"2", "kept": noise(91)})
+        assert (prepared.at / "2new").read_bytes() == b"2"
+        assert (prepared.at / "kept").read_bytes() == noise(91)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["d/gone"]
         os.close(held)
-        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: prepared.follow()["retired_versions"] == [])
         wait_until(lambda: len(leases(server)) == 1)
-        if ds.request.session == "kernel":
-            assert ds.stats()["residency"]
-        umount(ds.at)
+        if prepared.request.session == "kernel":
+            assert prepared.stats()["residency"]
+        umount(prepared.at)
     wait_until(lambda: not leases(server))
 
 
 @pytest.mark.only_session("kernel")
 def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
-    ds: FollowedMount, server: ServerWithRedis
+    prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    with mounted(ds.request):
-        held = os.open(ds.at / "changed", os.O_RDONLY)
-        ds.change({"changed": noise(92)}, gone=("gone",))
-        with ds.connected() as dataset:
+    with mounted(prepared.request):
+        held = os.open(prepared.at / "changed", os.O_RDONLY)
+        prepared.change({"changed": noise(92)}, gone=("gone",))
+        with prepared.connected() as dataset:
             dataset.purge(grace_s=0)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
         os.close(held)
-        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: prepared.follow()["retired_versions"] == [])
         wait_until(lambda: len(leases(server)) == 1)
-        with ds.connected() as dataset:
+        with prepared.connected() as dataset:
             dataset.purge(grace_s=0)
-        assert (ds.at / "changed").read_bytes() == noise(92)
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        assert (prepared.at / "changed").read_bytes() == noise(92)
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
 
 
 @pytest.mark.only_session("kernel")
-def test_a_redis_that_has_gone_changes_nothing(ds: FollowedMount, server: ServerWithRedis) -> None:
+def test_a_redis_that_has_gone_changes_nothing(
+    prepared: FollowedMount, server: ServerWithRedis
+) -> None:
     """Whether the server can tell the newest version or not: it is followed again afterwards."""
-    with mounted(ds.request):
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    with mounted(prepared.request):
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
         server.redis.kill()
         try:
             time.sleep(10 * POLL_INTERVAL_S)
-            assert (ds.at / "d/kept").read_bytes() == FILES["d/kept"]
+            assert (prepared.at / "d/kept").read_bytes() == FILES["d/kept"]
         finally:
             server.redis.start()
-        ds.change({"0new": b"0"})
-        assert ds.warnings("cannot follow") <= 1
-        assert ds.stats()["residency"]
+        prepared.change({"0new": b"0"})
+        assert prepared.warnings("cannot follow") <= 1
+        assert prepared.stats()["residency"]
 
 
 @pytest.mark.only_session("kernel")
 def test_a_server_that_has_gone_keeps_nobody_from_leaving(
-    ds: FollowedMount, server: ServerWithRedis
+    prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
     """Also while it is asked for the newest version, and does not answer."""
     (stopped,) = server.servers
-    with mounted(ds.request):
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+    with mounted(prepared.request):
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
         for pid in stopped.workers():
             os.kill(pid, signal.SIGSTOP)
         try:
             time.sleep(0.3)
             started_s = time.monotonic()
-            umount(ds.at)
+            umount(prepared.at)
             assert time.monotonic() - started_s < 5
         finally:
             for pid in stopped.workers():
@@ -183,10 +185,13 @@ def test_a_server_that_has_gone_keeps_nobody_from_leaving(
 
 @pytest.mark.only_session("kernel")
 def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
-    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerWithRedis,
+    prepared: FollowedMount,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By identity and version: the second mount asks whether it is current, and gets no byte."""
-    with ds.connected() as dataset:
+    with prepared.connected() as dataset:
         for number in range(3000):
             dataset.put(b"", f"many/{number:05}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another node's"))
@@ -194,11 +199,11 @@ def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
     sent = []
     with Server(tmp_path / "counting", *stores, "--metrics", "0") as counting:
         wait_until(lambda: "metrics at" in counting.log)
-        request = replace(ds.request, url=counting.url, follow=False)
+        request = replace(prepared.request, url=counting.url, follow=False)
         for _ in range(2):
             before = sent_bytes(counting)
             with mounted(request):
-                assert len(os.listdir(ds.at / "many")) == 3000
+                assert len(os.listdir(prepared.at / "many")) == 3000
                 sent.append(sent_bytes(counting) - before)
     assert sent[0] > 50_000 > 20 * sent[1]
 
@@ -230,11 +235,11 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 PUTS = """if True:
     import ast, sys
-    from diesel_fs import clouds
+    from diesel_fs.storage.objects.cloud import direct
     from diesel_fs.client import connect
-    from diesel_fs.layout import snapshot_prefix
-    from diesel_fs.repository import Repository
-    clouds.enable()
+    from diesel_fs.format.object_names import snapshot_prefix
+    from diesel_fs.repository.local import LocalRepository
+    direct.open_buckets_directly()
     url, what = sys.argv[1:]
     if what == "put":
         files, gone = ast.literal_eval(sys.stdin.read())
@@ -247,7 +252,7 @@ PUTS = """if True:
         with connect("ds", url) as dataset:
             print(dataset.version)
     else:
-        with Repository.open(url) as repository:
+        with LocalRepository.open(url) as repository:
             prefix = snapshot_prefix(repository.dataset("ds").identity)
             for name in list(repository.objects.names(prefix)):
                 repository.objects.delete(name)
@@ -275,13 +280,13 @@ def test_a_mount_follows_in_a_bucket_whose_metadata_are_in_a_redis(
     bucket: str, redis: RedisServer, tmp_path: Path, session: str
 ) -> None:
     """And a node fetches a version's snapshot once: a second mount needs none that is sound."""
-    ds = begin(tmp_path, session, f"{bucket}?meta={redis.url}", made=InBucket)
-    with mounted(ds.request):
-        check_following(ds)
-    assert isinstance(ds, InBucket)
-    assert ds.tell("damage")
-    with mounted(replace(ds.request, follow=False)):
-        assert (ds.at / "changed").read_bytes() == noise(90)
+    prepared = begin(tmp_path, session, f"{bucket}?meta={redis.url}", made=InBucket)
+    with mounted(prepared.request):
+        check_following(prepared)
+    assert isinstance(prepared, InBucket)
+    assert prepared.tell("damage")
+    with mounted(replace(prepared.request, follow=False)):
+        assert (prepared.at / "changed").read_bytes() == noise(90)
 
 
 @pytest.mark.only_session("kernel")
@@ -290,14 +295,14 @@ def test_a_mount_follows_with_its_metadata_in_a_redis(
     redis: RedisServer, tmp_path: Path, session: str
 ) -> None:
     """Where that has gone, the store's snapshots tell which version is the newest."""
-    ds = begin(tmp_path, session, f"{(tmp_path / 'store').as_uri()}?meta={redis.url}")
-    with mounted(ds.request):
-        check_following(ds)
+    prepared = begin(tmp_path, session, f"{(tmp_path / 'store').as_uri()}?meta={redis.url}")
+    with mounted(prepared.request):
+        check_following(prepared)
         redis.kill()
-        assert (ds.at / "d/kept").read_bytes() == FILES["d/kept"]
+        assert (prepared.at / "d/kept").read_bytes() == FILES["d/kept"]
         redis.start()
-        ds.change({"1new": b"1"})
-        assert not ds.warnings("cannot follow")
+        prepared.change({"1new": b"1"})
+        assert not prepared.warnings("cannot follow")
 
 
 # Which version is newer ---------------------------------------------------------------------------
@@ -305,32 +310,35 @@ def test_a_mount_follows_with_its_metadata_in_a_redis(
 
 @pytest.mark.only_session("kernel")
 def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
-    server: ServerWithRedis, ds: FollowedMount, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: ServerWithRedis,
+    prepared: FollowedMount,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where it is stale the warning names both versions; where nobody can tell, exit 14."""
     saved = tmp_path / "saved"
-    with ds.connected() as dataset:
+    with prepared.connected() as dataset:
         dataset.save_meta(saved)
         old = dataset.version
-    request = replace(ds.request, follow=False, snapshot_file=str(saved))
+    request = replace(prepared.request, follow=False, snapshot_file=str(saved))
     with mounted(request):
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
     assert not caplog.messages
-    new = ds.put({"0new": b"0"})
+    new = prepared.put({"0new": b"0"})
     with mounted(request):
-        assert not (ds.at / "0new").exists()
-        assert (ds.at / "kept").read_bytes() == FILES["kept"]
+        assert not (prepared.at / "0new").exists()
+        assert (prepared.at / "kept").read_bytes() == FILES["kept"]
     (said,) = caplog.messages
     assert f"is of version {old}, current is {new}" in said
     with pytest.raises(ConflictError, match=f"version {old}, current is {new}"):
         mount(replace(request, stale="refuse"))
-    with ds.connected() as dataset:
+    with prepared.connected() as dataset:
         dataset.delete_dataset()
-    ds.put({"0new": b"0"})
+    prepared.put({"0new": b"0"})
     with pytest.raises(ForeignError, match="not of 'ds'"):
         mount(request)
     nowhere = replace(request, url="diesel://127.0.0.1:1")
     with pytest.raises(MetadataError, match="nobody can tell whether"):
         mount(nowhere)
     with mounted(replace(nowhere, offline=True)):
-        assert os.stat(ds.at / "kept").st_size == len(FILES["kept"])
+        assert os.stat(prepared.at / "kept").st_size == len(FILES["kept"])

@@ -1,0 +1,20 @@
+"""Datasets that change, over both sessions: not mounted yet, and under a mount that follows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mounts.versions.followed_dataset import FollowedMount, begin, mounted
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, session: str) -> FollowedMount:
+    """A dataset, not mounted yet."""
+    return begin(tmp_path, session)
+
+
+@pytest.fixture
+def followed(prepared: FollowedMount) -> Iterator[FollowedMount]:
+    with mounted(prepared.request):
+        yield prepared
