@@ -25,7 +25,7 @@ from ..errors import (
     UsageError,
 )
 from ..settings import state_folder
-from ..system import daemons
+from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
 from ..system.mountinfo import MountEntry
 from .mountpoint import (
@@ -47,7 +47,6 @@ from .processes import (
     other_mounts_of,
     processor_ticks,
 )
-from .sessions import syscalls as kernel
 
 logger = logging.getLogger("diesel.mount")
 
@@ -250,7 +249,7 @@ def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
 
 def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
     """Ends the connection first, so that nothing below can wait for the daemon."""
-    abort_file = kernel.open_abort(device)  # of this connection: its number may be given again
+    abort_file = syscalls.open_abort(device)  # of this connection: its number may be given again
     try:
         if not _is_mounted(path, device):
             pass  # it has ended by itself
@@ -258,7 +257,7 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
             os.write(abort_file, b"1")
         else:
             with suppress(OSError):  # root; it aborts, and is refused where somebody holds it
-                kernel.umount2(path, kernel.MNT_FORCE)
+                syscalls.umount2(path, syscalls.MNT_FORCE)
     finally:
         if abort_file >= 0:
             os.close(abort_file)

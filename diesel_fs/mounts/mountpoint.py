@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
+from ..system import syscalls
 from ..system.daemons import minimal_environment
 from ..system.mountinfo import MountEntry, mounts
-from .sessions import syscalls as kernel
 
 SUBTYPE = "diesel"
 """The type shown by `mount` is `fuse.diesel`; by it our mounts are told from others'."""
@@ -118,7 +118,7 @@ def remove_created_folders(folders: Sequence[str]) -> None:
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
     """Takes away the mount on top. Raises BusyError, PermissionDenied or DieselError."""
     try:
-        kernel.umount2(mountpoint, kernel.MNT_DETACH if lazy else 0)
+        syscalls.umount2(mountpoint, syscalls.MNT_DETACH if lazy else 0)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise BusyError(f"{mountpoint} is in use") from None

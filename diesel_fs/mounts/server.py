@@ -2,7 +2,7 @@
 
 Owned here: the process's life (start, report, signals, end) and which session serves. Not owned:
 starting it and watching over it (`daemon.py`), where the content comes from (`source.py`),
-answering the kernel (the sessions), what is pushed into its cache (`mounts/prefetch/worker.py`).
+answering the kernel (the sessions), what is pushed into its cache (`prefetch_worker.py`).
 
 `UNMOUNT_SIGNAL` unmounts, lazily where somebody holds the mount, lets reads under way finish for
 `GRACE_S`, and ends; a second one ends at once. Concurrency: trio, in the main thread; the process
@@ -25,6 +25,7 @@ from ..net.messages import error_message
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from ..repository.versions import snapshot_descriptor
 from ..settings import runtime_folder
+from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .mountpoint import mounted_at, unmount
@@ -32,9 +33,8 @@ from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import Message, WorkerLink
-from .prefetch.push_status import PushStatusMap, push_status_file
-from .sessions import syscalls as kernel
 from .sessions.kernel import KernelSession
+from .sessions.push_status import PushStatusMap, push_status_file
 from .sessions.session import MountOptions, Session, SessionUnsupported
 from .source import MemorySplit, MountSource
 from .versions.following import FollowingVfs
@@ -183,7 +183,7 @@ class _Server:
             self._session = self._mounted()
         found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
-        self._abort_file = kernel.open_abort(self._device)
+        self._abort_file = syscalls.open_abort(self._device)
         os.write(self._supervisor_pipe, f"{self._device}\n".encode())
         try:
             async with trio.open_nursery() as nursery:
@@ -351,7 +351,7 @@ class _Server:
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        kernel.tune(self._device)
+        syscalls.tune(self._device)
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
             self._snapshot.dataset,

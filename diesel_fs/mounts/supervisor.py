@@ -3,7 +3,7 @@
 Owned here: the life of the three processes, and that no reader ever hangs because of one of them.
 This one, the supervisor, holds no descriptor of the connection and never touches the mount, so
 nothing that happens there can stop it. Not owned: starting it (`launcher.py`), answering the kernel
-(`server.py`), what is pushed into its cache (`mounts/prefetch/worker.py`).
+(`server.py`), what is pushed into its cache (`prefetch_worker.py`).
 
 The connection is aborted, so that whoever waits gets an error, when the server ends, when it has
 not answered for `WATCHDOG_S`, and when one of the two has been killed and cannot end, since it
@@ -32,16 +32,15 @@ from pathlib import Path
 from ..errors import DieselError
 from ..net.messages import error_message
 from ..storage.objects.cloud import direct as clouds
-from ..system import daemons
+from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
 from ..system.mountinfo import mounts
 from .launcher import FOREGROUND
 from .mountpoint import mounted_at, remove_created_folders
 from .options import MountRequest
-from .prefetch.worker import run_prefetch_worker
+from .prefetch_worker import run_prefetch_worker
 from .processes import mark_as_daemon
 from .server import ORPHANED_SIGNAL, READY, UNMOUNT_SIGNAL, Report, serve_mount
-from .sessions import syscalls as kernel
 from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
@@ -193,7 +192,7 @@ class _Supervisor:
                 elif line:
                     self._device = line.decode()
                     self._mark_fd = mark_as_daemon(self._device)
-                    self._abort_file = kernel.open_abort(self._device)
+                    self._abort_file = syscalls.open_abort(self._device)
                     self._look_for_the_mount()
         return True
 
@@ -254,9 +253,9 @@ class _Supervisor:
                 os.write(self._abort_file, b"1")
             return
         found = mounted_at(self._request.mountpoint)
-        if found is not None and found.device == self._device and not kernel.abort(self._device):
+        if found is not None and found.device == self._device and not syscalls.abort(self._device):
             with suppress(OSError):
-                kernel.umount2(self._request.mountpoint, kernel.MNT_FORCE)
+                syscalls.umount2(self._request.mountpoint, syscalls.MNT_FORCE)
 
     def _end(self) -> int:
         """The server has ended: so does everything else."""
@@ -299,7 +298,7 @@ def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Sign
         return child
     code = 1
     try:
-        kernel.die_with_parent(orphaned)
+        syscalls.die_with_parent(orphaned)
         if os.getppid() != parent:
             return 1
         signal.set_wakeup_fd(-1)

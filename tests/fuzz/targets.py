@@ -19,7 +19,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.plans.control_wire import frame
-from diesel_fs.mounts.prefetch.worker import planner_for
+from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.protocol import Malformed, Op
 from diesel_fs.net import frames as wire

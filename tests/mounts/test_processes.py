@@ -18,7 +18,7 @@ from diesel_fs.mounts.launcher import default_log
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.prefetch.resident_set import READ_BYTES_MAX
 from diesel_fs.mounts.processes import children_of, ends_within
-from diesel_fs.mounts.sessions import syscalls as kernel
+from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG
 from tests.mounts.folder_dataset import HANG, PUSHED
@@ -258,7 +258,7 @@ def test_umount_ends_all_although_the_helper_waits_for_the_store(
         pids = processes_of(found)
         (found.at / "b").read_bytes()  # a miss: the whole chunk is wanted
         time.sleep(0.5)
-        kernel.umount2(str(found.at))  # as umount(8) does, which waits for nobody
+        syscalls.umount2(str(found.at))  # as umount(8) does, which waits for nobody
         assert mounted_at(str(found.at)) is None
         for pid in pids.all():
             assert ends_within(pid, 3.0)

@@ -1,7 +1,7 @@
 """What two versions of a dataset have in common: which entries of the later one are the earlier's.
 
 Owned here: when an entry counts as unchanged, and finding that out for millions of them at once.
-Not owned: what a mount does with it (`following.py`, `mounts/prefetch/worker.py`). Pure functions
+Not owned: what a mount does with it (`following.py`, `mounts/prefetch_worker.py`). Pure functions
 of two snapshots; safe from any thread. 1.28 million entries take about a second.
 
 An entry **met** its like where the earlier version has one at the same path and of the same kind.

@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..sessions import syscalls as kernel
+from ...system import syscalls
 
 log = logging.getLogger("diesel.mount")
 
@@ -93,7 +93,7 @@ class Dropper:
             os.close(answers)
             return
         try:
-            kernel.die_with_parent(signal.SIGKILL)
+            syscalls.die_with_parent(signal.SIGKILL)
             if os.getppid() == parent:
                 _close_all_but(theirs, answers)
                 _serve(self._make(), theirs, answers)

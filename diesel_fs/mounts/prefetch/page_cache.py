@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ...cache.coalescing_reader import Batch
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
-from ..sessions import syscalls as kernel
+from ...system import syscalls
 from ..sessions.protocol import NOTIFY_STORE, STORE, invalidate_node
 from .dropper import Dropper
 
@@ -56,7 +56,7 @@ class FolderHandles:
         self._open: dict[int, int] = {}
         self._clone = -1
         with suppress(OSError):
-            self._clone = kernel.clone_mount(mountpoint)
+            self._clone = syscalls.clone_mount(mountpoint)
 
     def descriptor(self, folder: int) -> int:
         """A folder's descriptor, good until the next call. Raises OSError."""
@@ -137,7 +137,7 @@ class PageCache:
         self._nodes = nodes
         self._device = device
         self._folders = FolderHandles(mountpoint, snapshot)
-        self._inotify = kernel.inotify_init()
+        self._inotify = syscalls.inotify_init()
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
         self.known_entries = 0
@@ -205,7 +205,7 @@ class PageCache:
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         file = os.open(self._snapshot.name(entry), flags, dir_fd=inside)
         try:
-            return kernel.cached_bytes(file, self._snapshot.stat(entry).size)
+            return syscalls.cached_bytes(file, self._snapshot.stat(entry).size)
         finally:
             os.close(file)
 
@@ -217,7 +217,7 @@ class PageCache:
             with suppress(OSError):
                 inside = self._folders.descriptor(self._snapshot.parent(entry))
                 path = b"/proc/self/fd/%d/%s" % (inside, self._snapshot.name(entry))
-                watch = kernel.inotify_add(self._inotify, path, _IN_OPEN)
+                watch = syscalls.inotify_add(self._inotify, path, _IN_OPEN)
                 self._watch_of[entry], self._entry_of[watch] = watch, entry
 
     def unwatch(self, entries: Iterable[int]) -> None:
@@ -227,7 +227,7 @@ class PageCache:
             if watch is not None:
                 self._entry_of.pop(watch, None)
                 with suppress(OSError):
-                    kernel.inotify_remove(self._inotify, watch)
+                    syscalls.inotify_remove(self._inotify, watch)
 
     def read_opens(self) -> list[int]:
         """The watched files that were opened since the last call, in order. Never waits."""

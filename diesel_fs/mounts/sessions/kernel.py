@@ -11,7 +11,7 @@ kernel's cache is opened, read and closed without a request. Other files cost on
 Concurrency: trio, one task that reads the device and answers at once whatever needs no waiting, and
 a task for each request that waits: READs, and what is asked of `.diesel`. It never touches its own
 mount, and never does what can wait for a page lock: pushing and dropping are another process's
-affair (`mounts/prefetch/worker.py`).
+affair (`prefetch_worker.py`).
 """
 
 import errno
@@ -25,15 +25,14 @@ import trio
 
 from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX, Bytes
+from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
-from ..prefetch.push_status import PushStatusMap
 from ..vfs import BLOCK_BYTES, Vfs
 from . import protocol
-from . import syscalls as kernel
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
+from .push_status import PushStatusMap
 from .readdir_replies import ReaddirReplies
-from .request_wait import RequestWait
-from .session import MountOptions, SessionUnsupported
+from .session import MountOptions, RequestWait, SessionUnsupported
 
 log = logging.getLogger("diesel.mount")
 
@@ -103,18 +102,18 @@ class KernelSession:
 
         Raises SessionUnsupported where the kernel lacks something; nothing is mounted then.
         """
-        self._device = kernel.mount_fuse(self._mountpoint, self._options.as_list())
+        self._device = syscalls.mount_fuse(self._mountpoint, self._options.as_list())
         try:
             self._agree()
         except BaseException:
-            kernel.detach_quietly(self._mountpoint)
+            syscalls.detach_quietly(self._mountpoint)
             self.close()
             raise
 
     def _agree(self) -> None:
         """Answers INIT. Raises SessionUnsupported, or DieselError where it does not come."""
         os.set_blocking(self._device, False)
-        if not kernel.readable_within(self._device, INIT_DEADLINE_S):
+        if not syscalls.readable_within(self._device, INIT_DEADLINE_S):
             raise DieselError(f"the kernel did not greet the mount on {self._mountpoint}")
         message = memoryview(os.read(self._device, protocol.REQUEST_BYTES))
         request = protocol.parse_header(message)
@@ -131,7 +130,7 @@ class KernelSession:
         flags = protocol.WANTED & offer.flags
         minor = min(protocol.KERNEL_MINOR, offer.minor)
         answer = protocol.init_answer(
-            minor, kernel.READ_AHEAD_KIB << 10, flags, kernel.READS_AHEAD_MAX
+            minor, syscalls.READ_AHEAD_KIB << 10, flags, syscalls.READS_AHEAD_MAX
         )
         self._send(request.unique, (answer,))
         self.negotiated = f"FUSE {offer.major}.{minor}: {flags.name}"
@@ -166,7 +165,7 @@ class KernelSession:
 
     def clone(self) -> int:
         """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
-        return kernel.clone(self._device)
+        return syscalls.clone(self._device)
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
         """Nothing: the kernel opens files by itself."""

@@ -1,14 +1,19 @@
-"""The portable session: pyfuse3, hence libfuse. The reference in tests, and the fallback.
+"""The portable session: pyfuse3, and so libfuse. It is the fallback, and the reference in tests.
 
-It opens files by OPEN (pyfuse3 does not hand the inode to `read`), so an open, read and close of a
-file costs three requests; FLUSH and extended attributes are refused once with ENOSYS, after which
-the kernel no longer asks. Kept pages and names are valid for ever.
+pyfuse3 does not hand the inode number to `read`, so files are opened by OPEN: to open, read and
+close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
+which the kernel does not ask for them again. The pages and names that the kernel keeps are valid
+for ever.
 
-Concurrency: pyfuse3 runs a trio task for each request that waits, over the loop of
-`pyfuse3_loop.py`. Only `read` and what is asked of `.diesel` wait, and nothing between writing an
-answer and handing it over; so the objects that answers are written into are reused: pyfuse3 copies
-them before another task runs. One per process, since pyfuse3 keeps its state
-in globals.
+pyfuse3 takes what it needs of trio from its own attribute `trio`, so that its asyncio mode can put
+another module there. Its lock and its wait for the kernel, needed for each request, cost more than
+most replies. So `installed` puts a `TrioStandIn` there, in which a task that comes back for the
+lock gets it without waiting for its turn, and `RequestWait` waits for the kernel.
+
+Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
+Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
+handing it over. So the objects that replies are written into are reused: pyfuse3 copies them before
+another task runs. A process has one session, because pyfuse3 keeps its state in globals.
 """
 
 import errno
@@ -17,18 +22,19 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import pyfuse3
+import trio
 
 from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX
+from ...system import syscalls
 from ...system.daemons import minimal_environment_set
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
 from ..vfs import BLOCK_BYTES, Vfs
-from . import syscalls as kernel
-from .pyfuse3_loop import TrioStandIn, installed
-from .session import MountOptions
+from .session import MountOptions, RequestWait
 
 TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must delay no other request."""
@@ -276,6 +282,53 @@ def _nudged(vfs: Vfs) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+class _Lock:
+    """A lock of one event loop, which does not queue: its last owner may take it again at once."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting = trio.lowlevel.ParkingLot()
+
+    async def __aenter__(self) -> None:
+        while self._held:
+            await self._waiting.park()
+        self._held = True
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held = False
+        self._waiting.unpark()
+
+
+class TrioStandIn:
+    """What pyfuse3 uses of trio, made cheaper (see the module)."""
+
+    Lock = _Lock
+    ClosedResourceError = trio.ClosedResourceError
+    open_nursery = staticmethod(trio.open_nursery)
+    current_task = staticmethod(trio.lowlevel.current_task)
+    current_trio_token = staticmethod(trio.lowlevel.current_trio_token)
+    notify_closing = staticmethod(trio.lowlevel.notify_closing)
+
+    def __init__(self, wait: RequestWait) -> None:
+        self.lowlevel = self
+        self.wait_readable = wait.readable
+
+
+@contextmanager
+def installed(loop: TrioStandIn) -> Iterator[None]:
+    """Gives pyfuse3 this in the place of trio. Its lock lives on in it: one run per process."""
+    pyfuse3.trio = loop  # type: ignore[attr-defined]  # its stub leaves that out
+    try:
+        yield
+    finally:
+        pyfuse3.trio = trio  # type: ignore[attr-defined]  # as above
+
+
 class Pyfuse3Session:
     """The session over libfuse; see the module."""
 
@@ -300,7 +353,7 @@ class Pyfuse3Session:
         self._operations.started = started
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
-            with installed(TrioStandIn(lambda: not self._operations.vfs.waiting)):
+            with installed(TrioStandIn(RequestWait(lambda: not self._operations.vfs.waiting))):
                 await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -311,7 +364,7 @@ class Pyfuse3Session:
         for name in os.listdir("/proc/self/fd"):  # libfuse does not tell which is its own
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
-                    return kernel.clone(int(name))
+                    return syscalls.clone(int(name))
         raise OSError(errno.EBADF, "no connection")
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:

@@ -3,7 +3,7 @@
 Owned here: when that is done, and in which order. Not owned: which version is current
 (`source.py`), what is unchanged in it (`format/snapshot/diff.py`), how nodes are answered for
 (`following.py`), what the kernel is told (`invalidation.py`) and by whom: the helper where there is
-one (`mounts/prefetch/worker.py`), else a thread here.
+one (`prefetch_worker.py`), else a thread here.
 
 The order: (1) the snapshot is opened and compared, in a thread; (2) the helper takes no plan from
 now on, unless one is running: then all of it is put off; (3) in one turn of the loop names lead to
@@ -31,8 +31,8 @@ from ...format.snapshot.reader import Snapshot
 from ...repository.versions import snapshot_descriptor
 from ..options import MountRequest
 from ..prefetch.link import Message, Value, WorkerLink
-from ..prefetch.push_status import NodePushStatusMap, push_status_file
 from ..sessions.kernel import KernelSession
+from ..sessions.push_status import NodePushStatusMap, push_status_file
 from ..sessions.session import Session
 from ..source import MountSource, node_map_file
 from ..vfs import EntryReader

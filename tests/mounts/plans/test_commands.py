@@ -19,7 +19,7 @@ from diesel_fs.mounts.plans.commands import (
 from diesel_fs.mounts.plans.control import drawn, explicit
 from diesel_fs.mounts.plans.control_wire import pack_entries
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample, StreamStats
-from diesel_fs.mounts.prefetch.worker import planner_for
+from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, parse_error, unpack
 from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
 from tests.orders.datasets import dataset

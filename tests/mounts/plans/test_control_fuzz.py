@@ -19,7 +19,7 @@ from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.plans.control_socket import REQUESTS, ControlSocket
 from diesel_fs.mounts.plans.control_wire import LENGTH, PROTOCOL
 from diesel_fs.mounts.prefetch.link import Frames, WorkerLink, frame
-from diesel_fs.mounts.prefetch.worker import planner_for
+from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import Message, unpack
 from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
 

@@ -17,8 +17,8 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.plans.control import Control, explicit
-from diesel_fs.mounts.sessions.syscalls import cached_bytes
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.system.syscalls import cached_bytes
 from tests.mounts.versions.followed_dataset import (
     FILE_BYTES,
     FILES,

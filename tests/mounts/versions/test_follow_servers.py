@@ -17,7 +17,7 @@ import pytest
 
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError
 from diesel_fs.mounts import mount, umount
-from diesel_fs.mounts.sessions.syscalls import cached_bytes
+from diesel_fs.system.syscalls import cached_bytes
 from tests.mounts.versions.followed_dataset import (
     FILE_BYTES,
     FILES,

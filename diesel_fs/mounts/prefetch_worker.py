@@ -24,22 +24,22 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.coalescing_reader import Batch
-from ...errors import DieselError
-from ...format.entries import Kind
-from ...format.snapshot.diff import SnapshotDiff
-from ...format.snapshot.layout import MANY, kinds
-from ...format.snapshot.reader import Snapshot
-from ...system.mountinfo import mounts
-from ..options import MountRequest
-from ..plans.commands import PlanCommands
-from ..source import BatchSource, MountSource, map_snapshot, read_node_map
-from ..versions.invalidation import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, invalidate_folders
-from .decisions import Drop, FillPolicy, Idle, Push, Sample
-from .link import LEAVING, Message, ServerLink, Value
-from .page_cache import PageCache
-from .planner import PrefetchPlanner
-from .push_status import PushStatusMap
+from ..cache.coalescing_reader import Batch
+from ..errors import DieselError
+from ..format.entries import Kind
+from ..format.snapshot.diff import SnapshotDiff
+from ..format.snapshot.layout import MANY, kinds
+from ..format.snapshot.reader import Snapshot
+from ..system.mountinfo import mounts
+from .options import MountRequest
+from .plans.commands import PlanCommands
+from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
+from .prefetch.link import LEAVING, Message, ServerLink, Value
+from .prefetch.page_cache import PageCache
+from .prefetch.planner import PrefetchPlanner
+from .sessions.push_status import PushStatusMap
+from .source import BatchSource, MountSource, map_snapshot, read_node_map
+from .versions.invalidation import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, invalidate_folders
 
 log = logging.getLogger("diesel.mount")
 

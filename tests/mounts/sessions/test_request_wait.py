@@ -1,4 +1,4 @@
-"""The loop under pyfuse3: most requests take no turn of trio's, and other tasks get theirs."""
+"""How a session waits for requests: most take no turn of trio's loop, other tasks get theirs."""
 
 import os
 import time
@@ -9,8 +9,8 @@ import pyfuse3
 import pytest
 import trio
 
-from diesel_fs.mounts.sessions.pyfuse3_loop import TrioStandIn, installed
-from diesel_fs.mounts.sessions.request_wait import POLL_S, SLICE_S
+from diesel_fs.mounts.sessions.pyfuse3 import TrioStandIn, installed
+from diesel_fs.mounts.sessions.session import POLL_S, SLICE_S, RequestWait
 
 LATE_S = 20 * (SLICE_S + POLL_S)  # a busy machine adds what it likes; a hang adds for ever
 
@@ -29,7 +29,7 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
     os.write(pipe[1], b"request")
 
     async def serve() -> tuple[int, int]:
-        loop, requests, turns = TrioStandIn(lambda: True), 0, 0
+        loop, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
 
         async def others() -> None:
             nonlocal turns
@@ -53,7 +53,7 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
 
 def test_a_wait_for_the_next_request_holds_nothing_up_for_long(pipe: tuple[int, int]) -> None:
     async def serve() -> float:
-        loop = TrioStandIn(lambda: True)
+        loop = TrioStandIn(RequestWait(lambda: True))
         with trio.move_on_after(0.05):
             while True:
                 await loop.wait_readable(pipe[0])  # none comes
@@ -69,19 +69,17 @@ def test_a_wait_for_the_next_request_holds_nothing_up_for_long(pipe: tuple[int, 
 
 
 def test_while_a_read_waits_the_next_request_is_not_polled_for(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    pipe: tuple[int, int],
 ) -> None:
-    """Then its bytes are what comes next, and they come through trio."""
-    monkeypatch.setattr("diesel_fs.mounts.sessions.request_wait.POLL_S", 1e6)
-    monkeypatch.setattr("diesel_fs.mounts.sessions.request_wait.SLICE_S", 1e6)
+    """Its bytes are what comes next, and they come through trio."""
 
     async def serve() -> bool:
-        loop = TrioStandIn(lambda: False)
+        wait = RequestWait(lambda: False, slice_s=1e6, poll_s=1e6)
         os.write(pipe[1], b"one")
-        await loop.wait_readable(pipe[0])  # a slice begins
+        await wait.readable(pipe[0])  # a slice begins
         os.read(pipe[0], 3)
         with trio.move_on_after(0.01) as scope:
-            await loop.wait_readable(pipe[0])
+            await wait.readable(pipe[0])
         return scope.cancelled_caught
 
     assert trio.run(serve)
@@ -115,7 +113,7 @@ def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
 
 def test_pyfuse3_has_trio_back_afterwards() -> None:
     """The attribute is what its own asyncio mode sets too; were it gone, this would say so."""
-    loop = TrioStandIn(lambda: True)
+    loop = TrioStandIn(RequestWait(lambda: True))
     assert vars(pyfuse3)["trio"] is trio
     with installed(loop):
         assert vars(pyfuse3)["trio"] is loop

@@ -8,7 +8,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from diesel_fs.mounts.prefetch.push_status import (
+from diesel_fs.mounts.sessions.push_status import (
     HOLD_STEP_S,
     HOLD_STEPS,
     MISS_INTERVAL_S,

@@ -17,8 +17,8 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ...errors import DieselError, PermissionDenied
-from ...system.daemons import minimal_environment
+from ..errors import DieselError, PermissionDenied
+from .daemons import minimal_environment
 
 MNT_FORCE = 1
 MNT_DETACH = 2
