@@ -56,8 +56,8 @@ def test_a_version_that_is_followed_waits_for_no_master_that_ends(
     """It reads the version before for this mount, until it is told of this one."""
     waits: list[float] = []
 
-    def joined(*_: object, patience_s: float) -> object:
-        waits.append(patience_s)
+    def joined(*_: object, wait_s: float) -> object:
+        waits.append(wait_s)
         return object()
 
     monkeypatch.setattr(TaskStore, "join", joined)

@@ -320,13 +320,14 @@ def test_a_mount_that_fails_leaves_no_control_socket(
 
 REMOVES_ITS_PLACE = """if True:
     import os, sys
-    from diesel_fs.fuse import control_socket, daemon
+    from diesel_fs.mounts import supervisor
+    from diesel_fs.mounts.plans import control_socket
     listen = control_socket.ControlSocket.listen
     def listened(self):
         listen(self)
         os.rmdir(sys.argv[1])
     control_socket.ControlSocket.listen = listened
-    sys.exit(daemon.main(sys.argv[2:]))
+    sys.exit(supervisor.main(sys.argv[2:]))
 """
 
 
@@ -350,13 +351,14 @@ def test_the_helper_is_known_when_the_mount_returns(tmp_path: Path, session: str
 
 BEGINS_LATE = """if True:
     import sys, time
-    from diesel_fs.fuse import daemon, helper
-    show = helper.Helper.show
-    def shown(*given):
+    from diesel_fs.mounts import supervisor
+    from diesel_fs.mounts.prefetch_worker import PrefetchWorker
+    switch_version = PrefetchWorker.switch_version
+    def switch_late(*given):
         time.sleep(3)
-        show(*given)
-    helper.Helper.show = shown
-    sys.exit(daemon.main(sys.argv[1:]))
+        switch_version(*given)
+    PrefetchWorker.switch_version = switch_late
+    sys.exit(supervisor.main(sys.argv[1:]))
 """
 
 
