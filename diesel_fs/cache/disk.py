@@ -27,7 +27,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -37,13 +37,18 @@ import numpy as np
 from ..errors import BusyError, ConflictError, FormatError, NoSpaceError, PermissionDenied
 from ..format.entries import ChunkId
 from ..format.object_names import IDENTITY_TEXT
-from ..net.trouble import CircuitBreaker
+from ..net.breaker import CircuitBreaker
 from ..settings import private_folder
 from ..storage.objects.folder import FolderStore
 from ..storage.objects.store import ObjectStore, StoreWrapper
 from .tiers import CacheHandle, CacheTier, ChunkKey, Reservation, verify_chunk
 
 log = logging.getLogger("diesel.cache")
+
+DISK_PAUSE_S = 30.0
+"""How long a disk that failed is left alone."""
+
+_FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
 
 FREE_FRACTION_MIN = 0.05
 """Of the file system: what others need of it goes before the cache (and nearly full ones crawl)."""
@@ -149,15 +154,54 @@ class _Found:
     is_temporary: bool
 
 
+class _DiskBreaker:
+    """Whether the folder is used for reading, or for writing, after failures of its disk. The log
+    gets one line when the pause begins, and one when the disk works again. Any thread."""
+
+    def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
+        self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
+        self._place, self._doing = place, doing  # for the log: "cannot {doing} the cache in ..."
+        self._clock = clock
+        self._is_reported = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the disk is left alone now."""
+        return self._breaker.is_open(self._clock())
+
+    def succeeded(self) -> None:
+        """An access of the disk worked."""
+        self._breaker.record_success()
+        if self._is_reported:
+            self._is_reported = False
+            log.warning("the cache in %s works again", self._place)
+
+    def failed(self, error: OSError) -> None:
+        """An access of the disk failed."""
+        if self._breaker.record_failure(None, self._clock()) and not self._is_reported:
+            self._is_reported = True
+            log.warning(
+                "cannot %s the cache in %s (%s): it is passed by, and tried again every %.0f s",
+                self._doing, self._place, error.strerror, DISK_PAUSE_S,
+            )  # fmt: skip
+
+
 class DiskTier(CacheTier):
     """Chunks of one store in a cache's folder, whose limit all stores in it share."""
 
     kind = "disk"
     prefetches_datasets = True
 
-    def __init__(self, place: Path, store: UUID, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        place: Path,
+        store: UUID,
+        limit_bytes: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`place` is what `prepare_cache_folder` gave. Without a limit: half of what it could have,
-        of what is free there and what it holds already. Raises PermissionDenied, BusyError.
+        of what is free there and what it holds already. `clock` says when a failed disk is tried
+        again. Raises PermissionDenied, BusyError.
         """
         self._place = os.fspath(place)
         self._folder = f"{self._place}/{store.hex}"
@@ -169,8 +213,8 @@ class DiskTier(CacheTier):
         self._device = os.stat(place).st_dev
         self._known: dict[ChunkKey, float] = {}  # checked by this process; when it was touched
         self._dataset_used: dict[UUID, float] = {}
-        self._reads = CircuitBreaker(self._place, "read from")
-        self._writes = CircuitBreaker(self._place, "write to")
+        self._reads = _DiskBreaker(self._place, "read from", clock)
+        self._writes = _DiskBreaker(self._place, "write to", clock)
         self._reading_lock = threading.Lock()
         self._reading_count = 0
         self._strange: set[str] = set()  # what has a chunk's name, is none, and cannot go

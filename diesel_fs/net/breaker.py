@@ -1,37 +1,43 @@
-"""Whether another master is asked at all, and how long its answer is waited for.
+"""Circuit breakers: whether a service that fails is asked again, and when.
 
-Owned here: what failures, refusals and damage of one peer lead to, and how fast it usually is. Not
-owned: connections and requests (`peer.py`), what time it is: that is an argument, in seconds of any
-one clock. Pure.
+A breaker is *closed* as long as the service answers. After several failures in a row it *opens*:
+for a pause the service is not asked at all. After the pause it is *half open*: one request at a
+time may try, and its outcome closes the breaker or opens it again, for a longer pause.
 
-Who is let in gets a ticket, and gives it back with what came of it: what was asked before the last
-change of mind has no say in the next one.
+`CircuitBreaker` is used for disks and metadata stores, `PeerBreaker` for the masters of a task.
+Both are pure: the time is an argument, in seconds of any one clock. They hold no lock. Where
+several threads use one breaker without a lock around it, a failure may go uncounted.
+
+`admit` gives each caller a ticket, which the caller hands back with the outcome. An outcome whose
+ticket was given before the breaker last opened or closed is ignored, so that requests that failed
+together count as one failure.
 """
 
 from enum import Enum
 
 FAILURES_MAX = 3
-"""In a row, and the peer is not asked for a while."""
-
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
+"""The first pause for a peer, and the longest."""
+
 DAMAGED_MAX = 3
 QUARANTINE_S = 60.0
 
 TIMEOUT_MIN_S = 0.05
-"""As long as a busy machine may not run a process: less would be failures of the scheduler's."""
+"""A busy machine may not run a process for this long: a shorter time-out would fail healthy
+peers."""
 
 TIMEOUT_MAX_S = 1.0
 TIMEOUT_PER_P95 = 4
 RATE_MIN_BYTES_PER_S = 8 << 20
-"""What a connection must carry to be worth asking: a store gives more by one read."""
+"""A peer whose connection is slower is not worth asking: one read of the object store is faster."""
 
 _SAMPLES = 128
-_SAMPLES_EACH = 16  # between looks at them, which cost some microseconds
-_SMALL_BYTES = 256 << 10  # answers whose time is the peer's, not the network's
+_SAMPLES_PER_UPDATE = 16  # finding the percentile takes some microseconds
+_SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network more than on the peer
 
 
 class BreakerState(Enum):
-    """What happens to who asks."""
+    """What happens to a request now; the values are shown in statistics."""
 
     CLOSED = "asked"
     OPEN = "paused"
@@ -40,14 +46,91 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """What is thought of one peer."""
+    """The breaker of one service."""
+
+    def __init__(self, failures_max: int, pause_s: float, pause_max_s: float | None = None) -> None:
+        """The breaker opens after `failures_max` failures in a row. The first pause is `pause_s`;
+        each further one is twice as long, up to `pause_max_s` (without it, all are `pause_s`).
+        """
+        self._failures_max = failures_max
+        self._first_pause_s = self._pause_s = pause_s
+        self._pause_max_s = pause_s if pause_max_s is None else pause_max_s
+        self._ticket = 1  # the ticket that counts now; never 0
+        self._failures = 0
+        self._open_until_s: float | None = None  # None: closed
+        self._is_probing = False
+
+    def state(self, now_s: float) -> BreakerState:
+        """The state, without asking to be admitted."""
+        if self._open_until_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether the pause after failures lasts."""
+        return self._open_until_s is not None and now_s < self._open_until_s
+
+    def admit(self, now_s: float) -> int:
+        """A ticket for one request, or 0: do not ask now."""
+        if self._open_until_s is not None:
+            if self._is_probing or now_s < self._open_until_s:
+                return 0
+            self._is_probing = True
+        return self._ticket
+
+    def record_success(self, ticket: int | None = None) -> bool:
+        """The service answered in time. Returns whether this has closed the breaker.
+
+        Callers that use `is_open` in place of `admit` have no ticket; their outcomes always count.
+        """
+        if ticket is not None and ticket != self._ticket:
+            return False
+        self._failures = 0
+        if self._open_until_s is None:
+            return False
+        self._change(None)
+        self._pause_s = self._first_pause_s
+        return True
+
+    def record_failure(self, ticket: int | None, now_s: float) -> bool:
+        """The service gave no answer, or a late one. Returns whether this has opened the
+        breaker."""
+        if ticket is not None and ticket != self._ticket:
+            return False
+        self._failures += 1
+        if self._open_until_s is None and self._failures < self._failures_max:
+            return False
+        return self.open(now_s)
+
+    def record_refusal(self, ticket: int, now_s: float) -> bool:
+        """The service cannot be reached, or rejects us: one such failure opens the breaker.
+        Returns whether it has."""
+        return ticket == self._ticket and self.open(now_s)
+
+    def cancel(self, ticket: int) -> None:
+        """The request was given up, and says nothing about the service."""
+        if ticket == self._ticket:
+            self._is_probing = False
+
+    def open(self, now_s: float) -> bool:
+        """Open the breaker whatever was counted before. Returns True."""
+        self._change(now_s + self._pause_s)
+        self._pause_s = min(2 * self._pause_s, self._pause_max_s)
+        return True
+
+    def _change(self, open_until_s: float | None) -> None:
+        self._ticket += 1
+        self._is_probing = False
+        self._failures = 0
+        self._open_until_s = open_until_s
+
+
+class PeerBreaker(CircuitBreaker):
+    """The breaker of another master of the task. It adds a quarantine for a peer that sends
+    damaged bytes, and a time-out that follows how fast the peer usually answers."""
 
     def __init__(self) -> None:
-        self._ticket = 1  # of those who are let in now; never 0
-        self._failures = 0
-        self._pause_s = PAUSE_S
-        self._open_until_s: float | None = None  # None: all are let in
-        self._probing = False
+        super().__init__(FAILURES_MAX, PAUSE_S, PAUSE_MAX_S)
         self._damaged = 0
         self._quarantined_until_s = float("-inf")
         self._samples = [0.0] * _SAMPLES
@@ -55,58 +138,18 @@ class CircuitBreaker:
         self._usual_s = TIMEOUT_MAX_S
 
     def state(self, now_s: float) -> BreakerState:
-        """As it is shown to people."""
+        """The state, as statistics show it."""
         if now_s < self._quarantined_until_s:
             return BreakerState.QUARANTINED
-        if self._open_until_s is None:
-            return BreakerState.CLOSED
-        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
+        return super().state(now_s)
 
     def admit(self, now_s: float) -> int:
-        """A ticket to ask, or 0: read from elsewhere."""
-        if now_s < self._quarantined_until_s:
-            return 0
-        if self._open_until_s is not None:
-            if self._probing or now_s < self._open_until_s:
-                return 0
-            self._probing = True
-        return self._ticket
-
-    def record_success(self, ticket: int) -> bool:
-        """An answer came in time. Whether this has changed a mind: the peer is asked again."""
-        if ticket != self._ticket:
-            return False
-        self._failures = 0
-        if self._open_until_s is None:
-            return False
-        self._change(None)
-        self._pause_s = PAUSE_S
-        return True
-
-    def record_failure(self, ticket: int, now_s: float) -> bool:
-        """No answer, or a late one. Whether the peer is not asked any more because of it."""
-        if ticket != self._ticket:
-            return False
-        self._failures += 1
-        if self._open_until_s is None and self._failures < FAILURES_MAX:
-            return False
-        return self._pause(now_s)
-
-    def record_refusal(self, ticket: int, now_s: float) -> bool:
-        """The peer cannot be reached, or does not want us. Whether that changes anything."""
-        return ticket == self._ticket and self._pause(now_s)
-
-    def record_protocol_error(self, now_s: float) -> bool:
-        """The peer sent what no peer sends. Whether that changes anything: it does."""
-        return self._pause(now_s)
-
-    def cancel(self, ticket: int) -> None:
-        """Nothing is known: whoever asked does not want to know any more."""
-        if ticket == self._ticket:
-            self._probing = False
+        """A ticket for one request, or 0: read from elsewhere."""
+        return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
     def record_damage(self, now_s: float) -> bool:
-        """A part that the peer gave did not match its checksum. Whether it is in quarantine now."""
+        """A part from the peer did not match its checksum. Returns whether the peer is in
+        quarantine now: it is not asked for `QUARANTINE_S` after `DAMAGED_MAX` such parts."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
             return False
@@ -114,30 +157,17 @@ class CircuitBreaker:
         self._quarantined_until_s = now_s + QUARANTINE_S
         return True
 
-    def _pause(self, now_s: float) -> bool:
-        self._change(now_s + self._pause_s)
-        self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
-        return True
-
-    def _change(self, open_until_s: float | None) -> None:
-        self._ticket += 1
-        self._probing = False
-        self._failures = 0
-        self._open_until_s = open_until_s
-
-    # Patience
-
     def timeout_s(self, size: int) -> float:
-        """How long an answer is waited for, where so many bytes are under way, its own included."""
+        """How long to wait for an answer when `size` bytes are under way, its own included."""
         return self._usual_s + size / RATE_MIN_BYTES_PER_S
 
     def record_latency(self, seconds: float, size: int) -> None:
-        """An answer of so many bytes took so long, in time or late."""
+        """An answer of `size` bytes took so many seconds, whether in time or late."""
         if size > _SMALL_BYTES:
             return
         self._samples[self._count % _SAMPLES] = seconds
         self._count += 1
-        if self._count % _SAMPLES_EACH == 0:
+        if self._count % _SAMPLES_PER_UPDATE == 0:
             known = sorted(self._samples[: self._count])
             p95 = known[len(known) * 95 // 100]
             self._usual_s = min(max(TIMEOUT_PER_P95 * p95, TIMEOUT_MIN_S), TIMEOUT_MAX_S)

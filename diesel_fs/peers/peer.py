@@ -18,7 +18,7 @@ import numpy.typing as npt
 import trio
 
 from ..errors import CorruptError, DieselError
-from ..net.breaker import CircuitBreaker
+from ..net.breaker import PeerBreaker
 from ..net.channel import Channel, ConnectionClosed, FrameReader
 from . import wire
 from .handshake import LocalIdentity, connect
@@ -83,7 +83,7 @@ class Peer:
     def __init__(self, me: LocalIdentity, member: Member) -> None:
         self._me = me
         self.member = member
-        self._breaker = CircuitBreaker()
+        self._breaker = PeerBreaker()
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
@@ -185,10 +185,10 @@ class Peer:
                 except ConnectionClosed as gone:
                     log.debug("%s: %s", self, gone)
                 except CorruptError as error:
-                    self._breaker.record_protocol_error(trio.current_time())
+                    self._breaker.open(trio.current_time())
                     log.error("%s sends what no master sends: %s", self, error)
                 except Exception:
-                    self._breaker.record_protocol_error(trio.current_time())
+                    self._breaker.open(trio.current_time())
                     log.exception("%s met a bug", self)
                 nursery.cancel_scope.cancel()
 

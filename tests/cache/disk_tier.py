@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -14,8 +15,12 @@ STORE = UUID(int=7)
 Chunks = dict[ChunkKey, bytes]
 
 
-def tier_at(place: Path, limit_bytes: int | None = 1 << 30) -> DiskTier:
-    return DiskTier(place, STORE, limit_bytes)
+def tier_at(
+    place: Path,
+    limit_bytes: int | None = 1 << 30,
+    clock: Callable[[], float] = time.monotonic,
+) -> DiskTier:
+    return DiskTier(place, STORE, limit_bytes, clock)
 
 
 def put(shelf: DiskTier, key: ChunkKey, content: bytes) -> None:

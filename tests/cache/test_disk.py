@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 
 from diesel_fs.cache import disk as disk_shelf
-from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.disk import DISK_PAUSE_S, prepare_cache_folder
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.objects.folder import FolderStore
@@ -364,7 +364,8 @@ def test_J2_a_disk_that_fails_rests_and_is_tried_again(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = tier_at(place)
+    now_s = [0.0]
+    shelf = tier_at(place, clock=lambda: now_s[0])
     put(shelf, key, content)
     with monkeypatch.context() as patch:
         patch.setattr("os.preadv", failing(errno.EIO))
@@ -376,7 +377,7 @@ def test_J2_a_disk_that_fails_rests_and_is_tried_again(
         assert shelf.find(key) is None, "it rests"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert shelf.find(key) is None
-    shelf._reads._until = 0.0
+    now_s[0] += DISK_PAUSE_S
     assert content_of(shelf, key) == content
     assert "works again" in caplog.records[-1].message
 
@@ -384,7 +385,8 @@ def test_J2_a_disk_that_fails_rests_and_is_tried_again(
 def test_J2_EIO_of_a_write_leaves_nothing(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = tier_at(place)
+    now_s = [0.0]
+    shelf = tier_at(place, clock=lambda: now_s[0])
     key, content = next(iter(chunks.items()))
     written = os.pwrite
 
@@ -404,7 +406,7 @@ def test_J2_EIO_of_a_write_leaves_nothing(
             shelf.reserve(key, len(content))
     assert counted(shelf) == 0
     assert len(caplog.records) == 1
-    shelf._writes._until = 0.0
+    now_s[0] += DISK_PAUSE_S
     put(shelf, key, content)
     assert content_of(shelf, key) == content
 
@@ -412,7 +414,8 @@ def test_J2_EIO_of_a_write_leaves_nothing(
 def test_J4_a_folder_that_is_removed_is_passed_by(
     place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = tier_at(place)
+    now_s = [0.0]
+    shelf = tier_at(place, clock=lambda: now_s[0])
     (key, content), (other, more), *_ = chunks.items()
     put(shelf, key, content)
     reserved = shelf.reserve(other, len(more))
@@ -426,7 +429,7 @@ def test_J4_a_folder_that_is_removed_is_passed_by(
     assert not place.exists(), "it is not made again: it may be a mount point"
     assert "passed by" in caplog.text
     place.mkdir(mode=0o700)
-    shelf._writes._until = 0.0
+    now_s[0] += DISK_PAUSE_S
     put(shelf, key, content)
     assert content_of(shelf, key) == content
 

@@ -1,4 +1,4 @@
-"""Whether a peer is asked, and how long it is waited for."""
+"""Circuit breakers: when a service that fails is asked again, and how long a peer is waited for."""
 
 import random
 
@@ -10,6 +10,7 @@ from diesel_fs.net.breaker import (
     TIMEOUT_MIN_S,
     BreakerState,
     CircuitBreaker,
+    PeerBreaker,
 )
 
 
@@ -18,9 +19,9 @@ def open_breaker(breaker: CircuitBreaker, now_s: float) -> None:
         breaker.record_failure(breaker.admit(now_s), now_s)
 
 
-def test_three_failures_in_a_row_and_nobody_asks_for_a_second() -> None:
-    breaker = CircuitBreaker()
-    for _ in range(5):  # not in a row
+def test_three_failures_in_a_row_open_the_breaker_for_a_second() -> None:
+    breaker = PeerBreaker()
+    for _ in range(5):  # never three in a row
         assert not breaker.record_failure(breaker.admit(0), 0)
         assert not breaker.record_failure(breaker.admit(0), 0)
         assert not breaker.record_success(breaker.admit(0))
@@ -29,8 +30,8 @@ def test_three_failures_in_a_row_and_nobody_asks_for_a_second() -> None:
     assert breaker.state(0.99) is BreakerState.OPEN
 
 
-def test_then_one_at_a_time_tries() -> None:
-    breaker = CircuitBreaker()
+def test_after_the_pause_one_request_at_a_time_tries() -> None:
+    breaker = PeerBreaker()
     open_breaker(breaker, 0)
     ticket = breaker.admit(1)
     assert ticket
@@ -42,8 +43,8 @@ def test_then_one_at_a_time_tries() -> None:
     assert breaker.state(1) is BreakerState.CLOSED
 
 
-def test_each_failure_doubles_the_pause_and_success_forgets_that() -> None:
-    breaker = CircuitBreaker()
+def test_each_failure_doubles_the_pause_and_a_success_resets_it() -> None:
+    breaker = PeerBreaker()
     open_breaker(breaker, 0)
     now_s, pauses = 0.0, []
     for _ in range(6):
@@ -58,30 +59,30 @@ def test_each_failure_doubles_the_pause_and_success_forgets_that() -> None:
     assert breaker.admit(101)
 
 
-def test_a_refusal_pauses_at_once() -> None:
-    breaker = CircuitBreaker()
+def test_one_refusal_opens_the_breaker() -> None:
+    breaker = PeerBreaker()
     assert breaker.record_refusal(breaker.admit(0), 0)
     assert breaker.admit(0.5) == 0
     assert breaker.admit(1)
 
 
-def test_who_was_let_in_before_has_no_say_any_more() -> None:
-    breaker = CircuitBreaker()
+def test_outcomes_of_requests_from_before_the_last_change_are_ignored() -> None:
+    breaker = PeerBreaker()
     old = breaker.admit(0)
     open_breaker(breaker, 0)
     assert not breaker.record_failure(old, 0.5)
     assert not breaker.record_success(old)
     breaker.cancel(old)
     assert breaker.admit(0.9) == 0
-    tried = breaker.admit(1)
+    probe = breaker.admit(1)
     breaker.cancel(old)
-    assert breaker.admit(1) == 0, "the one that tries is still under way"
-    breaker.cancel(tried)
+    assert breaker.admit(1) == 0, "the request that tries is still under way"
+    breaker.cancel(probe)
     assert breaker.admit(1)
 
 
-def test_F5_three_damaged_parts_and_a_minute_of_quarantine() -> None:
-    breaker = CircuitBreaker()
+def test_F5_three_damaged_parts_put_a_peer_in_quarantine_for_a_minute() -> None:
+    breaker = PeerBreaker()
     assert [breaker.record_damage(5) for _ in range(3)] == [False, False, True]
     assert breaker.state(6) is BreakerState.QUARANTINED
     assert breaker.admit(4 + QUARANTINE_S) == 0
@@ -89,8 +90,8 @@ def test_F5_three_damaged_parts_and_a_minute_of_quarantine() -> None:
     assert not breaker.record_damage(100)
 
 
-def test_patience_follows_the_95th_percentile_within_bounds() -> None:
-    breaker = CircuitBreaker()
+def test_the_timeout_follows_the_95th_percentile_within_bounds() -> None:
+    breaker = PeerBreaker()
     assert breaker.timeout_s(0) == TIMEOUT_MAX_S
     for _ in range(128):
         breaker.record_latency(0.0001, 4096)
@@ -105,5 +106,18 @@ def test_patience_follows_the_95th_percentile_within_bounds() -> None:
         breaker.record_latency(3, 4096)
     assert breaker.timeout_s(0) == TIMEOUT_MAX_S
     for _ in range(128):
-        breaker.record_latency(0.001, 8 << 20)  # the network's time, and none of the peer's
+        breaker.record_latency(0.001, 8 << 20)  # so large that its time is the network's
     assert breaker.timeout_s(0) == TIMEOUT_MAX_S
+
+
+def test_without_tickets_every_failure_while_open_prolongs_the_pause() -> None:
+    breaker = CircuitBreaker(3, 30.0)
+    assert [breaker.record_failure(None, 0) for _ in range(3)] == [False, False, True]
+    assert breaker.is_open(29)
+    assert not breaker.is_open(30)
+    assert breaker.record_failure(None, 40), "half open: one failure is enough"
+    assert breaker.record_failure(None, 50)
+    assert breaker.is_open(79)
+    assert not breaker.is_open(80)
+    assert breaker.record_success()
+    assert not breaker.record_failure(None, 90)
