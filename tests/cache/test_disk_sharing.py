@@ -20,12 +20,12 @@ WRITER = """if True:
     import os, sys, random
     from pathlib import Path
     from uuid import UUID
-    from diesel_fs.cache.disk_shelf import DiskShelf, cache_place
-    from diesel_fs.cache.shelves import ChunkKey
+    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    from diesel_fs.cache.tiers import ChunkKey
     from diesel_fs.errors import NoSpaceError
     place, source, limit, seed = sys.argv[1:]
     draw = random.Random(int(seed))
-    shelf = DiskShelf(cache_place(Path(place)), UUID(int=7), int(limit))
+    shelf = DiskTier(prepare_cache_folder(Path(place)), UUID(int=7), int(limit))
     chunks = {}
     for path in Path(source).iterdir():
         identity, chunk = path.name.split(",")
@@ -47,7 +47,7 @@ WRITER = """if True:
         except NoSpaceError:
             continue
         if place is not None:
-            place.fill(memoryview(chunks[key])) if draw.random() < 0.9 else place.give_up()
+            place.commit(memoryview(chunks[key])) if draw.random() < 0.9 else place.cancel()
 """
 
 

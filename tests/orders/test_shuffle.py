@@ -223,8 +223,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_another_process_has_the_same_order() -> None:
     code = """if True:
-        from tests.shuffle.datasets import dataset
-        from diesel_fs.shuffle import chunk_shuffle
+        from tests.orders.datasets import dataset
+        from diesel_fs.orders.shuffle import chunk_shuffle
         print(chunk_shuffle(dataset(13, 5), 42, 3, group_size=4, rank=1, world=2).tolist())
     """
     expected = str(chunk_shuffle(SMALL, 42, 3, group_size=4, rank=1, world=2).tolist())
