@@ -24,7 +24,7 @@ programs."""
 # What may only compute. What reads a clock, a file, a socket, the environment or chance lies
 # elsewhere, or its value is handed in by the caller.
 PURE = (
-    *"format orders net.messages net.frames net.greeting net.breaker cache.policy".split(),
+    *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission storage.accounts.account peers.ownership peers.membership".split(),
     *"peers.registration peers.wire peers.hello mounts.plans.control_wire".split(),
 )

@@ -1,8 +1,13 @@
-"""What clients and servers exchange, as bytes: `WIRE.md`.
+"""The bytes that clients and servers of DIESEL-FS exchange, as `WIRE.md` specifies them.
 
-Owned here: frames, what a login signs, and every limit. Not owned: how greetings look
-(`greeting.py`), sockets and time (`rpc`), which requests there are, who may do what. Any bytes give
-a value or one error; nothing is allocated for a length before that is known to be allowed. Pure.
+A connection begins with a greeting of the client and a welcome (or refusal) of the server. A login
+follows, then frames: each is two lengths, a *head* (a message in msgpack) and a *payload* (raw
+bytes). This module encodes and decodes all of these and holds every limit on them. The masters of a
+task begin their connections with the same kind of greeting (`PEERS.md`, section 3), hence
+`GreetingCodec`.
+
+Any bytes decode to a value or raise one error, and no memory is taken for a length before it has
+been checked against its limit. The module is pure: it knows no sockets, time or requests.
 """
 
 import struct
@@ -11,43 +16,116 @@ from typing import NamedTuple
 
 import msgpack
 
-from ..errors import CorruptError, UsageError
-from .greeting import GREETING_BYTES as GREETING_BYTES
-from .greeting import NONCE_BYTES as NONCE_BYTES
-from .greeting import GreetingCodec
+from ..errors import CorruptError, ForeignError, MetadataError, UsageError
+from ..names import shown
 from .messages import Message, unpack
 
 VERSION = 1
 
+GREETING_BYTES = 16
+NONCE_BYTES = 32
+REFUSAL_BYTES_MAX = 4096
+
 BINDING_BYTES = 32
 NO_BINDING = bytes(BINDING_BYTES)
+"""The binding of a login without TLS (see `login_challenge`)."""
+
 USER_BYTES_MAX = 64
 
-_GREETINGS = GreetingCodec(b"\x93DIESNET", VERSION, "client", "server")
+_GREETING = struct.Struct("<8sH6s")
+_WELCOME = struct.Struct("<8sHHI")
+_ACCEPTED, _REFUSED = 0, 1
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
+_HTTP = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"PRI ", b"HTTP")
 _LENGTHS = struct.Struct("<II")
 LENGTHS_BYTES = _LENGTHS.size
 _LOGIN = b"diesel-fs login 1\0"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a frame may be, in bytes and items."""
-
-    head_bytes: int
-    items: int
-    payload_bytes: int
-
-
-BEFORE_LOGIN_LIMITS = Limits(4 << 10, 64, 0)
-REQUEST_LIMITS = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
-READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
-"""What one request may read: a whole chunk is one range."""
-
-ANSWER_LIMITS = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
-
-
 # greeting -----------------------------------------------------------------------------------------
 
+
+class Welcome(NamedTuple):
+    """The first 16 bytes of an acceptor's answer to a greeting; a tail of `tail_bytes` follows: a
+    nonce where the greeting was accepted, else a sentence that says why it was refused."""
+
+    is_accepted: bool
+    version: int
+    tail_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GreetingCodec:
+    """Greetings, welcomes and refusals of one protocol. `connector` and `acceptor` are the words
+    for its two ends in errors."""
+
+    magic: bytes
+    version: int
+    connector: str
+    acceptor: str
+
+    def greeting(self) -> bytes:
+        """The first bytes that a connector sends."""
+        return _GREETING.pack(self.magic, self.version, bytes(6))
+
+    def parse_greeting(self, content: bytes | bytearray) -> int:
+        """The version that a connector speaks. Raises ForeignError for any other bytes."""
+        if len(content) == GREETING_BYTES:
+            magic, version, zeros = _GREETING.unpack(content)
+            if magic == self.magic and zeros == bytes(6):
+                return int(version)
+        raise _foreign(self.connector, content)
+
+    def welcome(self, nonce: bytes) -> bytes:
+        """The answer to a greeting that is accepted. The connector proves who it is by signing
+        `nonce`, which is random, so that no recorded login can be sent again."""
+        assert len(nonce) == NONCE_BYTES
+        return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
+
+    def refusal(self, sentence: str) -> bytes:
+        """The answer to a greeting that is refused, with the reason."""
+        tail = sentence.encode()[:REFUSAL_BYTES_MAX]
+        return _WELCOME.pack(self.magic, self.version, _REFUSED, len(tail)) + tail
+
+    def parse_welcome(self, content: bytes | bytearray) -> Welcome:
+        """The first 16 bytes of an acceptor's answer. Raises ForeignError for any other bytes."""
+        if len(content) != GREETING_BYTES:
+            raise _foreign(self.acceptor, content)
+        magic, version, outcome, length = _WELCOME.unpack(content)
+        if (
+            magic != self.magic
+            or outcome not in (_ACCEPTED, _REFUSED)
+            or length > REFUSAL_BYTES_MAX
+        ):
+            raise _foreign(self.acceptor, content)
+        if outcome == _ACCEPTED and version != self.version:
+            raise ForeignError(
+                f"the {self.acceptor} accepted version {self.version} of the wire, but speaks"
+                f" version {version}"
+            )
+        if outcome == _ACCEPTED and length != NONCE_BYTES:
+            raise ForeignError(f"the {self.acceptor} sent a nonce of {length} bytes")
+        return Welcome(outcome == _ACCEPTED, version, length)
+
+    def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
+        """The error for a refusal. It is a MetadataError, as for any server that cannot be used:
+        callers then try another server."""
+        reason = f"it speaks version {version} of the wire"
+        if version == self.version:
+            reason = "it gave no reason"
+        return MetadataError(f"the {self.acceptor} refused: {shown(bytes(tail)) or reason}")
+
+
+def _foreign(end: str, content: bytes | bytearray) -> ForeignError:
+    hint = ""
+    if content[:2] in _TLS_RECORDS:
+        hint = ", it speaks TLS"
+    elif content[:4] in _HTTP:
+        hint = ", it speaks HTTP"
+    return ForeignError(f"not a DIESEL-FS {end}: it sent no greeting{hint}")
+
+
+_GREETINGS = GreetingCodec(b"\x93DIESNET", VERSION, "client", "server")
 
 greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
 welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
@@ -55,15 +133,17 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def version_mismatch(version: int) -> str:
-    """What to tell a client of another version."""
+    """The sentence with which a server refuses a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
 
 
 def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
-    """What a login signs; `binding` is SHA-256 of the server's certificate, or `NO_BINDING`.
+    """The bytes that a client signs to log in.
 
-    Raises UsageError for a name that no user has.
+    `binding` is the SHA-256 of the server's certificate as this end sees it, or `NO_BINDING`: a
+    signature that somebody in the middle passes on is of no use on another connection. Raises
+    UsageError for a name that no user has.
     """
     name = user.encode()
     if not 0 < len(name) <= USER_BYTES_MAX:
@@ -75,22 +155,41 @@ def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
 # frames -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest frame that is allowed: bytes of its head, items in the message, bytes of its
+    payload."""
+
+    head_bytes: int
+    items: int
+    payload_bytes: int
+
+
+BEFORE_LOGIN_LIMITS = Limits(4 << 10, 64, 0)
+REQUEST_LIMITS = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
+READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
+"""Bytes that one request may read: a whole chunk, the largest range that there is."""
+
+ANSWER_LIMITS = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
+
+
 class Lengths(NamedTuple):
-    """How long the two parts of a frame are, in bytes."""
+    """The lengths of the two parts of a frame, in bytes."""
 
     head: int
     payload: int
 
 
 def frame(message: Message, limits: Limits, payload_bytes: int = 0) -> bytes:
-    """A frame without its payload, which is sent behind it. Raises UsageError beyond the limits."""
+    """The lengths and head of a frame; the caller sends the payload behind them. Raises UsageError
+    beyond the limits."""
     head: bytes = msgpack.packb(message)
     _check(Lengths(len(head), payload_bytes), limits)
     return _LENGTHS.pack(len(head), payload_bytes) + head
 
 
 def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
-    """What a frame's first 8 bytes say. Raises CorruptError beyond the limits."""
+    """The lengths in the first 8 bytes of a frame. Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
         _check(lengths, limits)
@@ -100,12 +199,13 @@ def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
 
 
 def parse_head(content: bytes | bytearray | memoryview, limits: Limits) -> Message:
-    """The message of a frame. Raises CorruptError."""
+    """The message in the head of a frame. Raises CorruptError."""
     return unpack(content, limits.items)
 
 
 def check_required_fields(message: Message) -> None:
-    """Raises UsageError where a message has a field that must be understood and is not."""
+    """Raise UsageError if a message has a field whose name ends in `!`: the sender requires the
+    receiver to understand it, and this version knows none."""
     for name in message:
         if name.endswith("!"):
             raise UsageError(
@@ -117,4 +217,4 @@ def _check(lengths: Lengths, limits: Limits) -> None:
     if not 0 < lengths.head <= limits.head_bytes:
         raise UsageError(f"a message of {lengths.head} bytes (at most {limits.head_bytes})")
     if lengths.payload > limits.payload_bytes:
-        raise UsageError(f"{lengths.payload} bytes at once (at most {limits.payload_bytes})")
+        raise UsageError(f"a payload of {lengths.payload} bytes (at most {limits.payload_bytes})")

@@ -1,13 +1,13 @@
-"""One client's connection: greeting, login, requests, answers (`WIRE.md`).
+"""One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
-Owned here: the order of things on a connection, its deadlines, what errors become, what is logged.
-Not owned: bytes (`channel.py`, `wire.py`), how many connections there may be (`listener.py`),
-running handlers (`running.py`).
+This module decides the order of events on a connection, their deadlines, which answer an error
+becomes, and what the log says. `channel.py` moves the bytes and `diesel_fs.net.frames` encodes
+them; `listener.py` accepts connections; `requests.py` runs the handlers.
 
-Concurrency: one task reads, a task for each request that is under way answers, one at a time
-writes. A request's memory is taken from the budget before anything of it is received, and given
-back when its answer has been sent. Nothing waits without a deadline, but for the next request while
-others are under way.
+Concurrency: one task of the connection reads. Each request that is under way has a task of its own,
+which answers it; a lock lets one of these tasks write at a time. A request's memory is taken from
+the budget of the worker before its payload is received, and released when its answer has been sent.
+Every wait has a deadline, except the wait for the next request while others are under way.
 """
 
 import logging
@@ -37,53 +37,61 @@ from diesel_fs.storage.accounts.account import Account
 
 from . import limits
 from .channel import Channel, ConnectionClosed
-from .dispatch import Dispatcher, ThreadsBusy
 from .limits import ConnectionLimits, FairByteBudget, LimitReached
 from .refusal_log import RefusalLog, dataset_in
-from .requests import Reply, Request
+from .requests import Dispatcher, Reply, Request, ThreadsBusy
 
 log = logging.getLogger("diesel.server")
 
 ACCOUNT_REFRESH_S = 1.0
-"""A connection's account is looked at again after so long: what was taken away is soon gone."""
+"""The account of a connection is looked up again after this time, so that a role that was taken
+away, or a user who was removed, stops counting soon."""
 
-SHUTTING_DOWN = "it is going"
+SHUTTING_DOWN = "it is shutting down"
 _OVERLOADED = "the server is overloaded"
 _NOTHING = memoryview(b"")
-_LOGINS = 16
+_LOGIN_THREADS = 16
 
 
 class Authenticator(Protocol):
-    """Who users are (`authentication.py`). Both may block, for a stated time."""
+    """Checks logins and accounts (`authentication.py`). Both methods may block, for a limited
+    time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account whose key made the signature. Raises PermissionDenied; others where the
-        accounts cannot be had. The notes of an error are for the log alone."""
+        """The account whose key made the signature.
+
+        Raises PermissionDenied; MetadataError or BusyError where nothing can be decided. The notes
+        of an error are for the log alone: the client does not see them.
+        """
         ...
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied where it is no more."""
+        """The account as it is now. Raises PermissionDenied where the user was removed or has
+        another key."""
         ...
 
 
 @dataclass(slots=True)
 class ConnectionContext:
-    """What the connections of a worker share."""
+    """What all connections of a worker share."""
 
     store_id: UUID
     login: Authenticator
-    runner: Dispatcher
+    dispatcher: Dispatcher
     cells: MetricCells
     refusals: RefusalLog
     count: ConnectionLimits = field(default_factory=ConnectionLimits)
     budget: FairByteBudget = field(default_factory=FairByteBudget)
-    logins: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_LOGINS))
+    logins: trio.CapacityLimiter = field(
+        default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
+    )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
+    """Whether an account may send so many bytes of payload with a request (its `do`)."""
     redactions: Mapping[str, str] = field(default_factory=dict)
-    """Where the store lies, in all ways to write it, the longest first, and what clients are told
-    in place of each."""
+    """Texts that errors may contain and clients must not see (where the store lies, in every way of
+    writing it), the longest first, and the words that replace each."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
@@ -91,19 +99,32 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """Why a request is not begun with; `retry_after_s`: it may be sent again, wherever."""
+    """Why a request is not answered as asked. With `retry_after_s` nothing of it has been done, and
+    the client may send it again, here or to another server."""
 
-    reason: str
+    reason: str  # one of `metrics.REFUSALS`
     error: DieselError
     retry_after_s: float | None = None
 
+    @property
+    def outcome(self) -> str:
+        """The request's outcome in the metrics."""
+        if isinstance(self.error, PermissionDenied):
+            return "refused"
+        return "error" if self.retry_after_s is None else "busy"
+
 
 Opener = Callable[[], Awaitable[tuple[Channel, bytes]]]
-"""Makes the channel, by TLS perhaps, and what a login on it is bound to. Raises Gone."""
+"""Opens the channel, which may take a TLS handshake. Gives it with the binding that a login on it
+signs (`WIRE.md`, section 3). Raises ConnectionClosed."""
 
 
 class Connection:
-    """One connection, from `run` to its end."""
+    """One connection, from `run` to its end.
+
+    The methods raise ConnectionClosed where the client is gone or too slow, and CorruptError or
+    ForeignError for bytes that break the protocol; `run` catches all of them.
+    """
 
     def __init__(
         self, service: ConnectionContext, opener: Opener, address: str, port: int = 0
@@ -124,13 +145,14 @@ class Connection:
         self._counted = [0, 0]
 
     async def run(self) -> None:
-        """Everything. Errors of a client end its connection, and nothing else."""
+        """Serve the client from its first byte to its last. Errors of the client end this
+        connection, and nothing else."""
         try:
             with ExitStack() as held:
                 if await self._log_in(held):
                     await self._serve_requests()
         except ConnectionClosed as error:
-            if str(error):  # it did not speak TLS, or not as we do
+            if str(error):  # the TLS handshake failed, and the text says why
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
@@ -143,7 +165,7 @@ class Connection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """Tell a client that it is not taken, as soon as it has greeted."""
+        """Wait for the client's greeting, and answer it with a refusal."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -158,20 +180,23 @@ class Connection:
                 self._channel.close()
 
     def stop(self) -> None:
-        """The server is going: what is under way is finished, nothing else begun."""
+        """The server shuts down: requests under way are finished, and no other is begun."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
 
-    # The beginning
+    # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
-        """Whether the client has proved who it is. Raises Gone, ForeignError, CorruptError."""
+        """Greeting and login. Returns whether the client has proved to be a user."""
         account: Account | None = None
         network = limits.network_of(self._address)
-        with trio.CancelScope() as stay, self._service.count.greeting(network, stay.cancel):
+        with (
+            trio.CancelScope() as dismissed,
+            self._service.count.greeting(network, dismissed.cancel),
+        ):
             account = await self._authenticated()
-        if stay.cancelled_caught:
-            self.note_refusal("address", "too many clients of its address log in at this moment")
+        if dismissed.cancelled_caught:
+            self.note_refusal("address", "too many clients of its network are logging in")
         if account is None:
             return False
         try:
@@ -187,7 +212,8 @@ class Connection:
         return True
 
     async def _authenticated(self) -> Account | None:
-        """Who the client has proved to be, in time. Raises as `_log_in`."""
+        """The account of the user that the client has proved to be; None where it has not, or not
+        in time."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
             nonce, binding = await self._greet()
         if greeting.cancelled_caught:
@@ -203,7 +229,7 @@ class Connection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """The nonce that the client got, or none, and the binding."""
+        """The nonce that the client got (empty where it was refused), and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
@@ -233,7 +259,7 @@ class Connection:
         )
 
     async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
-        """The account that a login proves; None where it proves nothing, and the client knows."""
+        """The account that a login proves; None where the client has been refused."""
         user = ""
         try:
             if message.get("do") != "login":
@@ -265,14 +291,14 @@ class Connection:
     # Requests
 
     async def _serve_requests(self) -> None:
-        """Serve requests until there are no more. Raises Gone, CorruptError."""
+        """Serve requests until the client sends no more, or the server has shut down."""
         ended: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
                 while await self._wait_for_request():
                     try:
-                        self._slots.acquire_nowait()  # which is no turn of the loop
+                        self._slots.acquire_nowait()  # unlike `acquire`, no turn of the loop
                     except trio.WouldBlock:
                         await self._slots.acquire()
                     if not await self._receive_request(nursery):
@@ -284,10 +310,11 @@ class Connection:
             if ended is not None:
                 raise ended
         finally:
-            ended = None  # it holds this frame, and frames that hold payloads: a cycle of megabytes
+            ended = None  # breaks a reference cycle that would keep payloads of megabytes alive
 
     async def _wait_for_request(self) -> bool:
-        """Wait for the next request; False where there is none to wait for."""
+        """Wait for the next request. Returns False where none is to come: the client was idle for
+        too long, or the server shuts down."""
         while not (self._service.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
@@ -301,7 +328,7 @@ class Connection:
         return False
 
     async def _receive_request(self, nursery: trio.Nursery) -> bool:
-        """Receive one request and begin with it; False where that has been refused."""
+        """Receive one request and start its task. Returns False where it was rejected."""
         channel, owner = self._open_channel, self._account.name
         lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
@@ -323,9 +350,13 @@ class Connection:
             ):
                 raise CorruptError("a request without an id of its own, or without a verb")
             more = lengths.payload + limits.answer_bytes(message)
-            refusal = await self._reject_reason(message, do, lengths.payload, more)
-            if refusal is not None:
-                await self._reject(message, number, do, refusal, lengths.payload)
+            rejection = await self._admit(message, do, lengths.payload, more)
+            if rejection is not None:
+                self._service.cells.add("diesel_requests_total", do, rejection.outcome)
+                with self._deadline(lengths.payload):
+                    await channel.skip(lengths.payload)
+                await self._reject(message, number, do, rejection)
+                await trio.lowlevel.checkpoint()  # the buffer may hold hundreds of such requests
                 return False
             held += more if more > limits.SMALL_BYTES else 0
             payload = _NOTHING
@@ -346,14 +377,15 @@ class Connection:
             if held and not given:
                 self._service.budget.release(owner, held)
 
-    async def _reject_reason(
+    async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
-    ) -> "_Rejection | None":
-        """Why a request is not begun with, else None: then `size` bytes are its own."""
+    ) -> _Rejection | None:
+        """Take `size` bytes of the budget for a request and give None, or say why it is
+        rejected."""
         service = self._service
         try:
             wire.check_required_fields(message)
-            await self._look_at_account()
+            await self._refresh_account()
             if payload_bytes and not service.takes_payload(self._account, do, payload_bytes):
                 raise PermissionDenied(
                     f"{self._account.name!r} may not send bytes with {do[:64]!r}"
@@ -361,7 +393,8 @@ class Connection:
         except DieselError as error:
             return _Rejection("permission", error)
         if service.is_draining:
-            return _Rejection("going", BusyError(f"the server refused: {SHUTTING_DOWN}"), 0.0)
+            busy = BusyError(f"the server refused the request: {SHUTTING_DOWN}")
+            return _Rejection("going", busy, 0.0)
         if (
             service.under_way >= limits.REQUESTS_MAX
             or service.by_user[self._account.name] >= limits.REQUESTS_PER_USER_MAX
@@ -373,52 +406,49 @@ class Connection:
             return _Rejection("memory", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
         return None
 
-    async def _look_at_account(self) -> None:
+    async def _refresh_account(self) -> None:
         if trio.current_time() - self._account_s >= ACCOUNT_REFRESH_S:
             self._account = await trio.to_thread.run_sync(
                 self._service.login.current, self._account, limiter=self._service.logins
             )
             self._account_s = trio.current_time()
 
-    async def _reject(
-        self, message: Message, number: int, do: str, refusal: "_Rejection", payload_bytes: int
-    ) -> None:
-        error = refusal.error
-        if isinstance(error, BusyError | PermissionDenied):
+    async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
+        """Answer a request with an error; log it where the user was refused something."""
+        error = rejection.error
+        if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
-                refusal.reason,
+                rejection.reason,
                 error.message,
                 user=self._account.name,
                 do=do,
                 dataset=dataset_in(message),
             )
-        outcome = "busy" if refusal.retry_after_s is not None else "error"
-        if isinstance(error, PermissionDenied):
-            outcome = "refused"
-        self._service.cells.add("diesel_requests_total", do, outcome)
-        with self._deadline(payload_bytes):
-            await self._open_channel.skip(payload_bytes)
-        await self._answer_error(number, error, refusal.retry_after_s)
-        await trio.lowlevel.checkpoint()  # there may be hundreds of them in the buffer
+        await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Run a request's handler and answer. Ends the connection where it cannot be answered."""
+        """Run a request's handler and send its answers. Ends the connection where the client does
+        not take them."""
         cells, began_s, outcome = self._service.cells, trio.current_time(), "gone"
 
-        async def send(reply: Reply, more: bool) -> None:
-            message: Message = {**reply.message, "id": number}
-            if more:
-                message["more"] = True
-            await self._answer(message, reply)
+        async def send(reply: Reply) -> None:
+            size = sum(memoryview(part).nbytes for part in reply.payload)
+            head = wire.frame({**reply.message, "id": number}, wire.ANSWER_LIMITS, size)
+            await self._send([head, *reply.payload], size)
 
         try:
             try:
-                await self._service.runner.run(do, request, send)
+                await self._service.dispatcher.run(do, request, send)
                 outcome = "ok"
             except ConnectionClosed:
                 raise
             except DieselError as error:
-                outcome = await self._answer_failure(request, number, do, error)
+                rejection = _Rejection("permission", error)
+                if isinstance(error, ThreadsBusy):
+                    busy = BusyError(error.message)
+                    rejection = _Rejection("threads", busy, limits.RETRY_AFTER_S)
+                outcome = rejection.outcome
+                await self._reject(request.message, number, do, rejection)
             except Exception:
                 log.exception("a bug: do=%r user=%s from=%s", do[:64], request.account.name,
                               self._peer)  # fmt: skip
@@ -442,32 +472,7 @@ class Connection:
             if self._service.is_draining:
                 self.stop()
 
-    async def _answer_failure(
-        self, request: Request, number: int, do: str, error: DieselError
-    ) -> str:
-        """Answer a request with the error that its handler raised; the outcome."""
-        hint = None
-        if isinstance(error, ThreadsBusy):
-            error, hint = BusyError(error.message), limits.RETRY_AFTER_S
-        outcome = "busy" if hint is not None else "error"
-        if isinstance(error, PermissionDenied):
-            outcome = "refused"
-        if outcome != "error":
-            self.note_refusal(
-                "threads" if hint is not None else "permission",
-                error.message,
-                user=request.account.name,
-                do=do,
-                dataset=dataset_in(request.message),
-            )
-        await self._answer_error(number, error, hint)
-        return outcome
-
     # Sending
-
-    async def _answer(self, message: Message, reply: Reply) -> None:
-        size = sum(memoryview(part).nbytes for part in reply.payload)
-        await self._send([wire.frame(message, wire.ANSWER_LIMITS, size), *reply.payload], size)
 
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
@@ -478,7 +483,8 @@ class Connection:
         await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
     def _error_message(self, error: DieselError) -> Message:
-        """An error as a client hears it: where this server's store lies is its operator's alone."""
+        """The message of an error, without the addresses of this server's store: only its operator
+        may know them."""
         found = error_message(error)
         for name in ("message", "advice"):
             for place, words in self._service.redactions.items():
@@ -488,29 +494,29 @@ class Connection:
         return found
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """Send a frame, whole or to the connection's end. Raises Gone."""
+        """Send a frame. Where it cannot be sent whole in time, the connection ends."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
             await self._writing.acquire()
         try:
             left = self._open_channel.send_now(parts)
-            if left:  # mostly none is: a deadline costs more than a call
+            if left:  # mostly nothing is left, and a deadline costs more than this test
                 with self._deadline(size):
                     await self._open_channel.send_left(left)
         finally:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """The next so many bytes, within the time for them. Raises Gone."""
-        if self._open_channel.has_buffered(size):  # most are, and a deadline costs more than a copy
+        """The next `size` bytes, received in time."""
+        if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
             return await self._open_channel.receive_exactly(size)
 
     @contextmanager
     def _deadline(self, size: int) -> Iterator[None]:
-        """Time for a frame's part of so many bytes, and no more. Raises Gone."""
+        """The time that `size` bytes of a frame may take. Raises ConnectionClosed after it."""
         with trio.move_on_after(limits.FRAME_S + size / limits.BYTES_PER_S_MIN) as scope:
             yield
         if scope.cancelled_caught:
@@ -518,7 +524,7 @@ class Connection:
             raise ConnectionClosed
 
     async def _send_final_error(self, error: DieselError) -> None:
-        """An error that is no request's, at the connection's end."""
+        """Send an error that answers no request, and end the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
@@ -533,7 +539,7 @@ class Connection:
     def note_refusal(
         self, reason: str, why: str, *, user: str = "", do: str = "", dataset: str = ""
     ) -> None:
-        """Log and count that the client is refused something."""
+        """Log and count a refusal; `reason` is one of `metrics.REFUSALS`."""
         self._service.refusals.add(
             reason, why, address=self._peer, user=user, do=do, dataset=dataset
         )

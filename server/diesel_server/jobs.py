@@ -7,7 +7,7 @@ work. Each job has a thread; who waits looks at it now and then, in the loop.
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -49,7 +49,9 @@ class Jobs:
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _Job] = {}
 
-    async def run(self, kind: str, name: str, fields: Message, work: Work) -> AsyncIterator[Reply]:
+    async def run(
+        self, kind: str, name: str, fields: Message, work: Work
+    ) -> AsyncGenerator[Reply, None]:
         """How far the job is, again and again, and what it came to.
 
         Raises what the work raises; BusyError where another such job is under way.

@@ -13,7 +13,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -298,7 +298,7 @@ class QueryHandlers:
             self._made_s.pop(self._views.popitem(last=False)[0], None)
         return view
 
-    async def snapshot(self, request: Request, known: DatasetRef) -> AsyncIterator[Reply]:
+    async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
         """A snapshot, in pieces."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)

@@ -5,7 +5,7 @@ else of it is looked at. Not owned: what they do (`queries.py`, `updates.py`, `j
 (`account_handlers.py`), connections. In the loop of one worker.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import fields
 
 from diesel_fs.cache.range_reader import RangeReader
@@ -134,12 +134,12 @@ class RequestTable:
         may_create = request.account.role(name) >= Role.ADMIN
         return await self._writing.begin(request, name, may_create=may_create)
 
-    async def _snapshot(self, request: Request) -> AsyncIterator[Reply]:
+    async def _snapshot(self, request: Request) -> AsyncGenerator[Reply, None]:
         known = await self._identified(request, Role.READ)
         async for reply in self._asking.snapshot(request, known):
             yield reply
 
-    async def _verify(self, request: Request) -> AsyncIterator[Reply]:
+    async def _verify(self, request: Request) -> AsyncGenerator[Reply, None]:
         name = self._named(request, Role.READ)
         headers_only = Fields(request.message, "verify").flag("headers_only", default=False)
 
@@ -151,7 +151,7 @@ class RequestTable:
         async for reply in self._job("verify", name, how, work):
             yield reply
 
-    async def _recover(self, request: Request) -> AsyncIterator[Reply]:
+    async def _recover(self, request: Request) -> AsyncGenerator[Reply, None]:
         name = self._named(request, Role.ADMIN)
         since_s: float | None = None
         message_fields = Fields(request.message, "recover")
@@ -167,7 +167,7 @@ class RequestTable:
         async for reply in self._job("recover", name, how, work):
             yield reply
 
-    async def _purge(self, request: Request) -> AsyncIterator[Reply]:
+    async def _purge(self, request: Request) -> AsyncGenerator[Reply, None]:
         name = self._named(request, Role.ADMIN)
         names = {each.name for each in fields(PurgeOptions)} & request.message.keys()
         options = PurgeOptions.from_message({each: request.message[each] for each in names})
@@ -178,7 +178,9 @@ class RequestTable:
         async for reply in self._job("purge", name, options.to_message(), work):
             yield reply
 
-    async def _job(self, kind: str, name: str, how: Message, work: Work) -> AsyncIterator[Reply]:
+    async def _job(
+        self, kind: str, name: str, how: Message, work: Work
+    ) -> AsyncGenerator[Reply, None]:
         def opened(tell: ReportProgress) -> Message:
             self._markers.reopen()  # it may have been away since the server started
             return work(tell)

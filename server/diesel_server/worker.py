@@ -29,10 +29,10 @@ from diesel_fs.net.messages import error_message
 from . import limits
 from .certificate import ServerCertificate, load_certificate
 from .connection import ConnectionContext
-from .dispatch import Dispatcher
 from .limits import ConnectionLimits
 from .listener import Listener, most_connections
 from .refusal_log import RefusalLog
+from .requests import Dispatcher
 from .wiring import WireUp, Wiring, wire_up
 from .worker_config import WorkerConfig, read_config
 
@@ -111,7 +111,7 @@ def _service(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
     return ConnectionContext(
         store_id=wiring.store_id,
         login=wiring.login,
-        runner=Dispatcher(wiring.handlers),
+        dispatcher=Dispatcher(wiring.handlers),
         cells=cells,
         refusals=RefusalLog(cells),
         count=ConnectionLimits(most_connections()),

@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from uuid import UUID
@@ -113,7 +113,7 @@ def test_a_request_that_is_unknown_and_fields_that_are(link: ServerLink) -> None
 
 
 def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
-    def later(request: Request) -> Reply:
+    async def later(request: Request) -> Reply:
         return Reply({"later!": 1})
 
     with ThreadedServer({"later": later}) as server, pytest.raises(UsageError, match="later!"):
@@ -142,11 +142,11 @@ def test_a_generator_whose_client_has_gone_is_closed() -> None:
 
     held = []  # else it would be closed by being forgotten
 
-    def begun(request: Request) -> Iterator[Reply]:
+    def begun(request: Request) -> AsyncGenerator[Reply, None]:
         held.append(endless(request))
         return held[0]
 
-    def endless(request: Request) -> Iterator[Reply]:
+    async def endless(request: Request) -> AsyncGenerator[Reply, None]:
         try:
             while True:
                 yield Reply({"more": True}, [bytes(1 << 20)])

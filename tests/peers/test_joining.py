@@ -338,7 +338,7 @@ def test_with_a_key_of_its_own_a_task_works_everywhere(two: ServerWithRedis) -> 
 def test_a_connection_says_whether_it_is_secured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def way(request: Request) -> Reply:
+    async def way(request: Request) -> Reply:
         return Reply({"secured": request.secured})
 
     authority = Authority(tmp_path)

@@ -3,9 +3,8 @@
 For what a handler does; not for what connections do. Its loop is a thread of its own.
 """
 
-import inspect
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 from uuid import UUID
 
@@ -106,10 +105,8 @@ class DirectLink(RpcClient):
 async def _all(handler: Handler, request: Request) -> list[Reply]:
     try:
         found = handler(request)
-        if isinstance(found, AsyncIterator):
+        if isinstance(found, AsyncGenerator):
             return [reply async for reply in found]
-        if inspect.isawaitable(found):
-            return [await found]
+        return [await found]
     except DieselError as error:
         return [Reply(error_message(error))]
-    raise AssertionError("a handler of another kind")

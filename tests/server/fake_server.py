@@ -4,8 +4,8 @@
 tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serve these requests:
 
     echo      gives the payload back, and `text`
-    sleep     answers after `seconds`, in a thread; `blocking_sleep` keeps its thread
-    count     `n` answers from a generator
+    sleep     answers after `seconds`; `blocking_sleep` keeps a thread for that time
+    count     `n` answers
     give      a payload of `bytes`
     bug       raises what is no DieselError
     fail      raises the error `kind` with `message`
@@ -14,7 +14,7 @@ tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serv
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Self
 from uuid import UUID
 
@@ -34,12 +34,11 @@ from diesel_server import main as server_main
 from diesel_server import supervisor
 from diesel_server.certificate import ServerCertificate
 from diesel_server.connection import ConnectionContext
-from diesel_server.dispatch import Dispatcher
 from diesel_server.endpoints import Endpoint, listen
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.listener import Listener
 from diesel_server.refusal_log import RefusalLog
-from diesel_server.requests import Handler, Reply, Request
+from diesel_server.requests import Dispatcher, Handler, HandlerThreads, Reply, Request
 from diesel_server.wiring import Wiring
 from diesel_server.worker import run_worker
 from diesel_server.worker_config import WorkerConfig
@@ -69,7 +68,7 @@ class OneUser:
         return account
 
 
-def echo(request: Request) -> Reply:
+async def echo(request: Request) -> Reply:
     text = Fields(request.message, "echo").text("text", "")
     return Reply({"text": text, "peer": request.peer}, [request.payload])
 
@@ -79,33 +78,38 @@ async def sleep(request: Request) -> Reply:
     return Reply({"slept": True})
 
 
-def blocking_sleep(request: Request) -> Reply:
-    time.sleep(Fields(request.message, "sleep").number("seconds"))
-    return Reply({"slept": True})
+def blocking_sleep(threads: HandlerThreads) -> Handler:
+    async def handle(request: Request) -> Reply:
+        seconds = Fields(request.message, "sleep").number("seconds")
+        await threads.run(lambda: time.sleep(seconds))
+        return Reply({"slept": True})
+
+    return handle
 
 
-def count(request: Request) -> Iterator[Reply]:
-    for i in range(Fields(request.message, "count").integer("n")):
-        yield Reply({"i": i}, [b"x" * i])
+async def count(request: Request) -> AsyncGenerator[Reply, None]:
+    n = Fields(request.message, "count").integer("n")
+    for i in range(n):
+        yield Reply({"i": i, "more": i < n - 1}, [b"x" * i])
 
 
-async def progress(request: Request) -> AsyncIterator[Reply]:
+async def progress(request: Request) -> AsyncGenerator[Reply, None]:
     for i in range(Fields(request.message, "progress").integer("n")):
         yield Reply({"i": i, "more": True})
         await trio.sleep(0.01)
     yield Reply({"done": True})
 
 
-def give(request: Request) -> Reply:
+async def give(request: Request) -> Reply:
     fields = Fields(request.message, "give")
     return Reply({}, [bytes(1 << 20)] * (fields.integer("bytes") >> 20))
 
 
-def bug(request: Request) -> Reply:
+async def bug(request: Request) -> Reply:
     raise KeyError("secret")
 
 
-def fail(request: Request) -> Reply:
+async def fail(request: Request) -> Reply:
     fields = Fields(request.message, "fail")
     raise error_by_class_name(fields.text("kind"), fields.text("message"), "")
 
@@ -113,7 +117,7 @@ def fail(request: Request) -> Reply:
 HANDLERS: Mapping[str, Handler] = {
     "echo": echo,
     "sleep": sleep,
-    "blocking_sleep": blocking_sleep,
+    "blocking_sleep": blocking_sleep(HandlerThreads(8)),
     "count": count,
     "progress": progress,
     "give": give,
@@ -132,7 +136,6 @@ class ThreadedServer:
         certificate: ServerCertificate | None = None,
         count: ConnectionLimits | None = None,
         budget: FairByteBudget | None = None,
-        threads: Mapping[str, int] | None = None,
         port: int = 0,
         host: str = "127.0.0.1",
         store: UUID = STORE,
@@ -152,7 +155,7 @@ class ThreadedServer:
             self.service = ConnectionContext(
                 store_id=store,
                 login=self.login,
-                runner=Dispatcher(HANDLERS if handlers is None else handlers, threads),
+                dispatcher=Dispatcher(HANDLERS if handlers is None else handlers),
                 cells=self.cells,
                 refusals=RefusalLog(self.cells),
                 count=count or ConnectionLimits(100),

@@ -2,12 +2,13 @@
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import pytest
+import trio
 
 from diesel_fs.errors import (
     ConflictError,
@@ -34,7 +35,7 @@ from diesel_fs.storage.accounts.account import (
 )
 from diesel_server.account_handlers import account_handlers
 from diesel_server.authentication import TableAuthenticator
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import Handler, Reply, Request
 
 from .account_tables import MemoryTable, account
 from .test_requests import NEEDED
@@ -57,6 +58,12 @@ def login(table: MemoryTable) -> TableAuthenticator:
     return login
 
 
+async def _reply(handler: Handler, request: Request) -> Reply:
+    found = handler(request)
+    assert isinstance(found, Awaitable)
+    return await found
+
+
 class Handled:
     """A server without a wire: requests of one user, handled in this process."""
 
@@ -68,8 +75,7 @@ class Handled:
         self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
     ) -> Answer:
         request = Request({**message, "id": 7}, memoryview(b"".join(payload)), self.asker, "a:1")
-        reply = self._handlers[str(message["do"])](request)
-        assert isinstance(reply, Reply)
+        reply = trio.run(_reply, self._handlers[str(message["do"])], request)
         return Answer(reply.message, memoryview(b"".join(reply.payload)))
 
     def close(self) -> None:

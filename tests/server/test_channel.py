@@ -15,9 +15,8 @@ from diesel_fs.net.messages import Message
 from diesel_server import limits
 from diesel_server.channel import Channel, ConnectionClosed, SocketChannel
 from diesel_server.connection import Connection, ConnectionContext
-from diesel_server.dispatch import Dispatcher
 from diesel_server.refusal_log import RefusalLog
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import Dispatcher, Reply, Request
 
 from .fake_server import STORE
 from .test_connection import Client, Signed, request

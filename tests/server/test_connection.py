@@ -25,10 +25,9 @@ from diesel_fs.storage.accounts.account import Account
 from diesel_server import limits
 from diesel_server.channel import Channel, StreamChannel
 from diesel_server.connection import Connection, ConnectionContext
-from diesel_server.dispatch import Dispatcher
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.refusal_log import RefusalLog
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import Dispatcher, Reply, Request
 
 from .fake_server import HANDLERS, STORE
 
@@ -134,7 +133,7 @@ def converse(
         service = ConnectionContext(
             store_id=STORE,
             login=Signed(),
-            runner=Dispatcher(handlers),  # type: ignore[arg-type]  # handlers of several kinds
+            dispatcher=Dispatcher(handlers),  # type: ignore[arg-type]  # handlers of several kinds
             cells=cells,
             refusals=RefusalLog(cells),
             count=ConnectionLimits(10),

@@ -8,7 +8,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -23,9 +23,9 @@ from diesel_fs.net.keys import sign
 from diesel_fs.urls import parse_url
 from diesel_server import limits
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import HandlerThreads, Reply, Request
 
-from .fake_server import HANDLERS, ME, SEED, ThreadedServer
+from .fake_server import HANDLERS, ME, SEED, ThreadedServer, blocking_sleep
 from .program import resident_bytes, until
 
 
@@ -303,7 +303,7 @@ def test_G6_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(limits, "BYTES_PER_S_MIN", 1 << 30)
     made = []
 
-    def piece(request: Request) -> Iterator[Reply]:
+    async def piece(request: Request) -> AsyncGenerator[Reply, None]:
         for i in range(1000):
             made.append(i)
             yield Reply({"more": True}, [bytes(1 << 20)])
@@ -368,17 +368,18 @@ def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_server.dispatch.THREAD_WAIT_S", 0.2)
-    one = {"jobs": 1, "reads": 1, "others": 1}
-    with ThreadedServer(threads=one) as server, logged_in(server) as client:
+    monkeypatch.setattr("diesel_server.requests.THREAD_WAIT_S", 0.2)
+    handlers = {"blocking_sleep": blocking_sleep(HandlerThreads(1))}
+    with ThreadedServer(handlers) as server, logged_in(server) as client:
         slow = {"id": 1, "do": "blocking_sleep", "seconds": 1.5}
         client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]  # a plain dict is a message
-        ask(client, 2)
+        client.sendall(wire.frame({**slow, "id": 2}, wire.REQUEST_LIMITS))  # type: ignore[dict-item]
         message, _ = answer(client)
         assert (message["id"], message["error"]) == (2, "BusyError")
         assert message["retry_after_s"] == limits.RETRY_AFTER_S
         assert answer(client)[0]["slept"]
-        ask(client, 3)
+        slow |= {"id": 3, "seconds": 0.0}
+        client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]
         assert "error" not in answer(client)[0]
 
 
@@ -461,12 +462,15 @@ def test_G7_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_thread_has_begun_is_finished_where_the_client_has_gone() -> None:
     finished = threading.Event()
 
-    def work(request: Request) -> Reply:
+    def work() -> Reply:
         time.sleep(0.5)
         finished.set()
         return Reply()
 
-    with ThreadedServer({"work": work}) as server:
+    async def handle(request: Request) -> Reply:
+        return await HandlerThreads(1).run(work)
+
+    with ThreadedServer({"work": handle}) as server:
         with logged_in(server) as client:
             ask(client, 1, "work")
             until(lambda: server.cells.get("diesel_requests_under_way") == 1, "the request")
@@ -476,7 +480,7 @@ def test_what_a_thread_has_begun_is_finished_where_the_client_has_gone() -> None
 
 
 def test_J8_a_handler_without_memory_ends_its_request_alone() -> None:
-    def hungry(request: Request) -> Reply:
+    async def hungry(request: Request) -> Reply:
         raise MemoryError
 
     with ThreadedServer({"hungry": hungry, "echo": HANDLERS["echo"]}) as server:

@@ -380,7 +380,7 @@ def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
         time.sleep(0.8)
         server.signal(signal.SIGTERM)
         time.sleep(0.3)
-        with pytest.raises(MetadataError, match="it is going"):
+        with pytest.raises(MetadataError, match="it is shutting down"):
             ServerLink.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
         assert server.wait(10) == 0
         for thread in threads:
