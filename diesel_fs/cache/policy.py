@@ -16,11 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Units = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
@@ -44,48 +39,7 @@ class Accessed:
     unit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A stream will use these units in this order, from now on; an empty plan is its end."""
-
-    stream: str
-    units: Units
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A stream has come to this position of its plan."""
-
-    stream: str
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What it took to get a unit from a tier, in seconds."""
-
-    unit: int
-    tier: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """How important a unit is to whoever trains; units of which nothing is heard have 1."""
-
-    unit: int
-    importance: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Which other nodes hold a unit."""
-
-    unit: int
-    nodes: Sequence[int]
-
-
-Event = Inserted | Evicted | Accessed | Planned | Progress | Cost | Value | Replicas
+Event = Inserted | Evicted | Accessed
 
 
 class EvictionPolicy(ABC):
@@ -105,10 +59,6 @@ class EvictionPolicy(ABC):
     def victims(self, wanted: int) -> Sequence[int]:
         """Units to be given up, the least worth first, that have `wanted` bytes together, or all
         there are. It changes nothing: what is given up is told by `Evicted`."""
-
-    def home(self, unit: int, owner: int) -> int:
-        """The node that a unit belongs to; `owner` owns its chunk (`ownership.py`)."""
-        return owner
 
 
 class _Counted(EvictionPolicy):

@@ -6,6 +6,7 @@ owned: the memory (`chunk_cache.py`), the meaning of entries (`snapshot.py`). Th
 fork-safe.
 """
 
+import io
 import threading
 import weakref
 from collections import Counter
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ from ..names import shown
 from ..storage.objects.store import ObjectStore, Part
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 WINDOW_ENTRIES = 4096
 """How far `read_many` looks ahead, or less far, so that the chunks it holds fit the budget."""
@@ -580,6 +584,26 @@ class EntryReader:
             name = chunk_object(self.snapshot.identity, self.snapshot.chunk_ids[number])
             self._names[number] = name
         return name
+
+
+class EntryFile(io.RawIOBase):
+    """The content of one file as a stream, for whoever wants `read(n)`. Raises as `read` does."""
+
+    def __init__(self, reader: EntryReader, index: int) -> None:
+        super().__init__()
+        self._reader = reader
+        self._index = index
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        room = memoryview(buffer).cast("B")
+        content = self._reader.read(self._index, self._at, len(room))
+        room[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
 
 def _revoke(cache: "weakref.ref[ChunkCache]", number: int) -> None:

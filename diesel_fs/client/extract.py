@@ -24,8 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..cache.content_file import EntryFile
-from ..cache.reader import EntryReader
+from ..cache.reader import EntryFile, EntryReader
 from ..errors import (
     CorruptError,
     FormatError,

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.content_file import EntryFile
-from ..cache.reader import EntryReader
+from ..cache.reader import EntryFile, EntryReader
 from ..errors import FormatError, ObjectMissing
 from ..format.chunk import CHUNK_BYTES_DEFAULT, Header
 from ..format.chunk_id import chunk_id_text

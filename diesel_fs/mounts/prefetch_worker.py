@@ -30,11 +30,13 @@ from ..format.entries import Kind
 from ..format.snapshot.diff import SnapshotDiff
 from ..format.snapshot.layout import MANY, kinds
 from ..format.snapshot.reader import Snapshot
+from ..net.messages import Message, Value
+from ..orders.plan import NO_ENTRIES
 from ..system.mountinfo import mounts
 from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
-from .prefetch.link import LEAVING, Message, ServerLink, Value
+from .prefetch.link import LEAVING, ServerLink
 from .prefetch.page_cache import PageCache
 from .prefetch.planner import PrefetchPlanner
 from .sessions.push_status import PushStatusMap
@@ -47,8 +49,6 @@ STATS_INTERVAL_S = 0.25
 """How often the server hears how things stand, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
-
-_NONE = np.empty(0, np.uint32)
 
 UNITS_AHEAD = 16
 """So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
@@ -291,7 +291,7 @@ class PrefetchWorker:
             log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
         done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
         if absent or count != len(push.entries):  # or a file has several parts
-            done = np.setdiff1d(np.concatenate(seen), absent) if seen else _NONE
+            done = np.setdiff1d(np.concatenate(seen), absent) if seen else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_known_entries(self._page_cache.known_entries)
 

@@ -21,7 +21,7 @@ import trio
 
 from ..errors import DieselError
 from ..format.snapshot.reader import Snapshot
-from ..net.messages import error_message
+from ..net.messages import Message, error_message
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from ..repository.versions import snapshot_descriptor
 from ..settings import runtime_folder
@@ -32,7 +32,7 @@ from .mountpoint import mounted_at, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
-from .prefetch.link import Message, WorkerLink
+from .prefetch.link import WorkerLink
 from .sessions.kernel import KernelSession
 from .sessions.push_status import PushStatusMap, push_status_file
 from .sessions.session import MountOptions, Session, SessionUnsupported

@@ -9,6 +9,7 @@ ones refused, with UsageError. Pure.
 """
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
@@ -26,6 +27,17 @@ ITEMS_MAX = 1024
 DEPTH_MAX = 8
 INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 4096
+
+LENGTH = struct.Struct("<I")
+"""What stands before a message on a mount's sockets: its length in bytes."""
+
+
+def frame(message: Message, bytes_max: int) -> bytes:
+    """A message behind its length. Raises UsageError where it has more than `bytes_max` bytes."""
+    body: bytes = msgpack.packb(message)
+    if len(body) > bytes_max:
+        raise UsageError(f"a message of {len(body)} bytes (at most {bytes_max})")
+    return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:

@@ -55,6 +55,13 @@ class ListName:
         small = max(self.seed, self.epoch, self.group) <= SEED_MAX and self.world <= WORLD_MAX
         return small and self.group > 0 and self.rank < self.world
 
+    def order(self, snapshot: Snapshot) -> Indices:
+        """The files that the list names, in the order of the list."""
+        return chunk_shuffle(
+            snapshot, self.seed, self.epoch, group_size=self.group, rank=self.rank,
+            world=self.world,
+        )  # fmt: skip
+
     def __str__(self) -> str:
         return ",".join(f"{key}={getattr(self, key)}" for key in _KEYS)
 
@@ -82,7 +89,7 @@ class PathLists:
         """The bytes of a list. Of one that has all files, whatever their order, that is known."""
         if name.world == 1:
             return self._total
-        files = self._order(name)
+        files = name.order(self._snapshot)
         return int(self._path_bytes(files).sum()) + len(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
@@ -90,17 +97,11 @@ class PathLists:
 
         Raises UsageError for a path that holds a newline, and would be two lines.
         """
-        files = self._order(name)
+        files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)
         content = join_paths(self._snapshot, files, _NUL if nul else _LINE)
         return ListText(content, files[-TAIL_FILES:].tolist())
-
-    def _order(self, name: ListName) -> Indices:
-        return chunk_shuffle(
-            self._snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank,
-            world=name.world,
-        )  # fmt: skip
 
     @cached_property
     def _total(self) -> int:

@@ -23,6 +23,8 @@ from ..errors import UsageError
 Entries: TypeAlias = npt.NDArray[np.uint32]
 """Entry indices, in the order of reading. 4 bytes each: a snapshot's own numbers are no wider."""
 
+NO_ENTRIES: Entries = np.empty(0, np.uint32)
+
 EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
 """Entry indices as callers give them."""
 

@@ -10,15 +10,10 @@ from hypothesis import strategies as st
 from diesel_fs.cache.policy import (
     POLICIES,
     Accessed,
-    Cost,
     Event,
     Evicted,
     EvictionPolicy,
     Inserted,
-    Planned,
-    Progress,
-    Replicas,
-    Value,
 )
 
 EVERY = pytest.mark.parametrize("name", [*POLICIES])
@@ -29,11 +24,6 @@ EVENTS = st.one_of(
     st.builds(Inserted, UNITS, SIZES),
     st.builds(Evicted, UNITS),
     st.builds(Accessed, UNITS),
-    st.builds(Planned, st.just("s"), st.lists(UNITS).map(lambda each: np.array(each, np.int64))),
-    st.builds(Progress, st.just("s"), st.integers(0, 9)),
-    st.builds(Cost, UNITS, st.sampled_from(["peer", "store"]), st.floats(0, 1)),
-    st.builds(Value, UNITS, st.floats(0, 1)),
-    st.builds(Replicas, UNITS, st.lists(st.integers(0, 3)).map(tuple)),
 )
 
 
@@ -88,11 +78,6 @@ def test_answers_depend_on_events_alone_and_change_nothing(
     first = list(one.victims(wanted))
     one.admits(1, 10, 0)
     assert [list(one.victims(wanted)), list(other.victims(wanted))] == [first, first]
-
-
-@EVERY
-def test_a_unit_belongs_to_the_owner_of_its_chunk(name: str) -> None:
-    assert POLICIES[name]().home(5, 3) == 3
 
 
 FULL: list[Event] = [Inserted(unit, 10) for unit in range(4)]

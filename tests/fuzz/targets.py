@@ -18,11 +18,11 @@ from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans.commands import PlanCommands
-from diesel_fs.mounts.plans.control_wire import frame
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.protocol import Malformed, Op
 from diesel_fs.net import frames as wire
+from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
 from diesel_fs.peers import hello
 from diesel_fs.peers import wire as task_wire
@@ -223,9 +223,9 @@ def seeds() -> dict[str, list[bytes]]:
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
         "control": [
-            frame({"do": "stats"})[4:],
-            frame(announce())[4:],
-            frame({"do": "progress", "stream": "s", "position": 3})[4:],
+            control_frame({"do": "stats"}, 1 << 20)[4:],
+            control_frame(announce(), 1 << 20)[4:],
+            control_frame({"do": "progress", "stream": "s", "position": 3}, 1 << 20)[4:],
         ],
         "chunk": [b"".join(map(bytes, parts[:2]))],
         "snapshot": [bytes(SNAPSHOT.buffer)],

@@ -24,8 +24,7 @@ from decimal import ROUND_FLOOR, Decimal
 from functools import partial
 from typing import IO, BinaryIO, Self, cast
 
-from ...cache.content_file import EntryFile
-from ...cache.reader import EntryReader
+from ...cache.reader import EntryFile, EntryReader
 from ...errors import UsageError
 from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
 from ...format.snapshot.reader import Snapshot, same_content

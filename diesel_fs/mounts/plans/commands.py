@@ -10,7 +10,7 @@ Used by one thread, the helper's; drawing an order of a million files takes it 0
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ...format.snapshot.reader import Snapshot
 from ...net.messages import Fields, Message, Value, error_message
 from ...orders.path_lists import ListName
 from ...orders.plan import EPOCH_ENTRIES_MAX, Epoch, Stream
-from ...orders.shuffle import chunk_shuffle
 from ..prefetch.decisions import StreamStats
 from ..prefetch.planner import PrefetchPlanner
 from .control_wire import parse_entries, parse_epoch, parse_epochs
@@ -206,7 +205,7 @@ class PlanCommands:
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
-        place = self._place(stream)
+        place = self._planner.stream_stats(stream)
         if known is None or place is None or not self._goes_on(known, place, name):
             self._make_room(stream)
             plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
@@ -223,7 +222,7 @@ class PlanCommands:
 
     def _goes_on(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
         """Whether a list is of an epoch that the stream's reader is in, or will be."""
-        if _order_of(known.name) != _order_of(name):
+        if replace(known.name, epoch=name.epoch) != name:
             return False
         last = known.name.epoch
         return name.epoch == last + 1 or 0 <= place["epoch"] <= name.epoch <= last
@@ -232,7 +231,7 @@ class PlanCommands:
         """The epoch that a list's reader is in: the next one's number where it has read all."""
         stream = fields.text("stream")
         fields.end()
-        known, place = self._lists.get(stream), self._place(stream)
+        known, place = self._lists.get(stream), self._planner.stream_stats(stream)
         if known is None or (place is None and known.finished_s == math.inf):
             return {"epoch": -1}
         if place is None or place["epoch"] < 0:
@@ -247,9 +246,8 @@ class PlanCommands:
         if not self._lists or now_s - self._looked_s < PREDICT_INTERVAL_S:
             return
         self._looked_s = now_s
-        places = {each["name"]: each for each in self._planner.stats()["streams"]}
         for stream, known in tuple(self._lists.items()):
-            place = places.get(stream)
+            place = self._planner.stream_stats(stream)
             if place is None:
                 if known.finished_s == math.inf:  # nobody has followed it
                     del self._lists[stream]
@@ -264,7 +262,7 @@ class PlanCommands:
                 and place["epoch"] == known.name.epoch
                 and PREDICT_FROM_DIVISOR * place["position"] >= place["length"]
             ):
-                following = _next(known.name)
+                following = replace(known.name, epoch=known.name.epoch + 1)
                 try:
                     self._planner.extend(stream, [self._epoch(following, exact=False)])
                     self._lists[stream] = _ListStream(following, is_predicted=True)
@@ -272,22 +270,14 @@ class PlanCommands:
                     known.is_predicted = True
 
     def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
-        order = chunk_shuffle(
-            self._snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank,
-            world=name.world,
-        )  # fmt: skip
-        return Epoch(name.epoch, order, exact)  # type: ignore[arg-type]  # it converts
+        return Epoch(name.epoch, name.order(self._snapshot), exact)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)
-            if self._place(oldest) is not None:
+            if self._planner.stream_stats(oldest) is not None:
                 self._planner.withdraw(oldest)
-
-    def _place(self, stream: str) -> StreamStats | None:
-        streams = self._planner.stats()["streams"]
-        return next((each for each in streams if each["name"] == stream), None)
 
 
 def _list_name(fields: Fields) -> ListName:
@@ -295,12 +285,3 @@ def _list_name(fields: Fields) -> ListName:
     if name is None:
         raise UsageError("a message: bad 'list': it names no list")
     return name
-
-
-def _next(name: ListName) -> ListName:
-    return ListName(name.seed, name.epoch + 1, name.group, name.rank, name.world)
-
-
-def _order_of(name: ListName) -> tuple[int, ...]:
-    """What the epochs of one reader have in common."""
-    return name.seed, name.group, name.rank, name.world

@@ -23,16 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DeadlineError, DieselError, PermissionDenied, UsageError
-from ...net.messages import Message, Value, parse_error, unpack
+from ...net.messages import LENGTH, Message, Value, frame, parse_error, unpack
 from ...orders.plan import EntryOrder
-from .control_wire import (
-    ENTRIES_PER_FRAME,
-    FRAME_BYTES_MAX,
-    LENGTH,
-    PROTOCOL,
-    frame,
-    pack_entries,
-)
+from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_entries
 
 DEADLINE_S = 30.0
 """For one request: the mount gives its helper 15 s of them."""
@@ -222,7 +215,7 @@ class Control:
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
-            answer = self._exchange(frame(message))
+            answer = self._exchange(message)
         error = parse_error(answer)
         if error is not None:
             raise error
@@ -233,15 +226,16 @@ class Control:
         self.close()
         self._owner = os.getpid()
         self._socket = _connected(self._mountpoint)
-        answer = self._exchange(frame({"diesel_control": PROTOCOL}))
+        answer = self._exchange({"diesel_control": PROTOCOL})
         error = parse_error(answer)
         if error is not None:
             self.close()
             raise error
         self.hello = answer
 
-    def _exchange(self, request: bytes) -> Message:
+    def _exchange(self, message: Message) -> Message:
         assert self._socket is not None
+        request = frame(message, FRAME_BYTES_MAX)
         try:
             self._socket.sendall(request)
             (length,) = LENGTH.unpack(self._received(LENGTH.size))

@@ -32,9 +32,9 @@ from ...errors import (
     PermissionDenied,
     UsageError,
 )
-from ...net.messages import Message, error_message, unpack
+from ...net.messages import LENGTH, Message, error_message, frame, unpack
 from ..prefetch.link import WorkerLink
-from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, LENGTH, PROTOCOL, frame
+from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
 
 log = logging.getLogger("diesel.mount")
 
@@ -203,7 +203,7 @@ class ControlSocket:
 
     async def _send(self, stream: trio.SocketStream, message: Message) -> None:
         with trio.fail_after(FRAME_DEADLINE_S):
-            await stream.send_all(frame(message))
+            await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
         """What becomes of a request. Raises DieselError."""

@@ -5,9 +5,6 @@ limits. Not owned: decoding (`messages.py`), sockets, who may speak, what a mess
 messages are described in `fuse/CONTROL.md`. Pure.
 """
 
-import struct
-
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
@@ -30,22 +27,6 @@ HELLO_BYTES_MAX = 4096
 ENTRIES_WIDTHS = (4, 8)
 ENTRIES_PER_FRAME = 1 << 20
 """What a client puts into one frame: half of what fits."""
-
-LENGTH = struct.Struct("<I")
-
-
-# frames -------------------------------------------------------------------------------------------
-
-
-def frame(message: Message) -> bytes:
-    """A message as it travels. Raises UsageError where it is too long."""
-    body: bytes = msgpack.packb(message)
-    if len(body) > FRAME_BYTES_MAX:
-        raise UsageError(f"a message of {len(body)} bytes (at most {FRAME_BYTES_MAX})")
-    return LENGTH.pack(len(body)) + body
-
-
-# fields -------------------------------------------------------------------------------------------
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:

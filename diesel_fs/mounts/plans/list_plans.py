@@ -11,6 +11,8 @@ been opened.
 Concurrency: trio, in the server; only `current_list` and `on_lookup` wait, and not for long.
 """
 
+from dataclasses import replace
+
 from xxhash import xxh3_64_hexdigest
 
 from ...net.messages import Message
@@ -109,7 +111,7 @@ class ListPlans:
     def _begin(self, epoch: int) -> None:
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
-            self._name = ListName(name.seed, epoch, name.group)
+            self._name = replace(name, epoch=epoch)
             self._is_read = False
             self._tail = frozenset()
 

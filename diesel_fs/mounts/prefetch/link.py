@@ -13,17 +13,15 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 import msgpack
 import trio
 
-log = logging.getLogger("diesel.mount")
+from ...net.messages import LENGTH, Message, frame
 
-Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
-Message: TypeAlias = dict[str, Value]
+log = logging.getLogger("diesel.mount")
 
 FRAME_BYTES_MAX = 1 << 30
 """A plan of a hundred million entries."""
@@ -38,14 +36,6 @@ and whoever waits for an answer is told that none came."""
 DESCRIPTORS_MAX = 8
 """That may come along with one message."""
 
-_LENGTH = struct.Struct("<I")
-
-
-def frame(message: Mapping[str, Value]) -> bytes:
-    """A message as it travels."""
-    body: bytes = msgpack.packb(message)
-    return _LENGTH.pack(len(body)) + body
-
 
 class Frames:
     """Bytes of a stream as they come, and the messages that are whole."""
@@ -58,14 +48,14 @@ class Frames:
         self._bytes += received
         messages = []
         at = 0
-        while len(self._bytes) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes, at)
+        while len(self._bytes) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes, at)
             if length > FRAME_BYTES_MAX:
                 raise ValueError(f"a frame of {length} bytes")
-            end = at + _LENGTH.size + length
+            end = at + LENGTH.size + length
             if len(self._bytes) < end:
                 break
-            messages.append(msgpack.unpackb(self._bytes[at + _LENGTH.size : end]))
+            messages.append(msgpack.unpackb(self._bytes[at + LENGTH.size : end]))
             at = end
         del self._bytes[:at]
         return messages
@@ -120,7 +110,7 @@ class WorkerLink:
     def send(self, message: Message) -> None:
         """Something without an answer; lost where the helper does not listen any more."""
         if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
-            self._frames.append((frame(message), ()))
+            self._frames.append((frame(message, FRAME_BYTES_MAX), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
@@ -132,7 +122,7 @@ class WorkerLink:
             return None
         self._frames += [(each, ()) for each in self._entry_frames()]
         number = next(self._ids)
-        self._frames.append((frame({**message, "id": number}), descriptors))
+        self._frames.append((frame({**message, "id": number}, FRAME_BYTES_MAX), descriptors))
         self._wake.set()
         return await self._answer(number, math.inf)
 
@@ -182,7 +172,7 @@ class WorkerLink:
         """What was missed and forgotten, as frames; then nothing is any more."""
         for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
             if numbers:
-                yield frame({"do": do, "entries": _packed(numbers)})
+                yield frame({"do": do, "entries": _packed(numbers)}, FRAME_BYTES_MAX)
                 numbers.clear()
 
     def close(self) -> None:
@@ -277,7 +267,7 @@ class ServerLink:
     def send(self, message: Message) -> None:
         """Waits where the server is slow. Raises EOFError where it has gone."""
         try:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(frame(message, FRAME_BYTES_MAX))
         except OSError:
             raise EOFError from None
 

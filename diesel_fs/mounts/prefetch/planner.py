@@ -23,12 +23,13 @@ What a READ alone brought into the cache is not counted: it is the kernel's, whi
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import UsageError
-from ...orders.plan import Entries, EntryOrder, Epoch, Plan, Stream
+from ...orders.plan import NO_ENTRIES, Entries, EntryOrder, Epoch, Plan, Stream
 from .decisions import (
     Decision,
     Drop,
@@ -38,13 +39,12 @@ from .decisions import (
     PrefetchStats,
     Push,
     Sample,
+    StreamStats,
 )
-from .members import ChunkEntries
-from .miss_fill import MissFill
-from .resident_set import NO_ENTRIES, Mask, ResidentSet
+from .miss_fill import ChunkEntries, MissFill
+from .resident_set import Mask, ResidentSet
 from .stream_tracker import MARKER_STRIDE, StreamTracker
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
-from .watches import Watches
 
 STILL_S = 60.0
 """A stream without a sign for so long, while others go on, gives its memory up: validation waits
@@ -76,6 +76,43 @@ UNWATCH_MIN = 256
 
 PASSES_MAX = 64
 """Units with nothing to push that one decision passes over: it stays below some milliseconds."""
+
+
+@dataclass(slots=True)
+class Watches:
+    """Which entries have a watch, for which streams and positions; and which need it no longer."""
+
+    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    unneeded: dict[int, None] = field(default_factory=dict)
+
+    def add(self, entry: int, name: str, position: int) -> bool:
+        """Whether the watch has to be made."""
+        users = self.users.setdefault(entry, [])
+        users.append((name, position))
+        if entry in self.unneeded:
+            del self.unneeded[entry]  # it still stands
+            return False
+        return len(users) == 1
+
+    def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
+        """One use less of each (position, entry) of a stream."""
+        for position, entry in markers:
+            users = self.users.get(entry, [])
+            if (name, position) in users:
+                users.remove((name, position))
+                if not users:
+                    del self.users[entry]
+                    self.unneeded[entry] = None
+
+    def is_watched(self, entry: int) -> bool:
+        """Whether an open of the entry is told."""
+        return entry in self.users or entry in self.unneeded
+
+    def take_unneeded(self) -> Entries:
+        """The entries whose watch may go; it counts as gone."""
+        entries = np.fromiter(self.unneeded, np.uint32)
+        self.unneeded.clear()
+        return entries
 
 
 class PrefetchPlanner:
@@ -336,6 +373,11 @@ class PrefetchPlanner:
             oneshot_done_chunks=self._miss_fill.done_count,
             streams=[follow.stats() for follow in follows],
         )
+
+    def stream_stats(self, name: str) -> StreamStats | None:
+        """Where one stream is; None where there is no stream of that name."""
+        tracker = self._trackers.get(name)
+        return None if tracker is None else tracker.stats()
 
     # The decisions one by one; None where there is nothing of the kind to do
 

@@ -11,13 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries
+from ...orders.plan import NO_ENTRIES, Entries
 
 Mask = npt.NDArray[np.bool_]
 NextUse = Callable[[Entries], npt.NDArray[np.float64]]
 """How far from their readers entries will be read next; infinite where nobody will."""
-
-NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0

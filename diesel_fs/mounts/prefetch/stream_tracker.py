@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries, Epoch, Stream
+from ...orders.plan import NO_ENTRIES, Entries, Epoch, Stream
 from .decisions import StreamStats
 from .units import Columns, Positions, Units, cut
 
@@ -289,7 +289,7 @@ class StreamTracker:
             start, end = max(position - part.base, 0), position + count - part.base
             if start < len(part.epoch) and end > 0:
                 found.append(part.epoch.entries[start:end][part.claimed[start:end]])
-        return np.concatenate(found) if found else np.empty(0, np.uint32)
+        return np.concatenate(found) if found else NO_ENTRIES
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
         """How far from the reader these will be read, in what is next; infinite for others."""
@@ -429,7 +429,7 @@ class StreamTracker:
         self.late_reads.append(position)
         same = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
         if len(same) < SIGNS or 2 * len(same) < len(self.late_reads):
-            return np.empty(0, np.uint32)
+            return NO_ENTRIES
         if now_s - self.moved_s >= STILL_BACK_S:
             released = self.retreat(0)
             self.late_reads.clear()
@@ -442,7 +442,7 @@ class StreamTracker:
             most = min(LAG_ENTRIES_MAX, self.capacity // SLACK_DIVISOR)
             self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
             self.lag = max(self.lag, min(self.high - position + MARKER_STRIDE, LAG_ENTRIES_MAX))
-        return np.empty(0, np.uint32)
+        return NO_ENTRIES
 
     def progress(self, position: int, now_s: float) -> None:
         """The reader says that its next position is this one."""
@@ -499,7 +499,7 @@ class StreamTracker:
             self._forget_first()
         while self.epoch_states and self.epoch_states[0].end <= self.floor:  # empty epochs
             self._forget_first()
-        return np.concatenate(released) if released else np.empty(0, np.uint32)
+        return np.concatenate(released) if released else NO_ENTRIES
 
     def _forget_first(self) -> None:
         del self.epoch_states[0]
@@ -522,7 +522,7 @@ class StreamTracker:
             part.claimed[start:] = False
             part.units = None
             self.frontier_part = min(self.frontier_part, number)
-        return np.concatenate(released) if released else np.empty(0, np.uint32)
+        return np.concatenate(released) if released else NO_ENTRIES
 
     def take_unwatched(self) -> list[tuple[int, int]]:
         """The markers that need a watch no longer: read, or claimed no more."""

@@ -28,9 +28,10 @@ import trio
 from ...errors import DieselError, ForeignError, MetadataError, NoSuchDataset
 from ...format.snapshot.diff import diff_snapshots
 from ...format.snapshot.reader import Snapshot
+from ...net.messages import Message, Value
 from ...repository.versions import snapshot_descriptor
 from ..options import MountRequest
-from ..prefetch.link import Message, Value, WorkerLink
+from ..prefetch.link import WorkerLink
 from ..sessions.kernel import KernelSession
 from ..sessions.push_status import NodePushStatusMap, push_status_file
 from ..sessions.session import Session

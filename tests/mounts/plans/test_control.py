@@ -28,9 +28,10 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans import control_socket as module
 from diesel_fs.mounts.plans.control import Control, drawn, explicit
 from diesel_fs.mounts.plans.control_socket import CONNECTIONS_MAX, ControlSocket
-from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, LENGTH, PROTOCOL
+from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
 from diesel_fs.mounts.prefetch.link import WorkerLink
 from diesel_fs.mounts.processes import children_of
+from diesel_fs.net.messages import LENGTH
 from diesel_fs.settings import runtime_folder
 
 pytestmark = pytest.mark.fuse

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.plans.control_socket import REQUESTS, ControlSocket
-from diesel_fs.mounts.plans.control_wire import LENGTH, PROTOCOL
-from diesel_fs.mounts.prefetch.link import Frames, WorkerLink, frame
+from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL
+from diesel_fs.mounts.prefetch.link import Frames, WorkerLink
 from diesel_fs.mounts.prefetch_worker import planner_for
-from diesel_fs.net.messages import Message, unpack
+from diesel_fs.net.messages import LENGTH, Message, frame, unpack
 from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
 
 DEADLINE_S = 20.0
 
-HELLO = frame({"diesel_control": PROTOCOL})
+HELLO = frame({"diesel_control": PROTOCOL}, FRAME_BYTES_MAX)
 
 MESSAGES = st.dictionaries(
     NAMES, VALUES | st.sampled_from([*sorted(REQUESTS), "s"]), max_size=8
@@ -34,10 +34,10 @@ MESSAGES = st.dictionaries(
     optional={"position": st.integers(-1, 400), "version": st.just(SNAPSHOT.version), "id": VALUES},
 )
 FRAMES = (
-    MESSAGES.map(frame)
+    MESSAGES.map(lambda message: frame(message, FRAME_BYTES_MAX))
     | st.binary(max_size=60).map(lambda body: LENGTH.pack(len(body)) + body)
     | st.binary(max_size=20)
-    | st.just(frame(announce()))
+    | st.just(frame(announce(), FRAME_BYTES_MAX))
 )
 
 Talk = Callable[[trio.SocketStream], Awaitable[None]]
@@ -86,7 +86,7 @@ class Fuzzed:
         async for received in stream:
             for message in frames.add(bytes(received)):
                 answer = self._plans.answer(message, 1.0)
-                await stream.send_all(frame({**answer, "id": message["id"]}))
+                await stream.send_all(frame({**answer, "id": message["id"]}, FRAME_BYTES_MAX))
 
 
 async def answer_of(stream: trio.SocketStream) -> Message | None:
@@ -111,7 +111,9 @@ async def well(stream: trio.SocketStream) -> None:
     hello = await answer_of(stream)
     assert hello is not None
     assert hello["dataset"] == "ds"
-    await stream.send_all(frame({"do": "progress", "stream": "nobody", "position": 1}))
+    await stream.send_all(
+        frame({"do": "progress", "stream": "nobody", "position": 1}, FRAME_BYTES_MAX)
+    )
     answer = await answer_of(stream)
     assert answer is not None
     assert answer["error"] == "UsageError"
@@ -155,7 +157,7 @@ def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
         await stream.send_all(HELLO)
         assert await answer_of(stream) is not None
         for _ in range(2):
-            await stream.send_all(frame({**message, **OF_VERSION}))
+            await stream.send_all(frame({**message, **OF_VERSION}, FRAME_BYTES_MAX))
             answer = await answer_of(stream)
             assert answer is not None, "a message that is one ended the conversation"
 
