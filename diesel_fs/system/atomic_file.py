@@ -54,6 +54,7 @@ def _naming(shown: str) -> Iterator[None]:
         raise
 
 
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _LINKS_MAX = 40  # as the kernel's own limit
 
 
@@ -108,7 +109,7 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
             temporary.unlink(missing_ok=True)
         raise
     if sync:
-        _sync_folder(place.parent)
+        fsync_folder(place.parent)
 
 
 def check_links(path: Path) -> None:
@@ -259,9 +260,13 @@ def _planted(what: str, at: str) -> PermissionDenied:
     )
 
 
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable. A file system that cannot sync folders is no error."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:  # CIFS and some FUSE write folders through
+            raise
     finally:
-        os.close(folder)
+        os.close(fd)

@@ -13,7 +13,7 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.store import StoreWrapper
+from diesel_fs.storage.objects.store import ReadWrapper
 
 from ..trees import write
 from .disk_tier import Chunks
@@ -27,7 +27,7 @@ FILES = {
 } | {f"n{i:03}": os.urandom(1000 + i) for i in range(300)}
 
 
-class Counting(StoreWrapper):
+class Counting(ReadWrapper):
     """Counts reads, and lets a test change what they bring."""
 
     def __init__(self, repository: LocalRepository) -> None:

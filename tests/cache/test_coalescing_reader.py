@@ -17,7 +17,7 @@ from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 
 from .conftest import FILES, Counting
@@ -162,7 +162,7 @@ def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None
         contents(CoalescingReader(view, faulty), view.files())
 
 
-class Slow(StoreWrapper):
+class Slow(ReadWrapper):
     """Answers after a while, and counts how many wait at once."""
 
     def __init__(self, inner: ObjectStore) -> None:
@@ -225,7 +225,7 @@ def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot
     assert reader._threads is None
 
 
-class BatchingStore(StoreWrapper):
+class BatchingStore(ReadWrapper):
     """Takes many parts in one request, and counts those."""
 
     batches_reads = True

@@ -20,7 +20,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.store import StoreWrapper
+from diesel_fs.storage.objects.store import ReadWrapper
 
 from ..trees import write
 
@@ -39,7 +39,7 @@ def half_random(number: int) -> bytes:
 Read = Callable[[EntryReader, npt.NDArray[np.int64]], Iterator[bytes]]
 
 
-class Loads(StoreWrapper):
+class Loads(ReadWrapper):
     """Counts what is read, by object."""
 
     def __init__(self, repository: LocalRepository) -> None:

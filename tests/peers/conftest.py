@@ -13,7 +13,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.peers.client import TaskStore
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..trees import write
 from .fake_master import Behaviour, FakeMaster
@@ -29,7 +29,7 @@ LITTLE_MEMORY = 1 << 10
 """Nothing fits; chunks in memory are others'."""
 
 
-class Counting(StoreWrapper):
+class Counting(ReadWrapper):
     """The store itself: how often it is read."""
 
     def __init__(self, inner: ObjectStore) -> None:

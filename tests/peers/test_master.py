@@ -27,7 +27,7 @@ from diesel_fs.peers.membership import ANY_INSTANCE, Member, Membership, TaskNam
 from diesel_fs.peers.node_cache import Fetch, NodeCache
 from diesel_fs.peers.registry import Registry
 from diesel_fs.peers.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
-from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from .connected_masters import parts
 from .node_caches import held_numbers
@@ -37,7 +37,7 @@ SECRET = bytes(range(32))
 HOPE_S = 20.0
 
 
-class Reads(StoreWrapper):
+class Reads(ReadWrapper):
     """Counts who reads what from the store."""
 
     def __init__(self, inner: ObjectStore) -> None:

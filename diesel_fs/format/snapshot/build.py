@@ -1,33 +1,47 @@
-"""Making a snapshot: the previous one (or none) and changed rows become the next one.
+"""Builds the next snapshot from the previous one (or none) and changed rows.
 
-Owned here: the columns of the result, and the rules for names and tails of rows. Not owned: which
-entries there are and in which order (`plan.py`), the layout (`layout.py`). Pure.
+A **row** is one changed entry of a dataset (`Rows` in `format/entries.py`): a file, link or folder
+that is new or replaced, or a tombstone for one that was deleted. `build_snapshot` works in three
+steps: `_MergePlan` decides which entry shows at each path (tombstones, implicit folders, files that
+a folder shadows), `_EntryOrder` where each entry then stands, and `_Assembly` makes the columns of
+the result.
+
 The result depends on the state alone, never on the way to it: a merge gives the same bytes as a
-full build.
+full build. Surviving entries keep their relative order, since that is by depth, folder and name. So
+the next snapshot is the previous one without some entries, with new ones inserted at known places.
+Python code runs once per changed row and per folder that holds one; all other entries stay in
+arrays. Pure functions; safe from any thread.
 
-A **source** is an array that says for each item of a result which item of (previous items, then new
-ones) it is; each column is one take by a source.
+A **source** is an array that says, for each item of a result, which item of (previous items, then
+new ones) it is; each column of the result is one `take` by a source.
 """
 
+import operator
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress, islice, pairwise, repeat
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 from uuid import UUID
 
 import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from ...errors import CorruptError, UsageError
 from ...names import check_dataset_name, shown
 from ..chunk import impossible_bodies
-from ..entries import EXTENT, MODE_MASK, PATH_BYTES_MAX, ChunkId, ChunkInfo, Kind, Rows
-from . import layout as layout
+from ..entries import EXTENT, MODE_MASK, PATH_BYTES_MAX, ChunkId, ChunkInfo, Kind, Names, Rows
+from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
-from .plan import ChangedFolders, EntryOrder, MergePlan, order_of
-from .reader import Indices, Snapshot
+from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
 _NO_CHUNK = 0xFFFFFFFF
-_BLOCK = 1 << 18  # entries of which more than a few columns are made at one time
+_BLOCK = 1 << 18  # entries for which several columns are made at one time
+_BLOCK_ROWS = 1 << 16  # rows whose names are Python objects at one time
 
 
 def build_snapshot(
@@ -41,13 +55,14 @@ def build_snapshot(
     digest: int,
     entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
-    """The next snapshot, as parts to be written one behind the other.
+    """The next snapshot, as buffers to be written one after the other.
 
     `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` is the whole chunk
-    table, in any order. A row of the root's own path, `b""`, gives its mode and time. What the
-    result says of chunks is compared with their `entry_digests`. Raises UsageError for rows that
-    are no entries, CorruptError for a file whose chunk is not in `chunks`, or says otherwise. Of
-    many rows it takes least memory if the caller keeps none of them: they go on the way.
+    table, in any order. A row of the root's own path, `b""`, gives the root's mode and time. The
+    files of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
+    impossible row, and CorruptError for a file whose chunk is not in `chunks` or whose digest
+    differs. With many rows the caller should keep no reference to them: this function frees them
+    as it goes.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -55,11 +70,15 @@ def build_snapshot(
     old = previous if previous is not None else _empty(identity, dataset)
     table = sorted(chunks)
     if len({chunk.id for chunk in table}) != len(table):
-        raise UsageError("a chunk stands twice in the chunk table")
-    plan = MergePlan(old, rows, ChangedFolders(old, rows))
+        raise UsageError("the chunk table holds a chunk twice")
+    plan = _MergePlan(old, rows, _ChangedFolders(old, rows))
     del rows
-    order = order_of(plan)
-    del plan.hash, plan.ascends, plan.coming_rows  # the order has what is needed of them
+    order = _order_of(plan)
+    del (
+        plan.hash,
+        plan.ascends,
+        plan.coming_rows,
+    )  # the order has what is needed of them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
     check_entry_digests(columns, entry_digests)
@@ -67,7 +86,7 @@ def build_snapshot(
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
-    """A dataset without entries: a root that nobody made."""
+    """The snapshot of a dataset without entries: an implicit root folder and nothing else."""
     columns = layout.Columns(
         parent=np.zeros(1, np.uint32),
         name_start=np.zeros(2, np.uint64),
@@ -92,11 +111,375 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
     return Snapshot(b"".join(parts), verify=False)
 
 
-class _Data(NamedTuple):
-    """What entries are, beside their names: the columns of these names, of one length.
+class _ChangedFolders:
+    """The folders that hold changed rows, and all folders above them, in directory order.
 
-    Until all is in place, chunks, targets and extents are numbered as (previous ones, then those of
-    the rows).
+    A folder's number is its place in that order; the root is 0. Each is kept as (parent, name): the
+    whole paths of deeply nested folders would take memory that grows with the square of the depth.
+    """
+
+    def __init__(self, old: Snapshot, rows: Rows) -> None:
+        ids: dict[tuple[int, bytes], int] = {}
+        levels = [0]
+        id_of_row_folder = np.zeros(len(rows.folders), np.int64)
+        is_used = np.zeros(len(rows.folders), np.bool_)
+        is_used[rows.folder] = True
+        for used in np.flatnonzero(is_used).tolist():
+            path, at = rows.folders[used], 0
+            if len(path) > PATH_BYTES_MAX:
+                raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
+            for name in path.split(b"/") if path else ():
+                level = levels[at] + 1
+                at = ids.setdefault((at, name), len(levels))
+                if at == len(levels):
+                    levels.append(level)
+            id_of_row_folder[used] = at
+        self._sort(ids, levels)
+        self.of_row: layout.U4 = self._rank[id_of_row_folder].astype(np.uint32)[rows.folder]
+        self.number = {
+            (int(self._rank[parent]), name): int(self._rank[at])
+            for (parent, name), at in ids.items()
+        }
+        self.old_index, self.hash = [ROOT_INDEX], [ROOT_HASH]
+        for parent, name in zip(self.parent[1:], self.name[1:], strict=True):
+            self.hash.append(xxh3_64_intdigest(name, self.hash[parent]))
+            above = self.old_index[parent]
+            self.old_index.append(old.child(above, name) if above >= 0 else -1)
+
+    def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
+        self._rank = np.zeros(len(levels), np.int64)
+        self.parent, self.name = [0], [b""]
+        of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
+        for (parent, name), at in ids.items():
+            of_level[levels[at]].append((parent, name, at))
+        for _, level in sorted(of_level.items()):
+            ranked = sorted((int(self._rank[parent]), name, at) for parent, name, at in level)
+            for parent, name, at in ranked:
+                self._rank[at] = len(self.name)
+                self.parent.append(parent)
+                self.name.append(name)
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+class _MergePlan:
+    """What happens to each path: which entry shows there, which go, which are new.
+
+    What an entry is beside its name (mode, size, place) is its **data**. Data is numbered: first
+    the visible entries of the previous snapshot, then its shadowed ones, then the rows, and last
+    one number for all implicit folders.
+    """
+
+    def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
+        self.old, self.rows, self.folders = old, rows, folders
+        self.names = Names.of(rows.names)
+        self.old_kind = layout.kinds(old.columns.flags)
+        self.first_row = old.entry_count + len(old.columns.shadowed)
+        self.implicit = self.first_row + len(rows)
+        self.data: Indices = np.arange(old.entry_count)
+        """By index in the previous snapshot: the number of the data that shows there."""
+        self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
+        self.shadow: dict[int, int] = {
+            entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
+        }
+        """By index of a folder in the previous snapshot: the data of the entry it shadows."""
+        self.new_shadow: dict[int, int] = {}
+        """By number of a new folder: the data of the entry it shadows."""
+        self.live_counts = np.zeros(len(folders), np.int64)
+        """By number of a folder: by how many its entries become more or fewer."""
+        self.new_data: dict[int, int] = {}
+        """By number of a new folder: the data that shows there."""
+        self.coming_rows: Indices
+        """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
+        self._check_rows()
+        self._hash_names()
+        own_row = self._rows_of_folders()
+        self._plan_leaves(own_row)
+        self._plan_folders(own_row)
+
+    def _check_rows(self) -> None:
+        records, rows = self.rows.records, self.rows
+        kind = records["kind"]
+        wrong = (kind > Kind.TOMBSTONE) | (records["codec"] > 1)
+        wrong |= (kind == Kind.FILE) & (records["size"] >= 1 << 63)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
+
+    def _hash_names(self) -> None:
+        """The hash of each row's path, and whether its name is smaller than the next row's.
+
+        Works on blocks of rows, so that few names are Python objects at one time.
+        """
+        count, folders = len(self.rows), self.folders
+        self.hash = np.zeros(count, np.uint64)
+        self.ascends: layout.Mask = np.zeros(count, np.bool_)
+        for start in range(0, count, _BLOCK_ROWS):
+            names = [*self.names[start : start + _BLOCK_ROWS + 1]]
+            block = slice(start, min(start + _BLOCK_ROWS, count))
+            first, counts = _runs(folders.of_row[block])
+            seeds = map(folders.hash.__getitem__, folders.of_row[block][first].tolist())
+            seed_of_each = chain.from_iterable(map(repeat, seeds, counts.tolist()))
+            size = block.stop - start
+            self.hash[block] = np.fromiter(
+                map(xxh3_64_intdigest, names, seed_of_each), np.uint64, size
+            )
+            followed = len(names) - 1
+            self.ascends[start : start + followed] = np.fromiter(
+                map(operator.lt, names, islice(names, 1, None)), np.bool_, followed
+            )
+
+    def _rows_of_folders(self) -> dict[int, int]:
+        """By number in `_ChangedFolders`: the row whose path is that folder's own."""
+        folders = self.folders
+        wanted = np.sort(np.array(folders.hash, np.uint64))
+        has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
+        has_prefix[wanted >> np.uint64(48)] = True
+        likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
+        at = np.searchsorted(wanted, self.hash[likely])
+        likely = likely[wanted[np.minimum(at, len(wanted) - 1)] == self.hash[likely]]
+        own = dict[int, int]()
+        for i in np.union1d(likely, self.names.empty_ones()).tolist():
+            folder, name = int(folders.of_row[i]), self.names[i]
+            number = folders.number.get((folder, name)) if name or folder else 0
+            if number is not None:
+                if number in own:
+                    raise UsageError(f"two rows have one path: {shown(self.rows.path(i))}")
+                own[number] = i
+        return own
+
+    def _plan_leaves(self, own_row: dict[int, int]) -> None:
+        """Plan the other rows. What lies below their path, if anything, does not change."""
+        old, rows, folders = self.old, self.rows, self.folders
+        leaf = np.ones(len(rows), np.bool_)
+        leaf[list(own_row.values())] = False
+        if old.entry_count == 1:  # only the root, whose row is not among these
+            self.coming_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
+            counted = folders.of_row[self.coming_rows]
+            self.live_counts += np.bincount(counted, minlength=len(folders))
+            return
+        leaf_rows = np.flatnonzero(leaf)
+        folder = folders.of_row[leaf_rows].astype(np.int64)
+        above = np.array(folders.old_index, np.int64)[folder]
+        names = self.names
+        if own_row:
+            names = Names.of(compress(names, leaf.tolist()))
+        at = old.find_many(above, self.hash[leaf_rows], names)
+        kind = rows.records["kind"][leaf_rows]
+        comes, there = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
+        self.coming_rows = leaf_rows[comes]
+        self._change(at[there], leaf_rows[there], kind[there])
+        goes = folder[there][self.removed[at[there]]]
+        self.live_counts += np.bincount(folder[comes], minlength=len(folders))
+        self.live_counts -= np.bincount(goes, minlength=len(folders))
+
+    def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> None:
+        """Plan rows whose path exists in the previous snapshot, at the indices `at`."""
+        if len(np.unique(at)) != len(at):
+            raise UsageError("two rows have one path")
+        holds = (self.old_kind[at] == Kind.FOLDER) & (self.old.columns.offset[at] > 0)
+        dead = kind == Kind.TOMBSTONE
+        self.removed[at[~holds & dead]] = True
+        shows = ~dead & (~holds | (kind == Kind.FOLDER))
+        self.data[at[shows]] = self.first_row + row[shows]
+        self.data[at[holds & ~shows]] = self.implicit
+        for entry in at[holds].tolist():
+            self.shadow.pop(entry, None)
+        hidden = holds & ~dead & ~shows
+        for entry, i in zip(at[hidden].tolist(), row[hidden].tolist(), strict=True):
+            self.shadow[entry] = self.first_row + i
+
+    def _plan_folders(self, own_row: dict[int, int]) -> None:
+        """Plan the changed folders, the deepest first: a folder that nobody made goes with its
+        last entry."""
+        old, folders, live = self.old, self.folders, self.live_counts
+        kinds = self.rows.records["kind"]
+        for number in range(len(folders) - 1, -1, -1):
+            at = folders.old_index[number]
+            own, own_kind = self._own(at)
+            if number in own_row:
+                own = self.first_row + own_row[number]
+                own_kind = Kind(kinds[own_row[number]])
+                own = -1 if own_kind == Kind.TOMBSTONE else own
+            held = int(live[number]) + (len(old.children(at)) if at >= 0 else 0)
+            exists = held > 0 or own >= 0 or number == 0
+            shadowed = own >= 0 and own_kind != Kind.FOLDER and (held > 0 or number == 0)
+            shows = self.implicit if shadowed or own < 0 else own
+            if at >= 0:
+                self.shadow.pop(at, None)
+                self.removed[at] = not exists
+                self.data[at] = shows
+                live[folders.parent[number]] -= not exists
+                if shadowed:
+                    self.shadow[at] = own
+            elif exists:
+                self.new_data[number] = shows
+                live[folders.parent[number]] += 1
+                if shadowed:
+                    self.new_shadow[number] = own
+
+    def _own(self, at: int) -> tuple[int, Kind]:
+        """The data of the entry that somebody made at this path, visible or shadowed; -1 where the
+        folder is only implied."""
+        if at < 0:
+            return -1, Kind.TOMBSTONE
+        flags = int(self.old.columns.flags[at])
+        if not flags & layout.IMPLICIT:
+            return at, Kind(int(self.old_kind[at]))
+        if at in self.shadow:
+            return self.shadow[at], Kind.FILE  # or a link: both are shadowed alike
+        return -1, Kind.TOMBSTONE
+
+
+@dataclass(frozen=True, slots=True)
+class _EntryOrder:
+    """Where entries stand in the result. The columns `new_*` are the new entries, in directory
+    order.
+
+    A new entry is made from an **item**; items are numbered: first the new folders, then all rows.
+    """
+
+    made: list[int]
+    """The folders that are new, as numbers of `_ChangedFolders`."""
+    new_folder: layout.U4
+    """The folder of each, a number of `_ChangedFolders`."""
+    new_item: layout.U4
+    """The item of each."""
+    new_hash: layout.U8
+    new_index: layout.U4
+    """The index of each in the result."""
+    old_index: Indices
+    """The index in the result of each previous entry; meaningless for removed ones."""
+    folder_index: Indices
+    """The index in the result of each of `_ChangedFolders`; meaningless for those that do not
+    exist."""
+
+
+def _order_of(plan: _MergePlan) -> _EntryOrder:
+    """The order of what the plan keeps and adds. Raises UsageError where two rows have one path."""
+    folders, n = plan.folders, plan.old.entry_count
+    made = list(plan.new_data)
+    above = np.array([folders.parent[number] for number in made], np.uint32)
+    folder = np.concatenate([above, folders.of_row[plan.coming_rows]])
+    item = np.empty(len(folder), np.uint32)
+    item[: len(made)] = np.arange(len(made))
+    item[len(made) :] = plan.coming_rows + len(made)
+    order = _sorted_by_name(plan, made, folder, item)
+    position = np.empty(len(made), np.int64)
+    of_made = np.flatnonzero(order < len(made))
+    position[order[of_made]] = of_made
+    folder, item = folder[order], item[order]
+    del order
+    places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
+    gone = np.concatenate([[0], np.cumsum(plan.removed)])
+    come = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
+    old_index = np.arange(n) - gone[:-1] + come
+    new_index = (places - gone[places] + np.arange(len(places))).astype(np.uint32)
+    folder_index = old_index[np.array(folders.old_index, np.int64)]
+    folder_index[made] = new_index[position]
+    made_hash = np.array([folders.hash[number] for number in made], np.uint64)
+    return _EntryOrder(
+        made=made,
+        new_folder=folder,
+        new_item=item,
+        new_hash=np.concatenate([made_hash, plan.hash])[item],
+        new_index=new_index,
+        old_index=old_index,
+        folder_index=folder_index,
+    )
+
+
+def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]:
+    """The names of items."""
+    is_row = item >= len(made)
+    of_rows = iter(plan.names.take(item[is_row].astype(np.int64) - len(made)))
+    of_made = (plan.folders.name[made[i]] for i in item[~is_row].tolist())
+    return [next(of_rows if each else of_made) for each in is_row.tolist()]
+
+
+def _sorted_by_name(
+    plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
+) -> Indices:
+    """The order of items by folder, then name. The rows of a folder are mostly sorted already, so
+    only folders whose rows are not are sorted by name."""
+    order = np.argsort(folder, kind="stable")
+    fits: layout.Mask = np.zeros(len(item), np.bool_)
+    """Whether the next item follows this one by its name, too."""
+    fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
+    fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
+    sorted_folder = folder[order]
+    together = sorted_folder[1:] == sorted_folder[:-1]
+    broken = np.flatnonzero(together & ~(fits[order[:-1]] & (np.diff(order) == 1)))
+    for number in np.unique(sorted_folder[broken]).tolist():
+        start, end = np.searchsorted(sorted_folder, [number, number + 1]).tolist()
+        names = _names_of(plan, made, item[order[start:end]])
+        places = sorted(range(end - start), key=names.__getitem__)
+        for one, other in pairwise(places):
+            if names[one] == names[other]:
+                raise UsageError(f"two rows have one path, which ends in {names[one]!r}")
+        order[start:end] = order[start:end][places]
+    return order
+
+
+def _runs(values: layout.U4) -> tuple[Indices, Indices]:
+    """Where each run of equal values starts, and how long it is."""
+    change = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=change[1:])
+    starts = np.flatnonzero(change)
+    return starts, np.diff(starts, append=len(values))
+
+
+def _places(
+    plan: _MergePlan,
+    made: list[int],
+    folder: layout.U4,
+    item: layout.U4,
+    made_position: dict[int, int],
+) -> Indices:
+    """The index of the previous entry before which each new one is inserted, ascending; the number
+    of previous entries means the end."""
+    old, folders = plan.old, plan.folders
+    old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
+    places = np.empty(len(folder), np.int64)
+    for start, count in zip(*(each.tolist() for each in _runs(folder)), strict=True):
+        end = start + count
+        number = int(folder[start])
+        at = folders.old_index[number]
+        if at >= 0 and plan.old_kind[at] == Kind.FOLDER:
+            inside = old.children(at)
+            if len(inside):
+                names = _names_of(plan, made, item[start:end])
+                places[start:end] = _places_among(old, inside, names)
+                continue
+            places[start:end] = inside.start
+        else:  # it was no folder: its entries come before those of the next folder
+            at = at if at >= 0 else int(places[made_position[number]])
+            following = old_folders[np.searchsorted(old_folders, at) :][:1]
+            places[start:end] = (
+                old.columns.chunk[following[0]] if len(following) else old.entry_count
+            )
+    return places
+
+
+def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
+    """Before which entry of a folder each of these names is inserted; both are sorted."""
+    if len(names) * 64 > len(inside):  # then listing all names costs less than the searches
+        known = old.names(inside)
+        at = [bisect_left(known, name) for name in names]
+    else:
+        at = [bisect_left(inside, name, key=old.name) for name in names]
+    for name, i in zip(names, at, strict=True):
+        if i < len(inside) and old.name(inside[i]) == name:  # then the lookup should have found it
+            raise CorruptError(f"damaged snapshot of {old.dataset}: {shown(name)} is not indexed")
+    return [inside.start + i for i in at]
+
+
+class _Data(NamedTuple):
+    """What entries are beside their names: the columns of `layout.Columns` of the same names.
+
+    At first the numbers of chunks, targets and extents count (previous ones, then those of the
+    rows); `_targets`, `_extents` and `_number_chunks` change them to numbers of the result.
     """
 
     flags: layout.U4
@@ -112,13 +495,13 @@ _DTYPES = (np.uint32, np.uint64, np.int64, np.uint64, np.uint32, np.uint32, np.u
 
 
 class _Assembly:
-    """The columns of the result, out of the previous snapshot and the rows.
+    """The columns of the result, from the previous snapshot and the rows.
 
-    What is as long as all rows is made where it stays: beside the rows and the result little more
-    than a number for each entry is in memory.
+    Arrays as long as all rows are written in place: beside the rows and the result, memory holds
+    little more than one number for each entry.
     """
 
-    def __init__(self, plan: MergePlan, order: EntryOrder, table: Sequence[ChunkInfo]) -> None:
+    def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
         self.old, self.old_count = plan.old.columns, plan.old.entry_count
         self.numbers = {chunk.id: number for number, chunk in enumerate(table)}
@@ -128,7 +511,7 @@ class _Assembly:
         self.count = len(self.kept) + len(order.new_item)
 
     def columns(self) -> layout.Columns:
-        """All sections."""
+        """All columns of the result."""
         n = self.count
         data_source, shadowed_entries = self._data_source()
         data, tails, extents = self._data(data_source)
@@ -180,7 +563,7 @@ class _Assembly:
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        """The names of the result; those of items are numbered behind the previous ones."""
+        """Where each name of the result starts, and all names."""
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
@@ -199,7 +582,7 @@ class _Assembly:
         return _splice((self.old.name_start, self.old.names), (starts, names), source, padding)
 
     def _check_new(self, starts: layout.U8, names: layout.Bytes) -> None:
-        """The rules for names."""
+        """Raise UsageError for a new name that is not allowed in a path."""
         item = self.order.new_item
         bad = np.concatenate(
             [
@@ -226,7 +609,8 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """Of each entry, then of each shadowed one, its data (see `Plan`); where the latter are."""
+        """The number of the data of each entry, then of each shadowed one (see `_MergePlan`); and
+        the index of the folder that hides each shadowed one."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
@@ -242,7 +626,7 @@ class _Assembly:
         return source, entries
 
     def _data(self, source: Indices) -> tuple[_Data, list[bytes], layout.Records]:
-        """The data that `source` says; targets and extents of the rows."""
+        """The data with the numbers `source`; the targets and the extents of the rows."""
         records = self.plan.rows.records
         kind = records["kind"]
         links = np.flatnonzero(kind == Kind.LINK)
@@ -270,7 +654,8 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """The data of some rows; `links` and `many` are all rows that are so."""
+        """The data of some rows; `links` and `many` are all rows that are links, or files of
+        several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -303,7 +688,7 @@ class _Assembly:
         return tail
 
     def _row_extents(self, many: list[int]) -> layout.Records:
-        """The extents of the rows that have several, in the layout of the file."""
+        """The extents of the rows that have several, as the snapshot stores them."""
         records = self.plan.rows.records
         for i in many:
             if len(self._tail(i)) != EXTENT.itemsize * int(records["extents"][i]):
@@ -357,7 +742,8 @@ class _Assembly:
             self._check_places(data, data_source, one)
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
-        """The rows of the result lie where their chunks can hold them, as all readers demand."""
+        """Raise CorruptError for a row whose place its chunk cannot hold: readers refuse such a
+        snapshot."""
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
         places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
@@ -367,7 +753,7 @@ class _Assembly:
             raise CorruptError(f"{shown(path)} lies where its chunk cannot hold it")
 
     def _path(self, data: int) -> bytes:
-        """The path of data, numbered as in `Plan`."""
+        """The path of the data with a number (see `_MergePlan`)."""
         plan = self.plan
         if data >= plan.first_row:
             return plan.rows.path(data - plan.first_row)
@@ -383,13 +769,13 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """Of each number in the previous chunk table the one in the new."""
+        """The number in the new chunk table of each chunk in the previous one."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """Starts (one more than items) and the bytes of all."""
+    """Where each item starts (and where the last ends), and the bytes of all."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -401,10 +787,10 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of different lengths taken from (old, then new): starts, and bytes of the result with
-    others behind it.
+    """Items of different lengths, taken from (old, then new): where each starts, and the bytes of
+    all, followed by `behind`.
 
-    Copies whole runs of items that stay side by side, so the cost is that of the changes.
+    Runs of items that stay side by side are copied at once, so the cost is that of the changes.
     """
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)

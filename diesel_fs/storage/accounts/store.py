@@ -29,7 +29,8 @@ from diesel_fs.storage.accounts.account import (
     parse_accounts,
 )
 
-from ..objects.folder import fsync_folder, object_temporary_name
+from ...system.atomic_file import fsync_folder
+from ..objects.folder import object_temporary_name
 
 FILE = "accounts"
 """Beside the chunks, where the metadata are embedded; and `accounts.lock`."""

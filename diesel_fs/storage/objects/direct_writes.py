@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...format.entries import Bytes
-from ..metadata.sqlite.host_lease import file_system_of
+from ...system.mountinfo import file_system_of
 
 DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20

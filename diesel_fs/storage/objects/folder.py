@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
-from diesel_fs.errors import (
+from ...errors import (
     ConflictError,
     DieselError,
     NoSpaceError,
@@ -30,12 +30,11 @@ from diesel_fs.errors import (
     ObjectMissing,
     ObjectStoreError,
     PermissionDenied,
-    TruncatedError,
     UsageError,
 )
-from diesel_fs.format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
-
 from ...format.entries import Bytes
+from ...format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
+from ...system.atomic_file import fsync_folder
 from .direct_writes import takes_direct, write_direct
 from .nowait_reads import read_nowait_at
 from .store import (
@@ -44,6 +43,7 @@ from .store import (
     ObjectInfo,
     ObjectStore,
     check_deletable,
+    check_end,
     check_mutable,
     check_name,
     check_prefix,
@@ -61,7 +61,6 @@ _OF_THE_FILE_SYSTEM = "lost+found"
 # fsync would prove nothing, a second file does.
 _WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -225,8 +224,7 @@ class FolderStore(ObjectStore):
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         check_range(name, start, length)
         with self._opened(name) as (fd, size):
-            if start + (length or 0) > size:
-                raise _too_short(name, start + (length or 0), size)
+            check_end(name, start + (length or 0), size)
             content = bytearray(size - start if length is None else length)
             _read_full(fd, name, start, memoryview(content))
         return content
@@ -235,8 +233,7 @@ class FolderStore(ObjectStore):
         check_range(name, start, None)
         with self._opened(name) as (fd, size):
             view = memoryview(buffer).cast("B")
-            if start + len(view) > size:
-                raise _too_short(name, start + len(view), size)
+            check_end(name, start + len(view), size)
             _read_full(fd, name, start, view)
 
     def read_ranges(
@@ -246,8 +243,7 @@ class FolderStore(ObjectStore):
         with self._opened(name) as (fd, length):
             for start, size in ranges:
                 check_range(name, start, size)
-                if start + size > length:
-                    raise _too_short(name, start + size, length)
+                check_end(name, start + size, length)
                 _read_full(fd, name, start, room[:size])
                 yield room[:size].toreadonly()
 
@@ -422,18 +418,6 @@ def _make_folder_durably(path: str) -> None:
         raise
 
 
-def fsync_folder(path: str | os.PathLike[str]) -> None:
-    """Make the names in a folder durable, as far as its file system lets one ask for it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:  # those write folders through (CIFS, some FUSE)
-            raise
-    finally:
-        os.close(fd)
-
-
 def object_temporary_name() -> str:
     """`.tmp-<host>-<pid>-<random>`: says whose it is, to whoever finds it."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
@@ -507,12 +491,8 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
         if got == 0:
-            raise _too_short(name, start + len(view), start + done)
+            check_end(name, start + len(view), start + done)
         done += got
-
-
-def _too_short(name: str, end: int, size: int) -> TruncatedError:
-    return TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:

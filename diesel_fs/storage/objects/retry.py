@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diesel_fs.errors import ObjectExists, ObjectMissing, ObjectStoreError
-from diesel_fs.format.object_names import MUTABLE_NAME
-
+from ...errors import ObjectExists, ObjectMissing, ObjectStoreError
 from ...format.entries import Bytes
-from .store import Leftover, ObjectInfo, ObjectStore, StoreWrapper
+from ...format.object_names import MUTABLE_NAME
+from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
 
@@ -132,7 +131,7 @@ class RetryLoop:
         self._clock.sleep(pause)
 
 
-class RetryingStore(StoreWrapper):
+class RetryingStore(ReadWrapper):
     """Another store, tried again where that may help.
 
     `attempt_s` says how long one attempt of the inner store may take that moves so many bytes, and
@@ -221,6 +220,9 @@ class RetryingStore(StoreWrapper):
                 if done > before:
                     before, retrying = done, self._retrying(size)
                 retrying.wait_or_raise(error)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self._retrying(len(buffer)).call(lambda: self.inner.read_uncached(name, start, buffer))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)

@@ -1,11 +1,13 @@
-"""Object stores: the interface, and the marker of a store.
+"""The interface of an object store, and the wrapper classes that all wrappers are made from.
 
-Owns: the contract words (in `ObjectStore`), what the marker holds, and `StoreWrapper`, from which
-retry, latency, counting and faults are made. Does not own: the names (`layout.py`), what is inside
-an object, and when one may be deleted (the repository decides that).
+An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` is the
+contract that every store keeps (a folder, a bucket, a server). The names are those of
+`format/object_names.py`; a store does not know what is inside an object, and the repository
+decides when one may be deleted. The object `DIESEL-STORE`, called the marker, tells a store from an
+empty folder; this module writes and reads its content.
 
-Concurrency: every method of a store may be called from many threads and processes at once; all
-are synchronous and block. Unless it says so (`fork_safe`), a store may be used in a forked child.
+Concurrency: every method may be called from many threads and processes at once; all methods are
+synchronous and block. A forked child may use the store of its parent if `fork_safe` says so.
 """
 
 import json
@@ -15,9 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from diesel_fs.errors import CorruptError, ForeignError, NewerVersionError, UsageError
-from diesel_fs.format.entries import Bytes
-from diesel_fs.format.object_names import (
+from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedError, UsageError
+from ...format.entries import Bytes
+from ...format.object_names import (
     FOLDER_NAME,
     IDENTITY_TEXT,
     MUTABLE_NAME,
@@ -30,40 +32,46 @@ STORE_FORMAT = 1
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError where `name` is not the name of an object of ours."""
+    """Raise UsageError if `name` is not the name of an object."""
     if not OBJECT_NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not the name of an object")
 
 
 def check_mutable(name: str) -> None:
-    """Raise UsageError where `name` is not that of an object that may be replaced."""
+    """Raise UsageError if `name` is not the name of an object that may be replaced."""
     if not MUTABLE_NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not the name of an object that may be replaced")
 
 
 def check_deletable(name: str) -> None:
-    """Raise UsageError where `name` is none of ours, or the marker, which stays."""
+    """Raise UsageError if `name` is not the name of an object, or is the marker."""
     check_name(name)
     if name == STORE_MARKER:
         raise UsageError(f"{STORE_MARKER} is not deleted: it tells a store from an empty folder")
 
 
 def check_range(name: str, start: int, length: int | None) -> None:
-    """Raise UsageError for a bad name or a negative number."""
+    """Raise UsageError for a bad name, or for a negative start or length."""
     check_name(name)
     if start < 0 or (length is not None and length < 0):
-        raise UsageError(f"{name}: no range has start {start} and length {length}")
+        raise UsageError(f"{name}: bad range: start {start}, length {length}")
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise UsageError where `prefix` lies in a folder that no object of ours can be in."""
+    """Raise UsageError if `prefix` lies in a folder that no object can be in."""
     folder = prefix.rpartition("/")[0]
     if "/" in prefix and not FOLDER_NAME.fullmatch(folder):
         raise UsageError(f"{folder!r} is not a folder of objects")
 
 
+def check_end(name: str, end: int, size: int) -> None:
+    """Raise TruncatedError if an object of `size` bytes ends before the byte `end`."""
+    if end > size:
+        raise TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
+
+
 def encode_marker(store: uuid.UUID) -> bytes:
-    """The content of the marker object: JSON, for whoever wonders what this folder is."""
+    """The content of the marker object: JSON, so that a person who opens it can read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
@@ -99,7 +107,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary that was not finished: of a put under way, or of a writer that died."""
+    """A temporary file of a put that is under way, or of a writer that died."""
 
     name: str
     bytes: int
@@ -109,13 +117,14 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
-"""Of an object: its name, where the part starts, and its bytes."""
+"""A part of an object: the object's name, where the part starts, and its length in bytes."""
 
 
 def batched_parts(
     parts: Sequence[Part], count_max: int, bytes_max: int
 ) -> Iterator[Sequence[Part]]:
-    """Parts in their order, as many at once as one request may have; a larger one is alone."""
+    """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max`
+    bytes. A part larger than `bytes_max` is a batch of its own."""
     begin = total = 0
     for end, (_, _, size) in enumerate(parts):
         if end > begin and (end - begin == count_max or total + size > bytes_max):
@@ -127,112 +136,127 @@ def batched_parts(
 
 
 class ObjectStore(ABC):
-    """Named, immutable byte strings. (Only leases may change: `replace`.)
+    """Named, immutable byte strings. Only leases may change (`replace`).
 
-    Errors, of all methods: UsageError for a name outside the grammar; PermissionDenied by
-    the operating system, NoSpaceError; ObjectStoreError for whatever else the store did not do.
-    ObjectMissing says that the store is there and the object is not; a store that is gone is an
+    Every method may raise UsageError for a name outside the grammar, PermissionDenied,
+    NoSpaceError, and ObjectStoreError for anything else that the store did not do. ObjectMissing
+    means that the store is there and the object is not; a store that has gone is an
     ObjectStoreError.
     """
 
     store_id: uuid.UUID
 
-    fork_safe: bool = True
-    """Whether a forked child may use it. Else the child must become a program that opens it."""
+    # The flags are properties, so that a wrapper can pass them on; a store overrides one by a
+    # class attribute.
 
-    batches_reads: bool = False
-    """Whether many parts cost little more than one: then they should be asked for together."""
+    @property
+    def fork_safe(self) -> bool:
+        """Whether a forked child may use the store. If not, the child must become a program that
+        opens the store itself."""
+        return True
 
-    can_pin: bool = False
-    """Whether `pin` ever gives anything."""
+    @property
+    def batches_reads(self) -> bool:
+        """Whether many parts cost little more than one, so that a caller should ask for them
+        together (`read_parts`)."""
+        return False
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether `pin` ever returns anything."""
+        return False
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create an object from `parts`, one after the other (they are not joined).
+        """Create an object from `parts`, one after the other (they are not joined in memory).
 
-        Atomic: under its name it is absent or whole, at every moment and after any crash, and of
-        several that put one name at once exactly one succeeds. Durable on return. Never
-        overwrites: ObjectExists, and the object there is untouched. After any other error it is
-        unknown whether the object is there (whole), and the caller takes a new name.
+        Atomic: at every moment, and after any crash, the name has no object or the whole one. If
+        several callers put one name at once, exactly one succeeds. Durable on return. Never
+        overwrites: raises ObjectExists, and the existing object is untouched. After any other
+        error it is unknown whether the object exists (it is whole if it does), and the caller takes
+        a new name.
         """
 
     @abstractmethod
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create or overwrite a mutable object. Atomic (old or new, whole), durable on return,
-        idempotent; of several at once the last wins."""
+        """Create or overwrite a mutable object. Atomic (a reader sees the old or the new object,
+        whole), durable on return, idempotent. If several callers replace one at once, the last
+        wins."""
 
     @abstractmethod
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         """Exactly `length` bytes from `start` on (None: to the end).
 
-        Raises ObjectMissing, and TruncatedError where the object ends before; that is found out
-        before memory is taken.
+        Raises ObjectMissing, and TruncatedError if the object ends earlier; the store finds that
+        out before it takes memory.
         """
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` from `start` on: `get` without a copy and with the caller's memory.
+        """Fill `buffer` from `start` on: `get` without a copy, into the caller's memory.
         After an error the buffer's content is undefined."""
 
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """Bytes of several ranges (start, size), one after the other in `room`, which holds each:
+        """The bytes of several ranges (start, size) of one object, one after the other.
 
-        a range is good until the next is asked for. Raises as `read_into`.
+        All of them are read into the same buffer, `room`, which must be as large as the largest;
+        so a range's bytes are valid until the next range is asked for. Raises as `read_into`.
         """
         for start, size in ranges:
             self.read_into(name, start, room[:size])
             yield room[:size].toreadonly()
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of objects of one dataset, in their order, in memory of their own.
-        Where the store can, they are under way when this comes back. Raises as `read_into`, at
-        once or when the bytes are asked for."""
+        """The bytes of parts of objects of one dataset, in their order, each in memory of its own.
+        A store that can has begun to fetch them when this returns. Raises as `read_into`, at once
+        or when the bytes are asked for."""
         for name, start, size in parts:
             room = memoryview(bytearray(size))
             self.read_into(name, start, room)
             yield room.toreadonly()
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """`read_into` for who got damaged bytes from it: from no copy, where it may read one."""
+        """Read again after a checksum mismatch, bypassing every cached copy. As `read_into`."""
         self.read_into(name, start, buffer)
 
-    def close_idle(self) -> None:  # noqa: B027  # most hold nothing
-        """Let go of what no call is using; the next call takes it again. Repeatable."""
+    def close_idle(self) -> None:  # noqa: B027  # most stores hold nothing between calls
+        """Close what no call is using; the next call opens it again. May be called repeatedly."""
 
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        """`read_into` where nothing has to be waited for, not even a disk; else False, at once.
+        """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
 
-        After False the buffer's content is undefined. An error is no more than a False here: who
-        comes back with `read_into` is told.
+        After False the buffer's content is undefined. An error is a False, too: the caller then
+        calls `read_into`, which raises it.
         """
         return False
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """All of an object in memory that is shared with others; None where there is no such.
+        """A whole object in memory that is shared with other processes; None if it is in no such
+        memory.
 
-        It can be written to, and then is a copy of the caller's. `on_revoke` is called, in any
-        thread, when whose memory it is would like to have it back: who holds it, lets go of it
-        soon.
+        The caller may write to the view, and then gets a private copy of the page. The store calls
+        `on_revoke`, in any thread, when the owner of the memory wants it back; the caller then
+        drops the view soon.
         """
         return None
 
     def can_pin_nowait(self, name: str) -> bool:
-        """Whether `pin` would give it at once: nothing has to be waited for to answer."""
+        """Whether `pin` would return the object at once. The answer itself needs no waiting."""
         return False
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """The objects whose names begin with `prefix` and are greater than `after`, in byte order.
 
-        Lazy. What is there during the whole listing is listed once; what comes or goes
-        meanwhile may be. Temporaries and foreign things are left out. A part of the store that
-        cannot be read raises; it is never passed over.
+        Lazy. An object that exists during the whole listing is listed once; one that appears or
+        disappears meanwhile may be listed or not. Temporaries and foreign files are left out. If a
+        part of the store cannot be read, the listing raises; it never skips that part.
         """
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        """As `list`, names only: cheaper where a size costs a request of its own."""
+        """As `list`, names only: cheaper in a store where each size costs a request."""
         return (info.name for info in self.list(prefix, after))
 
     @abstractmethod
@@ -241,30 +265,47 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Make sure that the object is absent. Idempotent, durable on return. The marker is
-        refused (UsageError)."""
+        """Make sure that the object is absent. Idempotent, durable on return. Raises UsageError
+        for the marker."""
 
-    @abstractmethod
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """Temporaries of unfinished puts, those under way included."""
+        """Temporary files of unfinished puts, including those under way. Most stores have none."""
+        check_prefix(prefix)
+        return iter(())
 
-    @abstractmethod
     def discard(self, leftover: Leftover) -> None:
         """Remove a leftover. Idempotent. The caller knows that its writer is dead."""
+        raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
     @abstractmethod
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        """Names of what lies among the objects and is not ours; a folder's ends with a slash and
-        nothing in it is named. For one summary line; it is never touched."""
+        """Names of files and folders among the objects that DIESEL-FS did not write, for one line
+        of a summary. A folder's name ends with a slash, and nothing inside it is listed. They are
+        never touched."""
 
 
 class StoreWrapper(ObjectStore):
-    """A store that passes everything on; subclasses change what they are about."""
+    """A store that forwards every method and flag to another store.
+
+    A subclass overrides what it changes. One that changes reads must override `read_ranges`,
+    `read_parts` and `read_uncached` too, or be a `ReadWrapper`: otherwise these bypass it.
+    """
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
         self.store_id = inner.store_id
-        self.fork_safe = inner.fork_safe
+
+    @property
+    def fork_safe(self) -> bool:
+        return self.inner.fork_safe
+
+    @property
+    def batches_reads(self) -> bool:
+        return self.inner.batches_reads
+
+    @property
+    def can_pin(self) -> bool:
+        return self.inner.can_pin
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         self.inner.put(name, parts)
@@ -278,6 +319,17 @@ class StoreWrapper(ObjectStore):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
 
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        return self.inner.read_ranges(name, ranges, room)
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        return self.inner.read_parts(parts)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.inner.read_uncached(name, start, buffer)
+
     def close_idle(self) -> None:
         self.inner.close_idle()
 
@@ -286,6 +338,9 @@ class StoreWrapper(ObjectStore):
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
         return self.inner.pin(name, on_revoke)
+
+    def can_pin_nowait(self, name: str) -> bool:
+        return self.inner.can_pin_nowait(name)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after)
@@ -307,3 +362,14 @@ class StoreWrapper(ObjectStore):
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
         return self.inner.foreign(prefix)
+
+
+class ReadWrapper(StoreWrapper):
+    """A wrapper that changes reads: those of ranges, of parts and past caches go, one by one,
+    through the subclass's own `read_into`."""
+
+    batches_reads = False
+
+    read_ranges = ObjectStore.read_ranges
+    read_parts = ObjectStore.read_parts
+    read_uncached = ObjectStore.read_uncached

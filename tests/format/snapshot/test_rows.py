@@ -48,14 +48,14 @@ def twice(path: bytes) -> Rows:
 @pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
 def test_a_path_that_stands_twice(previous: Snapshot | None) -> None:
     for path in (b"a", b"new"):
-        with pytest.raises(UsageError, match="twice"):
+        with pytest.raises(UsageError, match="two rows have one path"):
             merged(twice(path), previous)
 
 
 def test_a_folder_that_stands_twice() -> None:
     rows = rows_of({b"d": FILE, b"e": FILE, b"d/x": FILE})
     renamed = [b"d" if name == b"e" else name for name in rows.names]
-    with pytest.raises(UsageError, match="a path stands twice: d"):
+    with pytest.raises(UsageError, match="two rows have one path: d"):
         merged(replace(rows, names=renamed))
 
 
@@ -107,7 +107,7 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
 
 
 def test_a_chunk_table_that_names_one_twice() -> None:
-    with pytest.raises(UsageError, match="twice"):
+    with pytest.raises(UsageError, match="two rows have one path"):
         merged(rows_of({}), chunks=(3, 3))
 
 

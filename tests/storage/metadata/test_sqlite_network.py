@@ -17,10 +17,10 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
     CLOCK_ALLOWANCE_S,
     LEASE_S,
     HostLease,
-    file_system_of,
     locks_fault,
 )
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
+from diesel_fs.system.mountinfo import file_system_of
 from tests.storage.metadata.batches import check, files
 
 NAME = "flowers"

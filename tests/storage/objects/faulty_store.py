@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from diesel_fs.format.entries import Bytes
-from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, StoreWrapper
+from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
 
@@ -40,7 +40,7 @@ class Fault:
     hits: int = field(default=0, init=False)
 
 
-class FaultyStore(StoreWrapper):
+class FaultyStore(ReadWrapper):
     """Passes on, except where a fault hits. The first fault that matches a call takes it."""
 
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:

@@ -18,14 +18,14 @@ TREE = Path(__file__).resolve().parents[3]
 PRELUDE = f"""
 import os, signal, sys, time, uuid
 from diesel_fs.errors import ObjectStoreError
-from diesel_fs.storage.cloud import CloudStore, open_cloud
-from diesel_fs.storage.cloud_place import parse_place
-from diesel_fs.storage.cloud_requests import CloudRequests
+from diesel_fs.storage.objects.cloud.store import CloudStore, open_cloud
+from diesel_fs.storage.objects.cloud.location import parse_bucket_url
+from diesel_fs.storage.objects.cloud.requests import CloudRequests
 
 NAME = {NAME!r}
 def unused():
     "A store of which nothing has been asked."
-    return CloudStore(CloudRequests(parse_place({URL!r})), uuid.uuid4())
+    return CloudStore(CloudRequests(parse_bucket_url({URL!r})), uuid.uuid4())
 
 def in_child(act):
     "What a forked child says within 5 seconds; a hanging one is killed."
@@ -110,7 +110,7 @@ def run(code: str, server: ScriptedS3) -> str:
 def test_Z9_a_forked_child_works_or_is_told(code: str, said: str) -> None:
     with ScriptedS3() as server:
         server.put(key(NAME), b"content")
-        assert said in run("assert not unused().forks\n" + code, server)
+        assert said in run("assert not unused().fork_safe\n" + code, server)
 
 
 MEASURE = """
@@ -128,7 +128,7 @@ store = unused()
 SIZE = 64 << 20
 content = bytearray(os.urandom(1 << 20) * 64)
 parts = [memoryview(content)[at:at + (3 << 20)] for at in range(0, SIZE, 3 << 20)]
-store.conditional = True
+store.supports_conditional_put = True
 store.put("datasets/" + "0" * 32 + "/DATASET", [b"x" * 100_000])
 """
 

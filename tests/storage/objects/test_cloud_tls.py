@@ -24,7 +24,7 @@ from tests.storage.objects.scripted_store import URL
 TREE = Path(__file__).resolve().parents[3]
 OPEN = f"""
 from diesel_fs.errors import DieselError
-from diesel_fs.storage.cloud import open_cloud
+from diesel_fs.storage.objects.cloud.store import open_cloud
 try:
     open_cloud({URL!r})
 except DieselError as error:
@@ -112,6 +112,6 @@ def test_O19_https_does_not_become_http(
             command, env=environ, capture_output=True, text=True, timeout=60, check=True
         )
         assert plain.asked == []
-    assert done.stdout.startswith("StoreGone ")
+    assert done.stdout.startswith("PermanentStoreError ")
     assert complaint in done.stdout
     assert redirecting.asked == trusted

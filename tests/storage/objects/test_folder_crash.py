@@ -27,7 +27,7 @@ PARTS = [bytes([number % 251]) * 100 for number in range(3000)]
 CALLS = ("mkdir", "writev", "fsync", "link", "unlink", "rename")
 CHILD = """
 import os, sys
-from diesel_fs.storage.folder import FolderStore
+from diesel_fs.storage.objects.folder import FolderStore
 store = FolderStore.open(sys.argv[1])
 parts = [bytes([number % 251]) * 100 for number in range(3000)]
 print(os.getpid(), flush=True)

@@ -13,8 +13,8 @@ import pytest
 
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import Bytes
-from diesel_fs.storage.metadata.sqlite.host_lease import FileSystem, file_system_of
 from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.system.mountinfo import FileSystem, file_system_of
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20

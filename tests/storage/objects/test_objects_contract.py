@@ -1,6 +1,7 @@
 """The laws of every object store (`ObjectStore`'s docstrings). A new store is one more param."""
 
 import array
+import inspect
 import random
 import threading
 import uuid
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +27,13 @@ from diesel_fs.format.object_names import OBJECT_NAME, STORE_MARKER
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from diesel_fs.storage.objects.cloud.store import open_cloud
 from diesel_fs.storage.objects.folder import FolderStore
-from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper, batched_parts, parse_marker
+from diesel_fs.storage.objects.store import (
+    ObjectStore,
+    ReadWrapper,
+    StoreWrapper,
+    batched_parts,
+    parse_marker,
+)
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.s3_server import Server
 
@@ -365,3 +373,44 @@ def test_parts_go_together_up_to_both_limits(
         assert total <= bytes_max or len(some) == 1
         if following:
             assert len(some) == count_max or total + following[0][2] > bytes_max
+
+
+PUBLIC = [name for name in vars(ObjectStore) if not name.startswith("_")]
+"""The methods and flags of every object store."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_wrapper_forwards_each_method_and_flag(name: str) -> None:
+    """A method or flag that was added to `ObjectStore` and forgotten in `StoreWrapper` fails."""
+    member, inner = vars(ObjectStore)[name], Mock()
+    wrapper = StoreWrapper(inner)
+    assert name in vars(StoreWrapper)
+    if isinstance(member, property):
+        assert getattr(wrapper, name) is getattr(inner, name)
+        return
+    signature = inspect.signature(member)
+    arguments = [object() for _ in [*signature.parameters][1:]]
+    result = getattr(wrapper, name)(*arguments)
+    getattr(inner, name).assert_called_once_with(*arguments)
+    assert result is (None if signature.return_annotation is None else getattr(inner, name)())
+
+
+def test_reads_of_a_read_wrapper_all_go_through_its_read_into() -> None:
+    """Otherwise a retry, a fault or a count that a wrapper puts into `read_into` is bypassed."""
+
+    class Filling(ReadWrapper):
+        def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+            memoryview(buffer)[:] = b"r" * len(buffer)
+
+    inner = Mock(batches_reads=True)
+    store = Filling(inner)
+    room, buffer = bytearray(4), bytearray(2)
+    assert [bytes(each) for each in store.read_ranges("x", [(0, 1), (5, 3)], memoryview(room))] == [
+        b"r",
+        b"rrr",
+    ]
+    assert [bytes(each) for each in store.read_parts([("x", 0, 2), ("y", 1, 1)])] == [b"rr", b"r"]
+    store.read_uncached("x", 0, buffer)
+    assert buffer == b"rr"
+    assert not store.batches_reads
+    assert inner.method_calls == []

@@ -33,7 +33,8 @@ from diesel_fs.errors import (
     NoSpaceError,
     PermissionDenied,
 )
-from diesel_fs.storage.metadata.sqlite.host_lease import HostLease, file_system_of, locks_fault
+from diesel_fs.storage.metadata.sqlite.host_lease import HostLease, locks_fault
+from diesel_fs.system.mountinfo import file_system_of
 
 DEADLINE_S = 30.0
 LEASE_NAME = "meta.lease"

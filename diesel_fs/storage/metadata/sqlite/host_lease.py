@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diesel_fs.errors import BusyError, MetadataError, PermissionDenied
-from diesel_fs.system.mountinfo import mounts, parse_mounts
+from diesel_fs.system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
@@ -35,41 +35,12 @@ _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
 _HOLDERS_MAX = 500
 
-_NETWORK = frozenset(
-    "9p afs beegfs ceph cifs coda davfs fuseblk glusterfs gpfs lustre mmfs ncpfs nfs nfs4 ocfs2"
-    " orangefs panfs pvfs2 smb2 smb3 smbfs vboxsf virtiofs vmhgfs wekafs".split()
-)
 # Mount options that keep locks inside one host, or turn them off.
 _LOCAL_LOCKS = frozenset(
     "nolock local_lock=all local_lock=posix nobrl localflock noflock forcemandatorylock".split()
 )
 _FLOCK = struct.Struct("hhqqi4x")
 _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process apart
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """What is mounted where a path lies."""
-
-    kind: str
-    options: frozenset[str]
-
-    @property
-    def is_network(self) -> bool:
-        """Whether another host may have it mounted too (or might: FUSE can be anything)."""
-        return self.kind in _NETWORK or self.kind == "fuse" or self.kind.startswith("fuse.")
-
-
-def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
-    """The file system that holds `path`, which need not exist; `table` stands for mountinfo."""
-    here = os.path.realpath(path)
-    found, longest = FileSystem("", frozenset()), -1
-    for each in mounts() if table is None else parse_mounts(table):
-        inside = here == each.path or here.startswith(each.path.rstrip("/") + "/")
-        if inside and len(each.path) >= longest:  # of two at one point the later one is on top
-            longest = len(each.path)
-            found = FileSystem(each.kind, each.options)
-    return found
 
 
 def locks_fault(folder: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
-from diesel_fs.errors import ConfigError
+from ....errors import ConfigError
 
 Scheme = Literal["s3", "gs", "az"]
 

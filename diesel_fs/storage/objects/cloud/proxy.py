@@ -33,12 +33,12 @@ from typing import Self, cast
 
 import msgpack
 
-from ....errors import DieselError, FormatError, ObjectStoreError, UsageError
+from ....errors import DieselError, FormatError, ObjectStoreError
 from ....format.entries import Bytes
 from ....net.messages import parse_error
 from ....settings import state_folder
 from ....system import daemons
-from ..store import Leftover, ObjectInfo, ObjectStore, check_prefix, check_range
+from ..store import ObjectInfo, ObjectStore, check_range
 
 log = logging.getLogger("diesel.objects")
 
@@ -103,6 +103,9 @@ def _filled(at: socket.socket, room: memoryview) -> memoryview:
     except OSError as error:
         raise HelperDisconnected(str(error)) from error
     return room
+
+
+_Batch = list[str] | list[tuple[str, int, int]]
 
 
 class _Open:
@@ -260,22 +263,23 @@ class CloudProxy(ObjectStore):
         self._call("get", name, start, len(room), room=room)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        while True:
-            value, _ = self._call("list", prefix, after)
-            found = [ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", value)]
-            yield from found
-            if len(found) < NAMES_AT_ONCE:
-                return
-            after = found[-1].name
+        for batch in self._batches("list", prefix, after):
+            yield from (ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", batch))
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        for batch in self._batches("names", prefix, after):
+            yield from cast("list[str]", batch)
+
+    def _batches(self, listing: str, prefix: str, after: str) -> Iterator[_Batch]:
+        """The answers of the helper to one listing, each of `NAMES_AT_ONCE` items but the last."""
         while True:
-            value, _ = self._call("names", prefix, after)
-            found = cast("list[str]", value)
-            yield from found
-            if len(found) < NAMES_AT_ONCE:
+            value, _ = self._call(listing, prefix, after)
+            batch = cast("_Batch", value)
+            yield batch
+            if len(batch) < NAMES_AT_ONCE:
                 return
-            after = found[-1]
+            last = batch[-1]
+            after = last if isinstance(last, str) else last[0]
 
     def stat(self, name: str) -> ObjectInfo:
         value, _ = self._call("stat", name)
@@ -283,14 +287,6 @@ class CloudProxy(ObjectStore):
 
     def delete(self, name: str) -> None:
         self._call("delete", name)
-
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """None: a bucket has none (`store.py`)."""
-        check_prefix(prefix)
-        return iter(())
-
-    def discard(self, leftover: Leftover) -> None:
-        raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
         value, _ = self._call("foreign", prefix)

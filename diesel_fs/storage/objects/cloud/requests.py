@@ -37,7 +37,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from diesel_fs.errors import (
+from ....errors import (
     DieselError,
     NoSpaceError,
     ObjectExists,
@@ -45,9 +45,8 @@ from diesel_fs.errors import (
     ObjectStoreError,
     ObjectStoreRefused,
 )
-from diesel_fs.names import shown
-
 from ....format.entries import Bytes
+from ....names import shown
 from ..retry import AttemptFailed
 from .location import BucketLocation, resolve_access
 

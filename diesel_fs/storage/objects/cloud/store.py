@@ -20,24 +20,21 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from diesel_fs.errors import (
+from ....errors import (
     ConflictError,
     ObjectExists,
     ObjectMissing,
     ObjectStoreError,
-    TruncatedError,
-    UsageError,
 )
-from diesel_fs.format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
-
 from ....format.entries import Bytes
+from ....format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from ..retry import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
 from ..store import (
     MARKER_BYTES_MAX,
-    Leftover,
     ObjectInfo,
     ObjectStore,
     check_deletable,
+    check_end,
     check_mutable,
     check_name,
     check_prefix,
@@ -196,16 +193,6 @@ class CloudStore(ObjectStore):
         check_deletable(name)
         self._requests.delete(self._location.key(name))
 
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """None: what is not written whole is no object. (Uploads in parts that were begun in this
-        bucket cannot be asked for: a rule of the bucket's, that what is incomplete goes after some
-        days, removes those of processes that were killed.)"""
-        check_prefix(prefix)
-        return iter(())
-
-    def discard(self, leftover: Leftover) -> None:
-        raise UsageError(f"{leftover.name!r} is not the name of a leftover")
-
     # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -219,7 +206,7 @@ class CloudStore(ObjectStore):
         try:
             end = None if length is None else start + length
             with self._requests.open(key, start, end, None) as body:
-                _check_size(name, start + (length or 0), body.bytes_total)
+                check_end(name, start + (length or 0), body.bytes_total)
                 content = bytearray(body.bytes_total - start if length is None else length)
                 until = self._until(len(content))
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
@@ -255,7 +242,7 @@ class CloudStore(ObjectStore):
             return etag
         try:
             with self._requests.open(key, start, end, etag) as body:
-                _check_size(name, end, body.bytes_total)
+                check_end(name, end, body.bytes_total)
                 etag, broken = body.etag, _fill(body, view, until)
         except RangeNotSatisfiable:
             self._check_end(key, name, end)
@@ -290,7 +277,7 @@ class CloudStore(ObjectStore):
             with self._requests.open(key, start + done, start + len(view), etag) as body:
                 if body.etag != etag:
                     raise ChangedObject(f"{name}: it has changed meanwhile")
-                _check_size(name, start + len(view), body.bytes_total)
+                check_end(name, start + len(view), body.bytes_total)
                 broken = _fill(body, view[done:], until)
             if broken is None:
                 return
@@ -303,7 +290,7 @@ class CloudStore(ObjectStore):
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
             raise self._missing(name) from error
-        _check_size(name, end, size)
+        check_end(name, end, size)
         return size
 
     def stat(self, name: str) -> ObjectInfo:
@@ -473,11 +460,6 @@ def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | No
     except BrokenBody as error:
         return error
     return None
-
-
-def _check_size(name: str, end: int, size: int) -> None:
-    if end > size:
-        raise TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
 
 
 def _denied(name: str) -> ObjectStoreError:
