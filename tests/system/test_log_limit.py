@@ -35,7 +35,9 @@ def test_a_kind_of_line_comes_at_most_once_a_second_and_none_is_forgotten() -> N
 
 
 @pytest.mark.fuse
-def test_a_store_that_fails_does_not_fill_the_log(source: Path, tmp_path: Path) -> None:
+def test_a_store_that_fails_does_not_fill_the_log(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
     (source / "missing").write_bytes(b"x" * 100)
     with mounting(source, tmp_path / "mount") as mounted:
         for _ in range(300):

@@ -1,11 +1,11 @@
-"""Writing large files past the page cache (O_DIRECT), where that is surely as good.
+"""Writes large objects of a folder store past the kernel's page cache (O_DIRECT).
 
-The copy into the page cache costs more than all else that a put does per byte, and throws out pages
-that somebody reads. Owned here: for which file systems and sizes it is done, and that every byte
-which could not be written so comes back to the caller. Not owned: syncing (the caller does that for
-all of the file), what errors mean (`folder.py`).
+The copy into the page cache costs more than anything else that a put does per byte, and it evicts
+pages that other processes read. Direct writes are used for large files on file systems where they
+are known to work; bytes that cannot be written so are returned to the caller (`folder.py`), which
+writes them the usual way and syncs the file.
 
-Concurrency: any thread; each that writes keeps a buffer of its own.
+Concurrency: any thread; each thread that writes keeps a buffer of its own.
 """
 
 import fcntl
@@ -22,12 +22,13 @@ DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
-"""On a local disk, and known to mean it. Over a network or through FUSE each write would wait for
-the other side, tmpfs has nothing but the page cache, and an overlay can stand for any of these."""
+"""File systems on local disks that are known to obey O_DIRECT. Over a network or through FUSE each
+write would wait for the other side; tmpfs has nothing but the page cache; an overlay can be on top
+of any of these."""
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether large files in a folder are to be written so."""
+    """Whether `write_direct` should write the large files of a folder."""
     try:
         return file_system_of(Path(folder)).kind in _FILE_SYSTEMS
     except OSError:  # no /proc
@@ -35,20 +36,25 @@ def takes_direct(folder: str) -> bool:
 
 
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
-    """Write whole blocks, as far as the file system lets us; what is left comes back, and is to be
-    written behind. From one aligned buffer, which is filled piece by piece."""
+    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows.
+
+    Returns the bytes that are left, which the caller appends. Small files are left whole. The bytes
+    go through one aligned buffer, which is filled and written again and again.
+    """
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
-    start = 0  # of what is in the buffer and not yet written
+    start = 0  # where in the buffer the bytes begin that are not yet written
     while True:
         filled, views = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
-        except OSError:  # larger blocks than we know, or none past the cache: nothing was written;
-            start = 0  # and if it is the disk, writing the same again says so
+        except OSError:
+            # Nothing was written: the disk has larger blocks, or the file system allows no direct
+            # writes. If the disk has failed, the caller's own write of these bytes says so.
+            start = 0
         if start < len(buffer):
             break
     _set_direct(fd, wanted=False)
@@ -56,7 +62,8 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
 
 
 def _fill(buffer: memoryview, views: list[memoryview]) -> tuple[int, list[memoryview]]:
-    """Copy from the start of `views`: how much the buffer holds now, and what is left of them."""
+    """Copy the first bytes of `views` into the buffer. Returns how many the buffer holds, and the
+    views that are left."""
     filled, first = 0, 0
     while first < len(views) and filled < len(buffer):
         piece = views[first][: len(buffer) - filled]
@@ -69,7 +76,7 @@ def _fill(buffer: memoryview, views: list[memoryview]) -> tuple[int, list[memory
 
 
 def _set_direct(fd: int, *, wanted: bool) -> bool:
-    """Turn O_DIRECT on or off; False where it cannot be had."""
+    """Turn O_DIRECT on or off; False if the file system does not allow it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags)
@@ -81,7 +88,7 @@ def _set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 class _Buffers(threading.local):
-    """One buffer per thread that writes: making one costs as much as writing from it."""
+    """One buffer per writing thread: making a buffer costs as much as writing from it."""
 
     aligned: memoryview | None = None
 

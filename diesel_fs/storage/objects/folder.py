@@ -1,14 +1,13 @@
-"""The object store on a POSIX folder: one file an object, durable when `put` returns.
+"""The object store in a folder of a POSIX file system: each object is one file.
 
-Owns: the write order (temporary, fsync, link, fsync of the folder), temporaries' names, what an
-OSError means. Does not own: names of objects and the marker's content (`objects`), how large
-objects go past the page cache (`direct_writes`), and what lies beside the objects and is passed
-over: `meta.sqlite`, `accounts`.
+`put` writes a temporary file, syncs it, links it to its name and syncs the folder: then the object
+is durable. The files of the embedded metadata and of accounts lie beside the objects and are never
+listed.
 
 Concurrency: any thread, any process, any host that shares the folder. The file system decides
-races (link and rename are atomic); the shared fields are a set of folders known to be durable and
-what is known of their file systems, which only save work. Nothing is open between calls, so a fork
-or an umount finds nothing; a thread that has written a large object keeps a buffer.
+races (link and rename are atomic). The fields that threads share, which folders are durable and
+which take direct writes, only save work. No file stays open between calls, so neither a fork nor an
+umount is hindered; a thread that has written a large object keeps a buffer (`direct_writes.py`).
 """
 
 import contextlib
@@ -55,16 +54,16 @@ from .store import (
 _WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
-# mkfs puts this into the root of a new file system, so a store's new home may hold it.
+# mkfs puts this folder into the root of a new file system, in which a store may be created.
 _OF_THE_FILE_SYSTEM = "lost+found"
-# The kernel may have thrown the pages away (EIO), or the folder went (ENOENT, ESTALE): a second
-# fsync would prove nothing, a second file does.
+# The kernel may have dropped the dirty pages (EIO), or the folder has gone (ENOENT, ESTALE). A
+# second fsync would prove nothing, so a second file is written.
 _WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
-# O_NONBLOCK: a pipe that somebody left under an object's name must not hang its reader.
+# O_NONBLOCK: a pipe under an object's name must not hang the reader.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -72,6 +71,8 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
+    """What a file in the store's folder is; FOREIGN is anything that DIESEL-FS did not write."""
+
     OBJECT = 1
     LEFTOVER = 2
     FOREIGN = 3
@@ -84,13 +85,13 @@ class FolderStore(ObjectStore):
         """For `open` and `create`, which know that the folder is a store."""
         self.root = root
         self.store_id = store_id
-        self._durable = {""}
-        self._direct: dict[str, bool] = {}
+        self._durable = {""}  # folders that are known to exist durably
+        self._direct: dict[str, bool] = {}  # by folder, whether large files are written directly
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """The store at `path`. Raises ObjectMissing where there is none: a folder without the
-        marker may be the mount point of a store that is not mounted."""
+        """The store at `path`. Raises ObjectMissing if the folder has no marker: it may be the
+        mount point of a store that is not mounted."""
         root = _real_path(path)
         try:
             return cls(root, _read_marker(root))
@@ -104,10 +105,10 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Make a store of a folder that is absent or empty; open the one that is there.
+        """Make a store in a folder that is absent or empty; open the store if there is one.
 
-        Raises ConflictError where the folder holds anything else. Of several that create one
-        store at once one succeeds and the others open it.
+        Raises ConflictError if the folder holds anything else. If several processes create a store
+        at once, one succeeds and the others open its store.
         """
         root = _real_path(path)
         try:
@@ -118,14 +119,14 @@ class FolderStore(ObjectStore):
         ours = {STORE_MARKER, _OF_THE_FILE_SYSTEM}
         if STORE_MARKER not in content:
             strange = any(name not in ours and not _TEMPORARY.fullmatch(name) for name in content)
-            # Looked at again: another put may have made the store since, and written into it.
+            # Look again: another process may have made the store since, and written into it.
             if strange and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
                     f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
                     advice="name a folder that is empty or does not exist",
                 )
             store_id = uuid.uuid4()
-            with contextlib.suppress(ObjectExists):  # another put was first: its store is as good
+            with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [encode_marker(store_id)], _link)
         return cls.open(root)
 
@@ -140,20 +141,21 @@ class FolderStore(ObjectStore):
         self._write(name, parts, _rename_over)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write, and once more under a new temporary name where the first may not be believed."""
+        """Write an object; after an error of `_WRITE_AGAIN`, once more under a new temporary
+        name."""
         try:
             self._write_once(name, parts, publish)
             return
         except FileExistsError as error:
             raise ObjectExists(f"{name}: exists already") from error
         except OSError as error:
-            self._durable = {""}  # folders may have been removed, or all be unmounted
+            self._durable = {""}  # folders may have been removed, or the store unmounted
             self._direct = {}
             if error.errno not in _WRITE_AGAIN:
                 raise _store_error(error, "write", name) from error
         try:
             self._write_once(name, parts, publish)
-        except OSError as error:  # FileExistsError too: it may be what is left of the first try
+        except OSError as error:  # FileExistsError too: the first try may have made that file
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
@@ -170,19 +172,19 @@ class FolderStore(ObjectStore):
         try:
             fsync_folder(os.path.dirname(final))
         except OSError:
-            # Visible, but nobody knows for how long, and it has not been acknowledged.
+            # The object is visible, but not durable, and its put is not going to be acknowledged.
             if publish is _link:
                 _unlink_quietly(final)
             raise
 
     def _takes_direct(self, folder: str) -> bool:
-        """Whether large objects in a folder, which may be a link, go past the page cache."""
+        """Whether large objects in a folder (which may be a link) are written with O_DIRECT."""
         if folder not in self._direct:
             self._direct[folder] = takes_direct(os.path.join(self.root, folder))
         return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder and those above it, durably: each one's parent is synced."""
+        """Make a folder and those above it durably: the parent of each is synced."""
         if folder in self._durable:
             return
         self._check_store_present()  # never fill an empty mount point
@@ -203,7 +205,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "delete", name) from error
             self._check_store_present()
         try:
-            # Also where it was absent: whoever unlinked it may have died before this.
+            # Also if it was absent: the process that unlinked it may have died before its fsync.
             fsync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
@@ -239,7 +241,7 @@ class FolderStore(ObjectStore):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """Opens the object once."""
+        """As `ObjectStore.read_ranges`; the file is opened once."""
         with self._opened(name) as (fd, length):
             for start, size in ranges:
                 check_range(name, start, size)
@@ -265,7 +267,8 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """A descriptor and the object's size; what fails until it is closed is the store's."""
+        """A descriptor and the object's size. An OSError in the `with` becomes an error of the
+        store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -281,14 +284,14 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
-        """ObjectMissing only where the store is there to say so."""
+        """ObjectMissing for a missing file, but only if the store itself is still there."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
         self._check_store_present()
         return ObjectMissing(f"{name}: no such object in {self.root}")
 
     def _check_store_present(self) -> None:
-        """Raise ObjectStoreError where the folder no longer is the store that was opened."""
+        """Raise ObjectStoreError if the folder is no longer the store that was opened."""
         try:
             store_id = _read_marker(self.root)
         except OSError as error:
@@ -340,7 +343,7 @@ class FolderStore(ObjectStore):
         return (name for name, sort in self._walk(prefix, "") if sort is _Sort.FOREIGN)
 
     def _walk(self, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
-        """All that lies under `prefix`, in byte order of whole names, one folder at a time."""
+        """Every file below `prefix`, in byte order of whole names; reads one folder at a time."""
         return self._walk_folder(prefix.rpartition("/")[0], prefix, after)
 
     def _walk_folder(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
@@ -359,8 +362,8 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """Names in a folder, sorted as whole names are: a folder's with its slash. What is neither
-        file nor folder ends in "//", so that it is never taken for an object."""
+        """The whole names of what is in a folder, sorted. A folder's name ends in a slash. A name
+        that is neither a file nor a folder ends in "//", so that it never looks like an object."""
         above = f"{folder}/" if folder else ""
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
@@ -369,7 +372,7 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
-        return ()  # never made, or removed since its parent was read
+        return ()  # the folder was never made, or removed since its parent was read
 
 
 def _ending(entry: os.DirEntry[str]) -> str:
@@ -380,7 +383,7 @@ def _ending(entry: os.DirEntry[str]) -> str:
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """One name for a folder, however it was spelled, before the working directory changes."""
+    """The absolute path of a folder without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")
@@ -396,7 +399,7 @@ def _read_marker(root: str) -> uuid.UUID:
 
 
 def _make_root(root: str) -> None:
-    """Make `root` and what is missing above it; what is there already is not touched."""
+    """Make `root` and the missing folders above it; existing folders are not touched."""
     missing = []
     while not os.path.isdir(root):
         missing.append(root)
@@ -406,26 +409,26 @@ def _make_root(root: str) -> None:
 
 
 def _make_folder_durably(path: str) -> None:
-    """Make a folder if it is absent and sync its parent in any case: who made it may have died
-    in between."""
+    """Make a folder if it is absent, and sync its parent in any case: the process that made it may
+    have died before its own sync."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
         fsync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
-            os.rmdir(path)  # so that the next try makes it anew rather than syncs it again
+            os.rmdir(path)  # so that the next try makes it again, and does not only sync it
         raise
 
 
 def object_temporary_name() -> str:
-    """`.tmp-<host>-<pid>-<random>`: says whose it is, to whoever finds it."""
+    """`.tmp-<host>-<pid>-<random>`: a name that says which process is writing the file."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
-    """Write a new file and sync it. An error of close counts: NFS reports there."""
+    """Write a new file and sync it. An error of close(2) is an error, too: NFS reports there."""
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
         left = write_direct(fd, parts) if direct else parts
@@ -438,7 +441,7 @@ def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
 
 
 def _write_parts(fd: int, views: list[memoryview]) -> None:
-    """writev all of it, however little each call takes."""
+    """Write all views with writev(2), repeated until every byte is taken."""
     first = 0
     while first < len(views):
         taken = os.writev(fd, views[first : first + _WRITEV_PARTS_MAX])
@@ -450,11 +453,11 @@ def _write_parts(fd: int, views: list[memoryview]) -> None:
 
 
 def _link(temporary: str, final: str) -> None:
-    """Give the file its name, unless the name is taken (FileExistsError)."""
+    """Give the file its final name. Raises FileExistsError if the name is taken."""
     try:
         os.link(temporary, final)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost; then the name is taken by ourselves.
+        # NFS repeats a request whose answer was lost; then the name is taken by this very file.
         if not os.path.samestat(os.lstat(final), os.lstat(temporary)):
             raise
     except OSError as error:
@@ -480,13 +483,13 @@ def _rename_over(temporary: str, final: str) -> None:
 
 
 def _unlink_quietly(path: str) -> None:
-    """Remove what nobody needs; where that fails it stays as a leftover."""
+    """Remove a file; if that fails, it stays as a leftover."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
-    """Fill `view`, however little each call gives."""
+    """Fill `view` with preadv(2), repeated as often as needed. Raises TruncatedError."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
@@ -496,7 +499,7 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:
-    """What an OSError means to the user."""
+    """The error of ours for an OSError; `doing` is the verb of its message."""
     number = error.errno or 0
     code = errno.errorcode.get(number, str(number))
     message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"

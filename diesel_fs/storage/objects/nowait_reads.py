@@ -1,7 +1,7 @@
-"""Reads that need no waiting: openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT.
+"""Reads a file only if that needs no waiting: its folders and its bytes are in the page cache.
 
-Owned here: the two system calls, and what says that something would have to be waited for. On
-kernels or file systems without them everything would. Any thread.
+Uses openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. On a kernel or file system
+without them every read counts as one that would wait. Any thread.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ _syscall.argtypes = (
 
 
 def read_nowait_at(path: str, flags: int, start: int, room: memoryview) -> bool:
-    """Fill `room` from a file, without waiting; False where that cannot be. Raises OSError."""
+    """Fill `room` from byte `start` of a file without waiting; False if that is not possible.
+    Raises OSError."""
     how = _HOW.pack(flags, 0, _RESOLVE_CACHED)
     file = _syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
     if file < 0:

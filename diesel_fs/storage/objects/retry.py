@@ -1,13 +1,14 @@
-"""Trying again: what is decided (pure), and a store that does so around another.
+"""Retries failed calls of an object store: the policy, and a store that applies it to another.
 
-Owns: which errors are worth another attempt, how long to wait before it, when to give up, and that
-a put whose answer was lost ends with a certain one. Does not own: how long one attempt may take
-(the inner store bounds each) and going on in the middle of a body (`cloud`).
+`RetryPolicy` decides, as a pure value, how long to wait before the next attempt and when to give
+up. `RetryingStore` wraps a store and repeats its calls; after a put whose answer was lost it finds
+out whether the object was written.
 
-Every call ends within its deadline: no attempt is begun that might end after it. The inner store
-makes no attempts of its own, so what is counted here is all there is.
+Every call ends within its deadline: no attempt begins that might end after it. The wrapped store
+bounds the time of each attempt and repeats nothing itself, so the attempts counted here are all
+there are. (A bucket's store does resume a read in the middle of a body.)
 
-Concurrency: as the inner store; nothing is shared between calls.
+Concurrency: as the wrapped store; nothing is shared between calls.
 """
 
 import random
@@ -27,10 +28,10 @@ _COMPARED_BYTES = 1 << 20
 
 
 class AttemptFailed(ObjectStoreError):
-    """A request failed in a way that the next one need not.
+    """A request failed, and the same request may succeed if it is repeated.
 
-    `may_have_succeeded`: the store may have done what it was asked. `pause_s_min`: it asked to be
-    left alone for so long, or its answer means as much.
+    `may_have_succeeded`: the store may have carried the request out although it failed here.
+    `pause_s_min`: the store asked for at least this pause, or its answer implies one.
     """
 
     def __init__(
@@ -45,19 +46,19 @@ class AttemptFailed(ObjectStoreError):
 class RetryPolicy:
     """Capped exponential backoff with full jitter, under one deadline for each call.
 
-    Full jitter, because what many clients wait for at once must not all come back at once
+    Full jitter keeps clients that failed at the same moment from all retrying at the same moment
     (Brooker, "Exponential Backoff and Jitter", 2015).
     """
 
     pause_s: float = 0.1
     pause_s_max: float = 10.0
     deadline_s: float = 30.0
-    put_deadline_s: float = 120.0  # nobody waits in a read(2) for it, and a chunk is much to redo
+    put_deadline_s: float = 120.0  # no read(2) waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """A transfer has so much more time: twice what one attempt is given."""
+    """A call may take this much longer for the bytes it moves: twice what one attempt may take."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
-        """Seconds that a call may take which moves `size` bytes."""
+        """Seconds that a call which moves `size` bytes may take, all attempts together."""
         return (self.put_deadline_s if put else self.deadline_s) + size / self.bytes_per_s_min
 
     def pause_before(
@@ -69,10 +70,10 @@ class RetryPolicy:
         draw: float,
         pause_s_min: float = 0.0,
     ) -> float | None:
-        """Seconds to wait after `attempt` (1 for the first) failed; None: give up.
+        """Seconds to wait after `attempt` (1 is the first) failed; None means to give up.
 
-        `left_s` is what is left of the deadline, `attempt_s` what another attempt may take, and
-        `draw` a number from [0, 1).
+        `left_s` is the time left until the deadline, `attempt_s` the most that another attempt may
+        take, and `draw` a random number from [0, 1).
         """
         ceiling = min(self.pause_s_max, self.pause_s * 2.0 ** min(attempt - 1, 60))
         pause = max(pause_s_min, ceiling * draw)
@@ -81,11 +82,11 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryClock:
-    """What retries ask of the world; tests give their own."""
+    """The clock, the sleep and the random numbers of retries; tests replace them."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = random.SystemRandom().random  # never the same in two processes
+    draw: Callable[[], float] = random.SystemRandom().random  # differs after a fork
 
 
 class RetryLoop:
@@ -103,7 +104,7 @@ class RetryLoop:
         self._attempt = 0
 
     def call(self, act: Callable[[], Item]) -> Item:
-        """What `act` returns, in as many attempts as it takes."""
+        """Call `act` until it succeeds, and return its result. Raises as `wait_or_raise`."""
         while True:
             try:
                 return act()
@@ -111,7 +112,11 @@ class RetryLoop:
                 self.wait_or_raise(error)
 
     def wait_or_raise(self, error: ObjectStoreError) -> None:
-        """An attempt failed: return when it is time for another, or raise."""
+        """After a failed attempt: return when it is time for the next one, or raise.
+
+        An error that no retry can help is raised as it is; at the deadline, an ObjectStoreError
+        with the number of attempts.
+        """
         if not error.retry:
             raise error
         self._attempt += 1
@@ -132,10 +137,9 @@ class RetryLoop:
 
 
 class RetryingStore(ReadWrapper):
-    """Another store, tried again where that may help.
+    """A store that repeats failed calls of another store.
 
-    `attempt_s` says how long one attempt of the inner store may take that moves so many bytes, and
-    whether it is a put.
+    `attempt_s(size, is_put)` is the most seconds that one attempt of the inner store may take.
     """
 
     def __init__(
@@ -160,8 +164,12 @@ class RetryingStore(ReadWrapper):
         )
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """After an attempt of which nobody knows, an object of that name may be our own: equal
-        content is success. Without such an attempt it is another's, whatever it holds."""
+        """As `ObjectStore.put`.
+
+        If the answer to an attempt was lost, an object that then exists under the name may be the
+        one that this call wrote: if its content is equal, the put has succeeded. If no answer was
+        lost, the object is another writer's, whatever it holds, and ObjectExists is raised.
+        """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         retrying = self._retrying(sum(map(len, views)), put=True)
 
@@ -175,7 +183,7 @@ class RetryingStore(ReadWrapper):
         retrying.call(attempt)
 
     def _holds(self, name: str, views: Sequence[memoryview]) -> bool:
-        """Whether an object has exactly this content; compared piece by piece."""
+        """Whether an object has exactly this content. It is read and compared piece by piece."""
         try:
             if self.inner.stat(name).bytes != sum(map(len, views)):
                 return False
@@ -187,7 +195,7 @@ class RetryingStore(ReadWrapper):
                     if room[: len(piece)] != piece:
                         return False
                     start += len(piece)
-        except ObjectMissing:  # deleted since: then it was not there for us to keep
+        except ObjectMissing:  # somebody has deleted it since
             return False
         return True
 
@@ -204,8 +212,8 @@ class RetryingStore(ReadWrapper):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """Goes on behind the last range that was given. Not with an object that may change: its
-        ranges would be of two versions."""
+        """After a failure this continues behind the last range that was yielded. It does not for an
+        object that may change, whose ranges could then be of two versions."""
         size = max((size for _, size in ranges), default=0)
         done, before, retrying = 0, 0, self._retrying(size)
         while True:
@@ -233,7 +241,8 @@ class RetryingStore(ReadWrapper):
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
     ) -> Iterator[Item]:
-        """A listing that goes on behind its last name; the deadline is that of one step."""
+        """A listing that, after a failure, continues behind its last name. Each step from one name
+        to the next has a deadline of its own."""
         retrying, last = self._retrying(), after
         while True:
             try:

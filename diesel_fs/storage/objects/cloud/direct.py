@@ -1,8 +1,8 @@
-"""Repositories in the cloud, for our own programs.
+"""Lets a program of DIESEL-FS open buckets in its own process, without a helper process.
 
-Only programs import this module (`tests/test_layers.py` checks it): the library behind it does not
-live in forked children, and users' training processes fork. It is imported when it is needed, since
-that takes a tenth of a second.
+Only programs import this module (`tests/test_layers.py` checks it): the library that speaks to
+buckets hangs in forked children, and users' training processes fork. The library is imported when
+the first bucket is opened, since that takes a tenth of a second.
 """
 
 from ....urls import CLOUD_SCHEMES, RepositoryUrl
@@ -11,12 +11,12 @@ from ..store import ObjectStore
 
 
 def open_buckets_directly() -> None:
-    """This process may open repositories in the cloud. Nothing is sent before one is opened."""
+    """From now on this process opens bucket URLs itself. Nothing is sent before one is opened."""
     for scheme in CLOUD_SCHEMES:
         register_opener(scheme, _open)
 
 
 def _open(url: RepositoryUrl, create: bool) -> ObjectStore:
-    from .store import open_cloud  # noqa: PLC0415  # see the module
+    from .store import open_cloud  # noqa: PLC0415  # the module's docstring says why
 
     return open_cloud(url.objects_url, create=create)

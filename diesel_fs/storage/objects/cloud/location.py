@@ -1,11 +1,11 @@
-"""Where a store in the cloud lies, and how to get in: from a URL and the user's environment.
+"""Parses the URL of a bucket, and finds the endpoint and the credentials for it.
 
-Owns: which URLs are taken, which endpoint, region and credentials are in force (those that the
-vendors' own tools would use: the environment, then the profile in `~/.aws`), and that plain http is
-spoken only where the endpoint's own URL says so. Does not own: what comes from the network
-(instance and container roles), which the client library asks for by itself.
+Endpoint, region and credentials are those that the vendors' own tools would use: the environment
+first, then the profile in `~/.aws`. Plain http is used only if the endpoint's own URL says so.
+Credentials from the network (instance and container roles) are not read here: the client library
+asks for those itself.
 
-Values only, made anew whenever credentials are to be read again. Any thread.
+Everything is computed again whenever credentials are to be read again; nothing is kept. Any thread.
 """
 
 import re
@@ -23,13 +23,13 @@ Scheme = Literal["s3", "gs", "az"]
 
 _SCHEMES: Final = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
-# What every store, and the client's own rules for paths, takes without encoding it.
+# Characters that every vendor's store and the client library take without encoding them.
 _COMPONENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
-_PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and our own names some 100
+_PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
 _FILE_BYTES_MAX = 1 << 20
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# With any of these the client library finds credentials by itself.
+# With any of these variables the client library finds credentials by itself.
 _OTHER_CREDENTIALS = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -40,7 +40,7 @@ _OTHER_CREDENTIALS = (
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """A bucket (Azure: a container), and the prefix below which a store lies ("": all of it)."""
+    """A bucket (Azure: a container), and the prefix of a store's keys in it ("": none)."""
 
     scheme: Scheme
     bucket: str
@@ -50,13 +50,13 @@ class BucketLocation:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
     def key(self, name: str) -> str:
-        """The key of an object, or of a folder, of the store."""
+        """The key in the bucket of one of the store's objects or folders."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
 @dataclass(frozen=True, slots=True)
 class BucketAccess:
-    """How to reach a place. `options` holds secrets, so it is in no repr and no message."""
+    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message."""
 
     host: str
     plain_http: bool
@@ -64,9 +64,9 @@ class BucketAccess:
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
-    """The place that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
+    """The location that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
 
-    Raises ConfigError, which repeats no more of the URL than is surely no secret.
+    Raises ConfigError, whose message repeats only parts of the URL that cannot be secret.
     """
     try:
         parts = urlsplit(url)
@@ -97,7 +97,7 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def resolve_access(place: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
-    """What is in force now. Raises ConfigError."""
+    """The endpoint and the credentials that now apply. Raises ConfigError."""
     match place.scheme:
         case "s3":
             return _access_to_s3(environ)
@@ -136,7 +136,7 @@ def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
-    """Its host and port, and whether it is plain http."""
+    """The host and port of an endpoint's URL, and whether it is plain http."""
     try:
         parts = urlsplit(endpoint)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
@@ -151,7 +151,7 @@ def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
 
 
 def _profile(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The user's AWS profile: `credentials` over `config`; empty where there is none."""
+    """The user's AWS profile, empty if there is none. The file `credentials` wins over `config`."""
     name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
     home = environ.get("HOME", "")
     config = environ.get("AWS_CONFIG_FILE") or f"{home}/.aws/config"

@@ -1,22 +1,24 @@
-"""An object store in a bucket, for processes that may fork: a program of ours speaks to the bucket.
+"""An object store in a bucket for processes that may fork: a helper process speaks to the bucket.
 
 The library that speaks to buckets hangs in a forked child, and users' training processes fork. So
-this process starts a **helper** (`proxy_process.py`), in which that library runs, and passes each
-call of `ObjectStore` on to it. Owned here: the helper's life, and the messages between the two.
+this process starts a **helper** (`proxy_process.py`), in which that library runs, and forwards each
+call of `ObjectStore` to it.
 
-The helper serves any number of connections, one call at a time on each. A socket pair is its
-**control**: over it this process, and each of its forked children, sends the other end of a new
-connection. So children share their parent's helper, use no connection of the parent's, and the
-helper ends when the last of these processes has, or rests: then nobody holds our end of the control
-any more. Where a helper was killed, each process that notices it starts another one.
+The helper serves any number of connections, one call at a time on each. A socket pair connects it
+with this process, the **control** socket: over it this process, and each of its forked children,
+sends the helper one end of a new connection. So children share their parent's helper, but none of
+its connections. The helper ends when no process holds our end of the control socket any more: the
+processes have ended or called `close_idle`. If a helper is killed, each process that notices it
+starts another one.
 
-A message is a frame: the lengths of its head and of its payload, the head (msgpack), the payload.
+A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
+payload.
 
-    to the helper    [method, arguments...]; the payload is what is to be put
-    from it          {"value": ...}; the payload is what was read
-                     {"error": class, "message": ..., "advice": ..., "offset": ...}
+    to the helper      [method, arguments...]; the payload is what is to be put
+    from the helper    {"value": ...}; the payload is what was read
+                       {"error": class, "message": ..., "advice": ..., "offset": ...}
 
-Any thread; after a fork, the child too.
+Any thread, and any forked child.
 """
 
 import logging
@@ -45,26 +47,26 @@ log = logging.getLogger("diesel.objects")
 HELPER = (sys.executable, "-m", "diesel_fs.storage.objects.cloud.proxy_process")
 
 START_S = 90.0
-"""How long a helper may take to come up: it asks for the store first, and tries that again."""
+"""How long a helper may take to start: it opens the store first, with retries."""
 
 ANSWER_TIMEOUT_S = 600.0
-"""How long an answer may take. The helper has shorter deadlines of its own, by size: this is for
-one that was stopped."""
+"""How long an answer may take. The helper has shorter deadlines, which depend on the size: this one
+is for a helper that was stopped (SIGSTOP)."""
 
 NAMES_AT_ONCE = 10_000
-"""Of a listing, in one answer."""
+"""Items of a listing in one answer."""
 
 _FRAME = struct.Struct("<IQ")
-_PARTS_AT_ONCE = 64  # in one system call
+_PARTS_AT_ONCE = 64  # buffers in one sendmsg(2)
 _LOG = "buckets.log"
 
 
 class HelperDisconnected(Exception):
-    """Nobody is at the other end of a connection any more, or does not answer."""
+    """The other end of a connection is closed, or does not answer in time."""
 
 
 def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -> None:
-    """Send a message. Raises Gone."""
+    """Send a message. Raises HelperDisconnected."""
     body: bytes = msgpack.packb(head)
     views = [memoryview(part).cast("B") for part in payload if len(part)]
     front = _FRAME.pack(len(body), sum(view.nbytes for view in views)) + body
@@ -83,8 +85,8 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
 
 
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
-    """The head and the payload of a message; the payload in `room`, where it has just that size,
-    else in memory of its own. Raises Gone."""
+    """Receive a message: its head and its payload. The payload is in `room` if that has exactly its
+    size, otherwise in new memory. Raises HelperDisconnected."""
     body_bytes, total = _FRAME.unpack(_filled(at, memoryview(bytearray(_FRAME.size))))
     head: object = msgpack.unpackb(_filled(at, memoryview(bytearray(body_bytes))))
     if room is None or len(room) != total:
@@ -108,70 +110,73 @@ def _filled(at: socket.socket, room: memoryview) -> memoryview:
 _Batch = list[str] | list[tuple[str, int, int]]
 
 
-class _Open:
-    """The sockets that a proxy holds."""
+class _Sockets:
+    """The sockets of a proxy: the control socket, and connections that no call is using."""
 
     def __init__(self, control: socket.socket | None) -> None:
         self.control = control
         self.idle: list[socket.socket] = []
 
     def close(self) -> None:
-        """Let go of all: where nobody else holds the control, the helper ends. Repeatable."""
+        """Close all of them: if no other process holds the control socket, the helper ends. May be
+        called repeatedly."""
         for each in (*self.idle, *filter(None, [self.control])):
             each.close()
         self.control, self.idle = None, []
 
 
 class CloudProxy(ObjectStore):
-    """The store that a helper has open."""
+    """The store that a helper process has open."""
 
     fork_safe = True
 
-    def __init__(self, place: str, control: socket.socket, store_id: uuid.UUID) -> None:
+    def __init__(self, url: str, control: socket.socket, store_id: uuid.UUID) -> None:
+        """For `open`, which has started the helper."""
         self.store_id = store_id
-        self._place = place
-        self._open = _Open(control)
-        weakref.finalize(self, self._open.close)
+        self._url = url
+        self._sockets = _Sockets(control)
+        weakref.finalize(self, self._sockets.close)
         self._lock = threading.Lock()
         self._all: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         _proxies.add(self)
 
     @classmethod
-    def open(cls, place: str, *, create: bool = False) -> Self:
+    def open(cls, url: str, *, create: bool = False) -> Self:
         """The store at `s3://bucket/prefix` (gs://, az:// likewise). Raises as `open_cloud`."""
-        return cls(place, *_started(place, create=create))
+        return cls(url, *_start_helper(url, create=create))
 
     # Calls
 
     def _call(
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
-        """The value and the bytes that a call gives; where the helper has gone, another one is
-        asked. Raises what the call raised."""
+        """The value and the bytes that a call of the store returns. If the helper has ended, the
+        call is repeated once with a new helper. Raises what the call raised."""
         try:
-            return self._asked(call, payload, room)
+            return self._call_once(call, payload, room)
         except HelperDisconnected:
             pass
         try:
-            return self._asked(call, payload, room)
+            return self._call_once(call, payload, room)
         except HelperDisconnected as gone:
             raise self._lost() from gone
 
-    def _asked(
+    def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
     ) -> tuple[object, memoryview]:
-        """As `_call`, once. Raises Gone; then another helper is started for the next call."""
-        control = self._helper()
+        """As `_call`, without repeating. Raises HelperDisconnected; the next call then starts
+        another helper."""
+        control = self._control()
         connection = None
         try:
-            connection = self._taken(control)
+            connection = self._take_connection(control)
             send_frame(connection, call, payload)
             answer, body = receive_frame(connection, room)
-        except BaseException as error:  # a Ctrl-C, too: the rest of the answer is still to come
+        except BaseException as error:  # a Ctrl-C, too: the rest of the answer would come next
             if connection is not None:
                 connection.close()
             if isinstance(error, HelperDisconnected):
-                self._leave(control)
+                self._drop_helper(control)
             raise
         self._give_back(connection, control)
         assert isinstance(answer, dict)
@@ -181,11 +186,12 @@ class CloudProxy(ObjectStore):
             raise found
         return answer["value"], body
 
-    def _taken(self, control: socket.socket) -> socket.socket:
-        """A connection of the caller's own to the helper behind `control`. Raises Gone."""
+    def _take_connection(self, control: socket.socket) -> socket.socket:
+        """A connection to the helper behind `control` that no other call uses. Raises
+        HelperDisconnected."""
         with self._lock:
-            if self._open.control is control and self._open.idle:
-                return self._open.idle.pop()
+            if self._sockets.control is control and self._sockets.idle:
+                return self._sockets.idle.pop()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -199,42 +205,44 @@ class CloudProxy(ObjectStore):
 
     def _give_back(self, connection: socket.socket, control: socket.socket) -> None:
         with self._lock:
-            if self._open.control is control:
-                self._open.idle.append(connection)
+            if self._sockets.control is control:
+                self._sockets.idle.append(connection)
                 return
-        connection.close()  # its helper has gone meanwhile
+        connection.close()  # its helper has ended meanwhile
 
-    def _helper(self) -> socket.socket:
-        """The control of the helper, which is started where there is none."""
+    def _control(self) -> socket.socket:
+        """The control socket of the helper, which is started if there is none."""
         with self._lock:
-            if self._open.control is None:
-                made, store_id = _started(self._place, create=False)
+            if self._sockets.control is None:
+                control, store_id = _start_helper(self._url, create=False)
                 if store_id != self.store_id:
-                    made.close()
-                    raise ObjectStoreError(f"another store is at {self._place} now ({store_id})")
-                self._open.control = made
-            return self._open.control
+                    control.close()
+                    raise ObjectStoreError(f"another store is at {self._url} now ({store_id})")
+                self._sockets.control = control
+            return self._sockets.control
 
-    def _leave(self, control: socket.socket) -> None:
-        """The helper behind `control` has gone."""
+    def _drop_helper(self, control: socket.socket) -> None:
+        """Forget the helper behind `control`, which has ended."""
         with self._lock:
-            if self._open.control is control:
-                log.warning("the helper that speaks to %s has ended: another starts", self._place)
-                self._open.close()
+            if self._sockets.control is control:
+                log.warning(
+                    "the helper process for %s has ended; the next call starts another", self._url
+                )
+                self._sockets.close()
 
     def close_idle(self) -> None:
         with self._lock:
-            self._open.close()
+            self._sockets.close()
 
     def _lost(self) -> ObjectStoreError:
         return ObjectStoreError(
-            f"the helper that speaks to {self._place} has ended", advice=f"its log is {_log_path()}"
+            f"the helper process for {self._url} has ended", advice=f"its log is {_log_path()}"
         )
 
-    def _forget(self) -> None:
-        """Called in a forked child: the connections that there are belong to the parent."""
+    def _forget_parents_connections(self) -> None:
+        """Called in a forked child: the existing connections belong to the parent."""
         self._lock = threading.Lock()
-        self._open.idle = []
+        self._sockets.idle = []
         for each in list(self._all):
             each.close()
         self._all = weakref.WeakSet()
@@ -242,9 +250,10 @@ class CloudProxy(ObjectStore):
     # The store
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Not sent again where a helper has gone: whether the object is there is unknown then."""
+        """As `ObjectStore.put`. The call is not repeated if the helper ends: then it is unknown
+        whether the object was written."""
         try:
-            self._asked(("put", name), parts, None)
+            self._call_once(("put", name), parts, None)
         except HelperDisconnected as gone:
             raise self._lost() from gone
 
@@ -293,15 +302,16 @@ class CloudProxy(ObjectStore):
         return iter(cast("list[str]", value))
 
 
-def _started(place: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
-    """Our end of a new helper's control, and the store that it has opened. Raises DieselError."""
+def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
+    """Start a helper. Returns our end of its control socket, and the UUID of the store that it has
+    opened. Raises DieselError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [*HELPER, place, str(theirs.fileno()), *["--create"] * create]
+    command = [*HELPER, url, str(theirs.fileno()), *["--create"] * create]
     with theirs, daemons.log_file(_log_path()) as file:
         start = file.tell()
         try:
             said = daemons.start(
-                command, b"", file, log, daemon_name=f"the helper that speaks to {place}",
+                command, b"", file, log, daemon_name=f"the helper process for {url}",
                 deadline_s=START_S, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         except BaseException as error:
@@ -313,7 +323,7 @@ def _started(place: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
 
 
 def _log_path() -> Path:
-    """Where helpers log; nowhere for a user without a home."""
+    """The log of all helpers; /dev/null for a user without a home folder."""
     try:
         return state_folder() / _LOG
     except DieselError:
@@ -323,9 +333,9 @@ def _log_path() -> Path:
 _proxies: "weakref.WeakSet[CloudProxy]" = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _after_fork_in_child() -> None:
     for proxy in list(_proxies):
-        proxy._forget()
+        proxy._forget_parents_connections()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

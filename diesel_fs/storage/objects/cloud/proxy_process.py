@@ -1,9 +1,9 @@
-"""The helper that speaks to a bucket for processes that may fork (`proxy.py`).
+"""The helper process that speaks to a bucket for processes that may fork (`proxy.py`).
 
-`python -m diesel_fs.storage.objects.cloud.proxy_process PLACE DESCRIPTOR [--create]`: it opens the
-store at PLACE, says so, and serves each connection that comes by the control at DESCRIPTOR, with a
-thread for each. It ends when nobody holds the other end of its control any more, nor that of a
-connection.
+`python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
+at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
+Each connection that comes over it is served by a thread of its own. The helper ends when the other
+ends of the control socket and of all connections are closed.
 """
 
 import logging
@@ -28,13 +28,13 @@ log = logging.getLogger("diesel.objects")
 
 
 def main(words: Sequence[str]) -> int:
-    """Be a helper. The exit code."""
-    place, descriptor, *options = words
+    """Run as a helper with these arguments. Returns the exit code."""
+    url, descriptor, *options = words
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     daemons.report({"pid": os.getpid()})
     try:
-        store = open_cloud(place, create="--create" in options)
+        store = open_cloud(url, create="--create" in options)
     except DieselError as error:
         daemons.report(error_message(error))
         return error.exit_code
@@ -59,7 +59,7 @@ def _connections(control: socket.socket) -> Iterator[socket.socket]:
 
 
 def _serve(connection: socket.socket, store: ObjectStore) -> None:
-    """Answers the calls that come by a connection, to its end."""
+    """Answer the calls on a connection until it ends."""
     with connection:
         try:
             while True:
@@ -72,7 +72,7 @@ def _serve(connection: socket.socket, store: ObjectStore) -> None:
 def _answer(
     store: ObjectStore, call: object, payload: memoryview
 ) -> tuple[Mapping[str, object], Sequence[Bytes]]:
-    """The head of the answer to a call, and its payload."""
+    """Make a call of the store. Returns the head and the payload of the answer."""
     try:
         match call:
             case ["get", str(name), int(start), int() | None as length]:
@@ -92,13 +92,13 @@ def _answer(
                 return {"value": [*islice(store.names(prefix, after), NAMES_AT_ONCE)]}, []
             case ["foreign", str(prefix)]:
                 return {"value": [*store.foreign(prefix)]}, []
-        raise UsageError(f"no call of an object store: {call!r:.80}")
+        raise UsageError(f"not a call of an object store: {call!r:.80}")
     except FormatError as error:
         return {**error_message(error), "offset": error.offset}, []
     except DieselError as error:
         return error_message(error), []
     except Exception as error:
-        log.exception("a call fails")
+        log.exception("a call of the object store failed unexpectedly")
         return error_message(DieselError(f"unexpected {type(error).__name__}: {error}")), []
 
 

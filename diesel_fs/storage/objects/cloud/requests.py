@@ -1,26 +1,25 @@
-"""Requests to object stores in the cloud, through `obstore`: one each, bounded in time, by key.
+"""Single requests to a bucket (S3, Google, Azure) through the library `obstore`, by key.
 
-Owns: everything that is obstore's (its clients, options and errors), how many requests a process
-has under way (an upload in parts counts as one), how long one may take, and what an error means.
-Does not own: names, conditions on what may be overwritten, and trying again: no request is repeated
-here or in the library.
+This is the only module that knows obstore: its clients, its options, and what its errors mean. It
+bounds the time of each request and the number of requests that a process has under way (an upload
+in parts counts as one). No request is repeated, here or in the library; `retry.py` does that.
 
-Redirects: the library follows those of a GET by itself, without our signature where the host
-changes, and never from https to http; a PUT is not sent elsewhere.
+Redirects: the library follows a redirect of a GET by itself, without our signature if the host
+changes, and never from https to http. A PUT is not redirected.
 
-No time-out of the library's ends a listing whose pages are empty and promise more for ever, and no
-signal interrupts a request: ^C is heard when it ends.
+Two things have no bound: a listing whose pages are empty and always promise more does not end, and
+a signal does not interrupt a request, so ^C takes effect when the request ends.
 
-Concurrency: any thread. One client of each sort serves them all; a semaphore of the process bounds
-requests under way, whatever the number of stores (2,000 readers at the start of a task must not
-need 2,000 sockets).
+Concurrency: any thread. All threads share one client for each time limit. A semaphore of the
+process bounds the requests under way, whatever the number of stores: 2,000 readers at the start of
+a task must not need 2,000 sockets.
 
 Fork: the library's runtime (tokio, with threads of its own, started by the first request of a
-process) does not live in a forked child, and any request there would hang for ever (0.12.1;
-measured with the parent's client, with a new one, with all of the parent's deleted, and with the
-module imported anew). A child whose parent has imported this module, even made clients, but sent no
-request, is as good as any process, and its own children are not. So a request in a child of a
-process that has sent one raises at once.
+process) does not survive in a forked child: every request there would hang for ever (obstore
+0.12.1; measured with the parent's client, with a new one, with all of the parent's deleted, and
+with the module imported again). If the parent has imported this module, and even made clients, but
+sent no request, its child can send requests; a child of that child then cannot. So a request in a
+child of a process that has sent one raises at once (`check_process`).
 """
 
 import os
@@ -58,16 +57,17 @@ Item = TypeVar("Item")
 _Client = S3Store | GCSStore | AzureStore
 
 REQUESTS_MAX = 64
-"""Under way in one process at once: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s."""
+"""Requests under way in one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
 PART_BYTES = 32 << 20
-"""Of a large object: stores take 10,000 parts, and all but the last of 5 MiB at least."""
+"""Size of the parts of a large object: stores take at most 10,000 parts, each but the last of at
+least 5 MiB."""
 
-_PARTS_AT_ONCE = 4  # which is held in memory twice
-_PAGE_KEYS = 1000  # what S3 gives at most
+_PARTS_AT_ONCE = 4  # parts under way of one upload; memory holds each of them twice
+_PAGE_KEYS = 1000  # keys in a page of a listing; S3 gives no more
 _SMALL_PUT_BYTES = 4 << 20
-_WHOLE_READ_S: Final = 3600.0  # the body of a chunk is bounded by its stalls
-_THROTTLED_PAUSE_S = 1.0  # the library does not show Retry-After, and most stores mean seconds
+_WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
+_THROTTLED_PAUSE_S = 1.0  # the library hides Retry-After, which is seconds in most stores
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
 _BAD_KEY = re.compile(
@@ -85,7 +85,7 @@ _THROTTLED = frozenset({429, 503})
 
 
 class BrokenBody(AttemptFailed):
-    """The body ended, or stood still, before its end; `received` bytes of it are good."""
+    """The body of an answer broke off or stalled; its first `received` bytes are good."""
 
     def __init__(self, message: str, received: int) -> None:
         super().__init__(message)
@@ -93,48 +93,49 @@ class BrokenBody(AttemptFailed):
 
 
 class ChangedObject(AttemptFailed):
-    """The object is no longer the one that was begun to be read."""
+    """The object was replaced while it was being read."""
 
 
 class ConditionsUnsupported(ObjectStoreError):
-    """The store does not know conditional requests."""
+    """The store does not support conditional requests."""
 
     retry = False
 
 
 class PermanentStoreError(ObjectStoreError):
-    """It will not answer otherwise until somebody does something."""
+    """The store will answer the same until a person changes something."""
 
     retry = False
 
 
 class UnlistableKey(PermanentStoreError):
-    """A key in the store is no path, and the library lists nothing of the page that it is on."""
+    """A key in the bucket cannot be a path; the library then lists nothing of that key's page."""
 
 
 class RangeNotSatisfiable(ObjectStoreError):
-    """Nothing of the range is there."""
+    """The object ends before the range begins."""
 
     retry = False
 
 
 class ExpiredCredentials(ObjectStoreRefused):
-    """The store knows the credentials, and that they are too old."""
+    """The store says that the credentials have expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How long an attempt may take."""
+    """How long one attempt of a request may take."""
 
     connect_s: float = 5.0
     stall_s: float = 10.0
-    """Without a byte while reading; and for a request that moves none."""
+    """The longest pause between two bytes of a read, and the longest time for a request that moves
+    no content."""
     put_stall_s: float = 20.0
-    """What a put may take beyond its bytes: some stores answer when copies are made."""
+    """What a put may take in addition to its bytes: some stores answer after making copies."""
     bytes_per_s_min: float = 256 * 1024
 
     def attempt_s(self, size: int, put: bool) -> float:
-        """How long an attempt that moves `size` bytes may take."""
+        """Seconds that an attempt which moves `size` bytes may take."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min
@@ -151,7 +152,7 @@ class CloudObject:
 
 
 class _Process:
-    """What is true of this process."""
+    """Whether this process, or one that it was forked from, has sent requests."""
 
     def __init__(self) -> None:
         self.sent = False
@@ -167,7 +168,8 @@ os.register_at_fork(after_in_child=_process.forked)
 
 
 def check_process() -> None:
-    """Raise where a request would hang; from now on this process sends requests."""
+    """Raise PermanentStoreError if a request in this process would hang. Otherwise note that this
+    process has sent one."""
     if _process.inherited:
         raise PermanentStoreError(
             "an object store in the cloud was used before this process was forked",
@@ -177,7 +179,7 @@ def check_process() -> None:
 
 
 class ResponseBody:
-    """The body of an answer, and what is known of the object before a byte of it is read."""
+    """The body of an answer that is still to be read; the object's size and ETag are known."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -189,10 +191,10 @@ class ResponseBody:
         self._limits = limits
 
     def fill(self, view: memoryview, until: float) -> None:
-        """Read exactly `view`, before the monotonic clock says `until`. Raises BrokenBody.
+        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody.
 
-        Piece by piece as they come from the socket: what is held besides is one piece (at most
-        some 400 KB), and a body that only trickles is noticed.
+        Takes pieces as they come from the socket, so memory holds only one piece more (at most
+        some 400 KB), and notices a body that arrives too slowly.
         """
         done = since = 0
         mark = time.monotonic()
@@ -207,7 +209,7 @@ class ResponseBody:
                     raise BrokenBody(f"{self._where}: the answer takes too long", done)
                 if time.monotonic() - mark > self._limits.stall_s:
                     if done - since < least and done < len(view):
-                        raise BrokenBody(f"{self._where}: the answer only trickles", done)
+                        raise BrokenBody(f"{self._where}: the answer comes too slowly", done)
                     mark, since = time.monotonic(), done
         except BaseError:
             raise BrokenBody(f"{self._where}: the answer broke off", done) from None
@@ -216,7 +218,7 @@ class ResponseBody:
 
 
 class CloudRequests:
-    """Requests to one place. Nothing is sent, nor any credential read, before the first one."""
+    """Requests to one bucket. Nothing is sent and no credential is read before the first one."""
 
     def __init__(
         self,
@@ -233,12 +235,12 @@ class CloudRequests:
     # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
-        """Write an object, in one request: there is no moment at which a part of it is there, and
-        nothing is left behind where it fails.
+        """Write an object in one request: it is never there in part, and a failure leaves nothing.
 
-        The buffers are sent as they lie. With `create` only where there is none (ObjectExists;
-        ConditionsUnsupported where the store cannot say). S3 gets a SHA-256 along (in a header, and
-        in the signature) and refuses what does not fit it; elsewhere TLS has to do.
+        The buffers are not copied. With `create`, raises ObjectExists if the key has an object, and
+        ConditionsUnsupported if the store cannot tell. S3 gets a SHA-256 with the request (in a
+        header, and in the signature) and refuses content that differs; with other vendors only TLS
+        protects the content on its way.
         """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         size = sum(map(len, views))
@@ -255,11 +257,11 @@ class CloudRequests:
         self._send("write", key, send, self.limits.attempt_s(size, put=True))
 
     def put_in_parts(self, key: str, parts: Sequence[Bytes]) -> None:
-        """Write a large object, or replace one, in parts, a few of which are under way at once. It
-        is there, whole, with the last request.
+        """Write or replace a large object in parts, a few of which are under way at once. The last
+        request makes the whole object appear.
 
-        Where a part fails, all of them are given up. What is left of a process that was killed is
-        no object; only a rule of the bucket's removes it.
+        If a part fails, all are given up. The parts of a process that was killed are not an object
+        and are never listed; only a rule of the bucket for incomplete uploads removes them.
         """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
 
@@ -279,10 +281,11 @@ class CloudRequests:
     def open(
         self, key: str, start: int, end: int | None, etag: str | None
     ) -> Iterator[ResponseBody]:
-        """Begin to read from `start` to `end` (None: to the object's end), which must be in order.
+        """Begin to read the bytes from `start` to `end` (None: to the object's end).
 
-        The answer is of what is there of the range; ObjectMissing; ChangedObject where `etag` is
-        given and no longer the object's; RangeNotSatisfiable where nothing of the range is there.
+        The body holds as much of the range as the object has. Raises ObjectMissing; ChangedObject
+        if `etag` is given and the object now has another; RangeNotSatisfiable if the object ends
+        before `start`.
         """
         options: GetOptions = {}
         if end is not None:
@@ -304,7 +307,7 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
-        """What is known of an object. Raises ObjectMissing (also where the bucket is missing)."""
+        """Size, time and ETag of an object. Raises ObjectMissing (also for a missing bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
@@ -315,8 +318,8 @@ class CloudRequests:
             return
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """What the store lists below the key `folder` ("": everywhere) behind the key `after`, as
-        it comes: nothing is promised about order, repetition, or that it is below `folder`."""
+        """Pages of the objects that the store lists below the key `folder` ("": all) and behind the
+        key `after`, unchecked: they may be unordered, repeated, or outside `folder`."""
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
@@ -339,7 +342,7 @@ class CloudRequests:
             return self._translated("list", folder, lambda: next(keys, None))
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """Sends nothing yet."""
+        """The listing; nothing is sent before its first page is asked for."""
         client = self._client(self.limits.stall_s)
         return obstore.list(client, folder or None, offset=after or None, chunk_size=_PAGE_KEYS)
 
@@ -368,11 +371,11 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """One request; a second one with new credentials where the store says that they are old."""
+        """One request; a second one with new credentials if the store says that they expired."""
         try:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
         except ExpiredCredentials:
-            self._clients = {}  # the next is made from what files and environment say now
+            self._clients = {}  # the next client reads files and environment again
             return self._translated(doing, key, lambda: act(self._client(request_s)))
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
@@ -383,10 +386,11 @@ class CloudRequests:
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """The client whose requests take no longer: the library has no time-out for one alone.
+        """The client whose requests may take `request_s`: in the library a client, not a request,
+        has a time-out.
 
-        Only those that read bodies have a read time-out: it runs while a request is being sent,
-        too.
+        Only the client that reads bodies has a read time-out, since that also runs while a request
+        is being sent.
         """
         client = self._clients.get(request_s)
         if client is None:
@@ -409,7 +413,7 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """What an error of the library's says, in our words and without its addresses."""
+        """The error of ours for an error of the library, without the addresses in its text."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
@@ -434,7 +438,7 @@ class CloudRequests:
 
 
 def _fault_of_key(text: str) -> str:
-    """Which key the library calls no path, and why, as far as its text says."""
+    """Which key the library refuses as a path, and why, as far as its text says."""
     match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
     key = match[1] if match else ""
     named = f"the key {shown(key.encode())}" if key else "a key there"
@@ -444,6 +448,8 @@ def _fault_of_key(text: str) -> str:
 
 
 def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> DieselError:
+    """The error for an HTTP status and the store's error code; `exists`: the library says that the
+    object exists."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -456,11 +462,11 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
         return NoSpaceError(what, advice="free some space, or raise the quota")
     if exists and (status in (304, 412) or code in _EXISTS):
         return ObjectExists(f"{what}: exists already")
-    if code == "NoSuchUpload":  # somebody ended it: perhaps we, by a request whose answer was lost
+    if code == "NoSuchUpload":  # ended, perhaps by our own last request, whose answer was lost
         return AttemptFailed(what, may_have_succeeded=True)
     match status:
         case 401 | 403:
-            # To whoever may not list a bucket, S3 says this of keys that are not there.
+            # S3 also says this of a missing key to a user who may not list the bucket.
             return ObjectStoreRefused(what, advice="check the credentials, and what they may do")
         case 404:
             return ObjectMissing(f"{what}: no such object")
@@ -481,7 +487,7 @@ def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diese
 
 
 def _no_answer(what: str, text: str) -> DieselError:
-    """Of an error that is no status: what the library's text says went wrong."""
+    """The error for a request without an HTTP status, from the text of the library's error."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return ObjectStoreRefused(
             f"{what}: there are no credentials",
@@ -491,7 +497,7 @@ def _no_answer(what: str, text: str) -> DieselError:
         return PermanentStoreError(
             f"{what}: the bucket is in another region", advice="set AWS_REGION"
         )
-    if "non-partial response" in text:  # the whole object, or an error page as a 200
+    if "non-partial response" in text:  # the whole object, or an error page with status 200
         return AttemptFailed(f"{what}: the answer is not of the range that was asked for")
     if "invalid list response" in text:
         return AttemptFailed(f"{what}: the answer is no listing")
@@ -506,7 +512,7 @@ def _no_answer(what: str, text: str) -> DieselError:
     for found, reason, unclear in (
         ("dns error", "no such host", False),
         ("Connection refused", "connection refused", False),
-        ("kind: Connect,", "cannot connect", False),  # ConnectionReset is another matter
+        ("kind: Connect,", "cannot connect", False),  # the comma excludes ConnectionReset
         ("TimedOut", "no answer in time", True),
         ("kind: Timeout", "no answer in time", True),
     ):
@@ -543,7 +549,7 @@ def _make_client(
                     client_options=client,
                     retry_config=retry,
                 )
-    except (BaseError, ValueError):  # its text may show what it could not read
+    except (BaseError, ValueError):  # the error's text may show a secret that it could not parse
         raise PermanentStoreError(
             f"{place}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
@@ -551,11 +557,11 @@ def _make_client(
 
 
 def _put_class(size: int) -> int:
-    """Sizes that share a client: the next power of two."""
+    """The size up to which puts share a client: the next power of two."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()
 
 
 def _found(meta: "ObjectMeta") -> CloudObject:
     modified = meta["last_modified"]
-    # Whole seconds: listings have fractions that single objects' headers have not.
+    # Whole seconds: listings have fractions of a second, and the headers of an object do not.
     return CloudObject(meta["path"], meta["size"], int(modified.timestamp()) * 10**9, meta["e_tag"])

@@ -1,17 +1,18 @@
-"""The object store in a bucket: S3 and what speaks its protocol, Google's and Azure's.
+"""The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
-Owns: the contract of `ObjectStore` over single requests: what is never overwritten, reads that go
-on where a body broke, listings that are in order whatever the store answers, and what makes a
-prefix a store. Does not own: requests and what their errors mean (`cloud_requests`), trying again
-(`retries`; `open_cloud` puts it around), names (`layout`).
+`CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
+overwrites an object, resumes a read whose body broke off, and lists in order whatever order the
+bucket answers in. `open_cloud` adds retries (`retry.py`).
 
-An object is written by one request, or in parts where it is large, and is there whole or not at
-all: `leftovers` is empty.
+An object is written by one request, or in parts if it is large, and is there whole or not at all.
+So a bucket has no leftovers that can be listed; a rule of the bucket for incomplete uploads removes
+the parts of processes that were killed.
 
-Importing this module imports `obstore`, so only our own programs do (see `cloud_requests`).
+Importing this module imports `obstore`, so only programs of DIESEL-FS do (`requests.py` says why,
+and what holds after a fork).
 
-Concurrency: any thread; what is shared is what has been found out about the store, each a single
-assignment. After a fork: see `cloud_requests`.
+Concurrency: any thread. Threads share only what has been found out about the store, each by a
+single assignment.
 """
 
 import re
@@ -56,11 +57,12 @@ from .requests import (
 )
 
 ONE_REQUEST_BYTES_MAX = 128 << 20
-"""Larger objects go in parts: stores take 5 GiB at most in one request, and one stream is slow."""
+"""Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
+slow."""
 
-_RESUMES_MAX = 8  # and one more for each MiB: a link that breaks more often does not carry it
+_RESUMES_MAX = 8  # of one read, and one more for each MiB: a link that breaks more often is useless
 _RELISTS_MAX = 4
-_STRAY_KEYS_MAX = 5000  # repeated in one listing before it is said to go in circles
+_STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
 _ENCODED = re.compile(r"%2[Ff]")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")
 
@@ -74,8 +76,8 @@ def open_cloud(
     policy: RetryPolicy | None = None,
     clock: RetryClock | None = None,
 ) -> RetryingStore:
-    """The store at `s3://bucket/prefix` (also gs://, az://), tried again where that may help; with
-    `create` it is made where the prefix is empty. Raises as `CloudStore.open` and `create`."""
+    """The store at `s3://bucket/prefix` (also gs://, az://), with retries. `create` makes it if the
+    prefix is empty. Raises as `CloudStore.open` and `CloudStore.create`."""
     limits, policy, clock = (
         limits or AttemptLimits(),
         policy or RetryPolicy(),
@@ -90,9 +92,9 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """Objects as objects, their names below the place's prefix."""
+    """A store whose objects are objects of a bucket, with keys below one prefix."""
 
-    fork_safe = False  # `cloud_requests` says why
+    fork_safe = False  # `requests.py` says why
 
     def __init__(
         self,
@@ -101,10 +103,10 @@ class CloudStore(ObjectStore):
         *,
         supports_conditional_put: bool | None = None,
     ) -> None:
-        """For `open` and `create`; also for a process that has been told what they found out.
+        """For `open` and `create`, which know that a store is there.
 
-        `supports_conditional_put`: whether the store knows conditional requests (None: to be found
-        out).
+        `supports_conditional_put`: whether the bucket supports "put only if absent"; None: the
+        first put finds out.
         """
         self.store_id = store_id
         self.supports_conditional_put = supports_conditional_put
@@ -114,7 +116,7 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """The store at a place. Raises ObjectMissing where there is none."""
+        """The store at the location of `requests`. Raises ObjectMissing if there is none."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -125,15 +127,15 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def create(cls, requests: CloudRequests) -> "CloudStore":
-        """Make a store where the bucket is there and the prefix empty; open the one that is there.
+        """Make a store if the prefix in the bucket is empty; open the store if there is one.
 
-        Raises ConflictError where anything else lies below the prefix.
+        Raises ConflictError if anything else lies below the prefix.
         """
         with suppress(ObjectMissing):
             return cls.open(requests)
         place = requests.location
         if any(page for page in requests.pages(place.prefix, "")):
-            with suppress(ObjectMissing):  # another may have made it since, and written into it
+            with suppress(ObjectMissing):  # another process may have made one since
                 return cls.open(requests)
             raise ConflictError(
                 f"{place}: neither empty nor a DIESEL-FS store; no store is made in it",
@@ -141,7 +143,7 @@ class CloudStore(ObjectStore):
             )
         content = encode_marker(uuid.uuid4())
         try:
-            with suppress(ObjectExists):  # another was first: its store is as good
+            with suppress(ObjectExists):  # another process has made it
                 requests.put(place.key(STORE_MARKER), [content], create=True)
         except ConditionsUnsupported:
             requests.put(place.key(STORE_MARKER), [content], create=False)
@@ -150,10 +152,13 @@ class CloudStore(ObjectStore):
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Where the store knows no conditional requests (`supports_conditional_put` is False), and
-        for what is so large that it goes in parts, it is asked first whether the object is there:
-        then two that put one name in the same moment can both succeed, which names that are drawn
-        at random rule out in practice, and two snapshots of one version are the same."""
+        """As `ObjectStore.put`, except for the following.
+
+        If the bucket does not support conditional requests, or the object is put in parts, the
+        store first asks whether the object exists. Two callers that put one name at the same moment
+        can then both succeed. In practice that is harmless: names of chunks are drawn at random,
+        and two snapshots of one version are equal.
+        """
         check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
@@ -167,7 +172,7 @@ class CloudStore(ObjectStore):
             self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
-        """Whether "only where there is none" is obeyed: by putting the marker, as it is, again."""
+        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, once more."""
         key = self._location.key(STORE_MARKER)
         content = self._get(key, STORE_MARKER, 0, None)
         try:
@@ -227,7 +232,8 @@ class CloudStore(ObjectStore):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """All ranges are of one version: the store is held to the first one's ETag."""
+        """As `ObjectStore.read_ranges`. All ranges are of one version of the object: later requests
+        demand the ETag of the first."""
         etag: str | None = None
         for start, size in ranges:
             check_range(name, start, size)
@@ -235,7 +241,7 @@ class CloudStore(ObjectStore):
             yield room[:size].toreadonly()
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
-        """Fill `view` from the version `etag` (None: any), and say which it was."""
+        """Fill `view` from the version with this ETag (None: any). Returns the version's ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
@@ -254,7 +260,7 @@ class CloudStore(ObjectStore):
         return etag
 
     def _until(self, size: int) -> float:
-        """When an attempt to read so many bytes has to be over."""
+        """The monotonic time by which an attempt to read `size` bytes must end."""
         return time.monotonic() + self._requests.limits.attempt_s(size, put=False)
 
     def _go_on(
@@ -267,7 +273,8 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Read on behind the last good byte, of the same version, as long as bytes come."""
+        """Resume a read whose body broke off (`cause`), from the same version of the object, as
+        long as each request brings some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
             late = time.monotonic() > until
@@ -285,7 +292,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """The size of an object. Raises where it ends before `end`."""
+        """The size of an object. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -301,22 +308,25 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """ObjectMissing only where the store is there to say so."""
+        """ObjectMissing, but only if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
             return PermanentStoreError(f"{self._location}: the store has gone (no {STORE_MARKER})")
         if store_id != self.store_id:
-            return PermanentStoreError(f"{self._location}: another store is in this place now")
+            return PermanentStoreError(
+                f"{self._location}: now holds another store than the one opened"
+            )
         return ObjectMissing(f"{name}: no such object in {self._location}")
 
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """In order and once each, or an error. A listing has ended when the store has nothing more
-        behind the last name; that it says so by itself is not believed, nor its order.
+        """As `ObjectStore.list`: each object once and in order, or an error.
 
-        The marker has to be in a listing of everything.
+        Neither the order nor the end of the bucket's own listing is trusted: a listing has ended
+        when a new one, which begins behind the last name, brings nothing more. A listing of the
+        whole store must contain the marker.
         """
         check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
@@ -343,8 +353,8 @@ class CloudStore(ObjectStore):
                     yield shown
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Lazily as long as pages come in order; from the first that does not, all are read first,
-        and sorted."""
+        """The objects in order: lazily, until a page is out of order; then all are read and
+        sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -368,7 +378,8 @@ class CloudStore(ObjectStore):
                 return
 
     def _rest(self, prefix: str, after: str, last: str, given: "_Digest") -> Iterator[CloudObject]:
-        """What is to follow when all before `last` has been given, if that was all there is."""
+        """The objects behind `last`, sorted. `given` are those that the caller has yielded already:
+        raises PermanentStoreError if one before `last` was not among them."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -376,7 +387,7 @@ class CloudStore(ObjectStore):
                 again.add(name)
             else:
                 rest.append(found)
-        if again != given:  # not to be gone on with: what was passed over lies before `last`
+        if again != given:  # an object before `last` was skipped
             raise PermanentStoreError(
                 f"{self._location}: the listing is not in order",
                 advice="list again: it will be sorted",
@@ -384,20 +395,20 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """All there is, from as many listings as it takes until one shows nothing new."""
+        """All objects, sorted, from as many listings as it takes until one shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
             for seen, found in enumerate(self._ours(prefix, after, after)):
                 known.setdefault(found.key, found)
                 if seen > 2 * len(known) + _STRAY_KEYS_MAX:
-                    raise PermanentStoreError(f"{self._location}: the listing goes in circles")
+                    raise PermanentStoreError(f"{self._location}: the listing repeats without end")
             if len(known) == before:
                 return iter([known[key] for key in sorted(known)])
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """Objects of ours as the store lists them behind `last`."""
+        """The store's objects as the bucket lists them behind `last`, in its order."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -410,7 +421,8 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages of the folder that a prefix lies in, from where it can begin."""
+        """Pages of the listing of the folder that `prefix` lies in, from the first name that can
+        begin with it."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -419,7 +431,8 @@ class CloudStore(ObjectStore):
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
-        """The name of a key; what lies outside of the store has one that no object has."""
+        """The name of the object with a key. A key outside the store gets a name that no object
+        has."""
         if not self._location.prefix:
             return key
         start = f"{self._location.prefix}/"
@@ -427,7 +440,7 @@ class CloudStore(ObjectStore):
 
 
 class _Digest:
-    """Which names have been seen, whatever their order, in the space of two numbers."""
+    """A set of names that can only be compared: two numbers, whatever their order and count."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -444,7 +457,7 @@ class _Digest:
 
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
-    """The store that is there. Raises ObjectMissing."""
+    """The UUID of the store at a location. Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
@@ -454,7 +467,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Read a body; where it breaks, how far it got."""
+    """Read a body. If it breaks off, returns the error, which says how far it got."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -464,7 +477,7 @@ def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | No
 
 def _denied(name: str) -> ObjectStoreError:
     return AttemptFailed(
-        f"{name}: the store denies that a range of it is there", may_have_succeeded=False
+        f"{name}: the bucket refuses a range that the object has", may_have_succeeded=False
     )
 
 
@@ -473,15 +486,15 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A name before all that begin with `prefix`, and behind most that are less."""
+    """A name before all names that begin with `prefix`, and behind most of the smaller names."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
 
 
 def _topmost_foreign(name: str) -> str:
-    """The topmost part of a foreign name that is not ours; empty where there is none: a key that
-    only stands for a folder, and what lies outside of the store."""
+    """The first part of a foreign name that is no folder of the store. Empty for a key outside the
+    store, and for a key that only stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
