@@ -1,11 +1,12 @@
-"""The chunk format (FORMAT.md, section 4): laying out a chunk, and reading it back.
+"""Writes and reads the bytes of a chunk (FORMAT.md, section 4).
 
-Owned here: every byte of a chunk. Not owned: gathering entries into one (`chunk_builder.py`),
-what entries mean together (the fold is the metadata store's), where chunks lie (`storage/`), when
-IDs are made (`chunk_id.py`). Pure: bytes in, values out; safe from any thread.
+A **chunk** is one immutable object that packs the contents and the attributes of many files. It has
+a preamble of 96 bytes, a header with one column per attribute, and a body with the contents one
+after the other. An **entry** is one file, link, folder or tombstone in it; its **place** is its
+number in the chunk, from 0. `chunk_builder.py` gathers entries; this module alone knows the bytes.
 
-No reader of hostile bytes takes more memory than the format allows for what it was given: lengths
-and counts are checked against each other before anything is made of them.
+Bytes are untrusted: lengths and counts are checked against each other before any memory is taken
+for them, so a reader takes no more memory than the format allows. Pure functions; any thread.
 """
 
 import struct
@@ -43,16 +44,17 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""Extents start at multiples of this in their file: a boundary inside a page is never resident."""
+"""Extents start at multiples of this in their file, so that no memory page holds bytes of two."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
 OBJECT_BYTES_MAX = 1 << 32
-"""Of a whole chunk object: offsets have 32 bits, and no reader takes more memory for one."""
+"""The largest chunk object: offsets have 32 bits, and no reader takes more memory for one."""
 
 ENTRIES_MAX = 65_536
-"""Entries per chunk: bounds the time and memory to decode a header, and a commit's transaction."""
+"""Entries per chunk. This bounds the time and memory to decode a header, and the size of the
+transaction that commits a chunk."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
@@ -62,7 +64,7 @@ _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
 _BODY_RATIO_MAX = 16
 _BODY_SLACK_BYTES = 4 << 20
-_LZ4_PAYS = 8  # lz4 is kept where it saves one part in this many
+_LZ4_PAYS = 8  # lz4 is kept if it saves at least one part in this many
 
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("kind", "u1"),
@@ -77,7 +79,9 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
-_ENTRY_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1  # in a decoded header
+_ENTRY_BYTES = (
+    sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
+)  # of an entry in a decoded header
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 
@@ -85,9 +89,9 @@ _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """That an entry is one of several extents of its file."""
+    """Which part of its file an entry is, if the file has several extents (in several chunks)."""
 
-    number: int
+    number: int  # from 0
     total: int
     start: int  # in the file, bytes
     size: int  # of this extent's content, bytes
@@ -109,7 +113,7 @@ class Preamble:
 
     @property
     def body_start(self) -> int:
-        """Where the body begins in the object."""
+        """The offset in the object at which the body begins."""
         return PREAMBLE_BYTES + self.header_stored
 
 
@@ -117,8 +121,9 @@ class Preamble:
 class Header:
     """A chunk's preamble and the columns of its entries, checked, as numpy arrays of length n.
 
-    `records` has offsets from the start of the object; `stamps` holds only those that are not the
-    entry's own place; `faults` names the entries whose path is not allowed: they are skipped.
+    Mappings are keyed by place. Offsets in `records` count from the start of the object. `stamps`
+    holds the stamps that are not the entry's own ID and place. `faults` says of entries whose path
+    is not allowed what is wrong with it; such entries are skipped.
     """
 
     preamble: Preamble
@@ -151,9 +156,9 @@ class Header:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """What a metadata store commits: the last entry of each allowed path, and by row the
-        stamps that are not the entry's own place."""
-        if not self.faults and not self._has_repeats():  # nearly always: all as they stand
+        """What a metadata store commits: the last entry of each allowed path, and, by row, the
+        stamps that are not the entry's own."""
+        if not self.faults and not self._has_repeats():  # nearly always
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
             (folder, name, self.extents.get(place)): place
@@ -185,12 +190,13 @@ class Header:
         return rows, stamps
 
     def tail(self, place: int) -> bytes:
-        """What a row of the entry at `place` has beside its record: a link's target, an extent."""
+        """What a row of the entry at `place` holds beside its record: the target of a link, or the
+        extent of a file that has several; otherwise nothing."""
         part = self.extents.get(place)
         return self.links.get(place, b"") if part is None else self._extent(place, part)
 
     def _has_repeats(self) -> bool:
-        """Whether a path may stand here more than once."""
+        """Whether the chunk holds a path more than once."""
         pairs = zip(self.folder.tolist(), self.names, strict=True)
         return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
 
@@ -205,8 +211,7 @@ class Header:
         return extent.tobytes()
 
     def check_stamps(self, put_window_s: int) -> None:
-        """Refuse stamps that a client may not choose (FORMAT.md, section 5). Raises
-        CorruptError."""
+        """Raise CorruptError for a stamp that a client may not choose (FORMAT.md, section 5)."""
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)
@@ -217,18 +222,18 @@ class Header:
                 raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
             if age_s > put_window_s:
                 raise CorruptError(
-                    f"{shown(self.path(place))} has been on its way for {age_s} s: all of a file "
-                    f"must arrive within {put_window_s} s",
+                    f"{shown(self.path(place))} took {age_s} s so far to upload: a file must be"
+                    f" uploaded within {put_window_s} s",
                     advice="use a faster link to the store, or split the file",
                 )
 
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of a chunk that is being built, in order: what `write_front` lays out.
+    """The entries of a chunk that is being built, in order, for `write_front`.
 
-    Columns of numbers, so that many entries are added at once; where a body stands follows from
-    the lengths of those before it.
+    They are kept as columns, so that many entries are added at once. The offset of a body is not
+    kept: it is the sum of the lengths before it.
     """
 
     kind: bytearray = field(default_factory=bytearray)
@@ -249,7 +254,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The preamble and the stored header of a chunk, as `parse_*` read them."""
+    """The bytes of the preamble, and of the header as it is stored."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -275,7 +280,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """The lz4 form of a content where it pays and the format allows it; else None."""
+    """A content compressed by lz4; None if that saves too little or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_PAYS, 1) or size > _body_raw_max(len(packed)):
@@ -290,7 +295,8 @@ def parse_preamble(
     id: ChunkId | None = None,  # noqa: A002 (the field's own name)
     object_bytes: int | None = None,
 ) -> Preamble:
-    """The preamble at the start of `data`, checked against what the caller knows of the chunk.
+    """The preamble at the start of `data`. The chunk must have the dataset identity, the ID and the
+    length that the caller passes.
 
     Raises TruncatedError, ForeignError, CorruptError or NewerVersionError.
     """
@@ -336,7 +342,8 @@ def parse_preamble(
 
 
 def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
-    """The header behind the preamble, from its stored bytes. Raises Truncated- or CorruptError."""
+    """The header, from its stored bytes (`data` begins behind the preamble). Raises TruncatedError
+    or CorruptError."""
     if len(data) < preamble.header_stored:
         raise TruncatedError(
             f"truncated chunk: {len(data)} of {preamble.header_stored} header bytes"
@@ -375,9 +382,9 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
 
 
 def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryview:
-    """The content of a body: checked against its checksum; `stored` itself where it is raw.
+    """The decoded content of a body, checked against its checksum; `stored` itself if it is raw.
 
-    Raises CorruptError. Never makes more than `size` bytes, nor more than the format allows.
+    Raises CorruptError. Takes memory for at most `size` bytes, and no more than the format allows.
     """
     content = stored
     if codec == Codec.LZ4:
@@ -395,7 +402,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 
 
 def damaged_places(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
-    """The places of the entries whose bytes in `body` are not what the header says."""
+    """The places of the entries whose bytes in `body` contradict the header. `body_start` is the
+    offset that `body` has in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     held = header.records[places]
@@ -405,7 +413,7 @@ def damaged_places(header: Header, body: memoryview, body_start: int | None = No
             sizes[i] = header.extents[place].size
     starts = held["offset"].astype(np.int64) - start
     ends = starts + held["stored"]
-    # Nearly all are raw, and looked at without a line of Python for each
+    # Nearly all bodies are raw. They are checked by `map`, without Python code for each.
     contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
     sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
     good = (held["codec"] == Codec.RAW) & (held["stored"] == sizes) & (sums == held["checksum"])
@@ -464,7 +472,7 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
-    """The header's map: exactly the known keys, each once, each a bin."""
+    """The columns of a header: a map of exactly the known keys, each once, each a `bin`."""
 
     def once(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         if len({key for key, _ in pairs}) != len(pairs):
@@ -488,7 +496,7 @@ def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
         )
     except FormatError:
         raise
-    except Exception as error:  # the decoders raise many kinds; each means the same here
+    except Exception as error:  # the decoders raise many kinds; all mean the same here
         raise CorruptError("corrupt chunk: the header does not decode") from error
     if not isinstance(columns, dict) or set(columns) != _KEYS:
         _corrupt("the header's keys are not those of version 1")
@@ -507,7 +515,7 @@ def _column(
 
 
 def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
-    """The `count` strings that NULs join: counted before any is made."""
+    """The `count` strings that are joined by NULs. They are counted before any is made."""
     _check_count(joined, count, what)
     return tuple(joined.split(b"\0")) if count else ()
 
@@ -573,7 +581,8 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 def _check_bodies(
     preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, ExtentInfo]
 ) -> None:
-    """Bodies tile the chunk's body in order, and each could decode to the length it claims."""
+    """Raise CorruptError unless the bodies fill the chunk's body in order and without gaps, and
+    each can decode to the length that it claims."""
     if not len(records):
         if preamble.body_bytes:
             _corrupt("it has a body but no entries")
@@ -599,7 +608,7 @@ def _check_bodies(
 def _contradict(
     codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
-    """Which stored lengths are not those of a body that decodes to `size` bytes."""
+    """Which bodies cannot have this stored length if they decode to `size` bytes."""
     raw, held = codec == Codec.RAW, stored.astype(np.uint64)
     too_much = size > np.uint64(_BODY_RATIO_MAX) * held + np.uint64(_BODY_SLACK_BYTES)
     wrong: npt.NDArray[np.bool_] = ((size == 0) != (held == 0)) | np.where(
@@ -615,7 +624,8 @@ def impossible_bodies(
     offset: npt.NDArray[np.uint32],
     object_bytes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.bool_]:
-    """Which of these bodies (what they decode to: `size`) no chunk of `object_bytes` can hold."""
+    """Which of these bodies, which decode to `size` bytes, cannot lie in a chunk of
+    `object_bytes`."""
     start, held = offset.astype(np.uint64), stored.astype(np.uint64)
     outside = ((start < PREAMBLE_BYTES) & (held > 0)) | (start + held > object_bytes)
     return _contradict(codec, stored, size) | outside
@@ -631,7 +641,7 @@ def _path_faults(
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}
     if names.are_allowed():
-        return faults  # nearly always: no name needs a look of its own
+        return faults  # nearly always: then no name is looked at by itself
     for place, name in enumerate(names):
         fault = name_fault(name)
         if not fault:

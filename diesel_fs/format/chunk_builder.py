@@ -1,7 +1,7 @@
-"""Gathering entries into one chunk, in memory that is used again for the next.
+"""Gathers entries into one chunk, and reuses its memory for the next one.
 
-Owned here: when a chunk is full and which contents are tried with lz4. Not owned: the layout
-(`chunk.py`). Pure; a `ChunkBuilder` belongs to one thread.
+It decides when a chunk is full and which contents are compressed; `chunk.py` knows the bytes.
+Pure; a `ChunkBuilder` belongs to one thread.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,18 @@ from .chunk import (
 from .chunk_id import chunk_id_text, stamp_fields
 from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
 
-_SAMPLE_BYTES = 64 << 10  # of a larger content, "auto" tries so much of its middle
-_GIVE_UP = 8  # after so many files in a row that did not pay ...
-_RETRY = 16  # ... "auto" tries one in this many: JPEGs come by the thousand
+_SAMPLE_BYTES = 64 << 10  # "auto" first tries this much of the middle of a larger content
+_GIVE_UP = 8  # after this many files in a row that lz4 did not make smaller ...
+_RETRY = 16  # ... "auto" tries only one file in this many: JPEGs come by the thousand
 _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 
 class ChunkBuilder:
-    """Packs entries into one chunk. Contents are read or copied into `room()`, then added.
+    """Packs entries into one chunk. The caller reads a content into `room()` and then adds it.
 
-    `body_bytes_max` is when `full`; a single larger entry still fits, if added first. `compress` is
-    "auto" (lz4 where a sample pays), "lz4" (try each), or "none". Reusable after `clear()`.
+    The chunk is `full` at `body_bytes_max`; a single larger entry still fits if it is added first.
+    `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try every file), or "none". The
+    builder can be used again after `clear()`.
     """
 
     def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
@@ -46,13 +47,15 @@ class ChunkBuilder:
         self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
-        self._futile = 0  # kept by clear(): the next chunk's files are mostly like this one's
+        # Files in a row that lz4 did not make smaller. `clear` keeps the number, since the files of
+        # the next chunk are mostly like those of this one.
+        self._futile = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget all entries, keep the memory."""
+        """Forget all entries, and keep the memory."""
         self.body_bytes = 0
-        self.left_bytes = self.body_bytes_max  # of contents and paths, until it is full
+        self.left_bytes = self.body_bytes_max  # of contents and paths, until the chunk is full
         self.full = False  # whether the chunk should be sealed now
         self._path_bytes = 0
         self._here: bytes | None = None  # the last entry's folder ...
@@ -64,12 +67,12 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """The first chunk of the file of which this one holds a later extent."""
+        """If this chunk holds a later extent of a file: the ID of the file's first chunk."""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
     def room_bytes(self) -> int:
-        """How much `room` gives without that memory has to be moved."""
+        """How many bytes `room` can give without moving the body in memory."""
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
@@ -89,7 +92,8 @@ class ChunkBuilder:
         size: int,
         part: ExtentInfo | None = None,
     ) -> None:
-        """Add the file (folder, name) whose `size` bytes (or whose part's) stand in `room()`."""
+        """Add the file (folder, name) whose content, or whose extent `part`, is in `room()`; `size`
+        is the length of the whole file."""
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
@@ -110,9 +114,10 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder, whose contents stand one behind the other in `room()`.
+        """Add files of one folder, whose contents stand one after the other in `room()`.
 
-        Nearly every file of a put comes through here: columns, and no line of Python for each.
+        Nearly every file of a put comes this way, so it works on columns, with no Python statement
+        per file.
         """
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
@@ -151,13 +156,13 @@ class ChunkBuilder:
         self._add(path, Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, _RAW, 0)
 
     def add_tombstone(self, path: tuple[bytes, bytes]) -> None:
-        """Add "this path is deleted"."""
+        """Add a tombstone: an entry that says that this path is deleted."""
         self._add(path, Kind.TOMBSTONE, 0, 0, 0, 0, _RAW, 0)
 
     def add_copy(self, source: Header, place: int, stored: memoryview) -> None:
-        """Add an entry of another chunk as it stands there, stamp included; `stored` is its body.
+        """Add an entry of another chunk unchanged, with its stamp; `stored` is its body there.
 
-        Nothing is decoded: what it decodes to, and its checksum, are checked by `seal`.
+        The body is not decoded here; `seal` checks it and its checksum.
         """
         entries, record = self._entries, source.records[place]
         self.room(len(stored))[:] = stored
@@ -175,13 +180,13 @@ class ChunkBuilder:
         self.set_stamp(source.stamp(place))
 
     def set_stamp(self, value: Stamp) -> None:
-        """Give the entry that was added last another stamp than its own place."""
+        """Give the entry that was added last another stamp than its own ID and place."""
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], Header]:
         """The buffers of the finished chunk, in order, and its header, parsed back from them.
 
-        The body's buffer is the builder's own: use it before `clear()`. Raises CorruptError where
+        The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if
         the bytes are no longer what was added (damaged memory).
         """
         front, stored = write_front(self.identity, chunk, self._entries, self.body_bytes)
@@ -228,13 +233,13 @@ class ChunkBuilder:
         return self._number
 
     def _grow(self, end: int) -> None:
-        """The body now ends at `end`."""
+        """Note that the body now ends at `end`."""
         self.body_bytes = end
         self.left_bytes = self.body_bytes_max - end - self._path_bytes
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """The lz4 forms of the next contents, by position, where they are tried and pay."""
+        """By position, the compressed forms of those contents that lz4 makes small enough."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed
@@ -252,7 +257,7 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """The lz4 form where it pays; "auto" looks at the middle of a larger content first."""
+        """A content compressed, or None; "auto" tries the middle of a larger content first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

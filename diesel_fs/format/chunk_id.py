@@ -1,7 +1,10 @@
-"""Chunk IDs: their fields, their text, and how a writer makes the next one (FORMAT.md, section 3).
+"""Chunk IDs and stamps: their fields, their text, and how a writer makes the next ID.
 
-Pure: the clock, the process number and randomness are handed in. An `IdSource` is guarded by its
-own lock; everything else is a function of its arguments.
+A chunk ID (FORMAT.md, section 3) is 16 bytes that order chunks by time. A **stamp** orders the
+versions of a path: it is the ID of the version's first chunk, and the entry's place in that chunk.
+
+Pure: the caller passes the clock, the process number and the random numbers. `IdSource` has a lock
+of its own and may be used from any thread.
 """
 
 import struct
@@ -15,7 +18,7 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Smaller than every ID that was ever made: "newest" of a dataset without chunks."""
+"""Smaller than every ID that is ever made: the newest ID of a dataset without chunks."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
@@ -27,7 +30,7 @@ _SECONDS_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, order=True)
 class IdFields:
-    """The four fields of a chunk ID (DIESEL, Table 1); they order as the ID does."""
+    """The four fields of a chunk ID (the DIESEL paper, Table 1); they sort as the ID does."""
 
     seconds: int
     machine: int
@@ -61,18 +64,18 @@ def id_seconds(chunk: ChunkId) -> int:
 
 
 def lowest_id(seconds: int) -> ChunkId:
-    """The smallest ID of that second: where a listing "since" a time starts."""
+    """The smallest ID of a second: a listing "since" a time starts there."""
     return IdFields(min(max(seconds, 0), _SECONDS_MAX), 0, 0, 0).id()
 
 
 def chunk_id_text(chunk: ChunkId) -> str:
-    """22 characters that sort as the ID does."""
+    """The text of an ID: 22 characters that sort as the ID does."""
     number = int.from_bytes(chunk, "big") << 4
     return "".join(ALPHABET[number >> shift & 63] for shift in range(126, -1, -6))
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """The ID of its text. Raises ValueError for anything that `chunk_id_text` did not print."""
+    """The ID with this text. Raises ValueError for text that `chunk_id_text` cannot return."""
     if len(text) != TEXT_CHARS:
         raise ValueError(f"a chunk ID has {TEXT_CHARS} characters, not {len(text)}")
     number = 0
@@ -104,8 +107,8 @@ def same_writer(one: ChunkId, other: ChunkId) -> bool:
 class IdSource:
     """Makes the IDs of one process, each greater than its last and than the newest committed one.
 
-    `clock` gives seconds since 1970, `entropy(n)` n random bytes, `process` the process number (a
-    change means a fork, and the random part is drawn again). Thread-safe.
+    `clock` returns seconds since 1970, `entropy(n)` n random bytes, and `process` the process
+    number: after a fork it differs, and the random part is drawn again. Thread-safe.
     """
 
     def __init__(
@@ -126,12 +129,13 @@ class IdSource:
         self._lock = threading.Lock()
 
     def next(self, newest: ChunkId, writer_of: ChunkId | None = None) -> ChunkId:
-        """The next ID (FORMAT.md, section 3), with the machine and process part of `writer_of`.
+        """The next ID, greater than `newest` (the rules are in FORMAT.md, section 3).
 
-        Raises ConflictError where it would be later than 2106, when the timestamps end.
+        With `writer_of`, the ID has that ID's machine and process part. Raises ConflictError if the
+        ID would be later than 2106, when the timestamps end.
         """
         if self._process() != self._drawn_by:
-            self._lock = threading.Lock()  # a lock held by another thread at the fork stays held
+            self._lock = threading.Lock()  # the old lock may have been held at the fork
         with self._lock:
             if self._process() != self._drawn_by:
                 self._drawn_by = self._process()

@@ -1,8 +1,9 @@
-"""What an entry is: its kinds, its path rules, and the columns in which many of them travel.
+"""What an entry of a dataset is: its kinds, the rules for its path, and columns of many entries.
 
-Owned here: the rules for paths and names, `RECORD` (the fixed part of an entry as metadata stores
-keep it) and `EXTENT` (one part of a file larger than a chunk). Not owned: how a chunk or a snapshot
-lays them out (`chunk.py`, `snapshot.py`). Pure values; safe from any thread.
+An **entry** is a file, a symbolic link, a folder, or a tombstone (which says that a path is
+deleted). Metadata stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file
+larger than a chunk. `chunk.py` and `snapshot/` have byte layouts of their own. Pure values; safe
+from any thread.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from ..errors import UsageError
 from ..names import shown
 
 Bytes = bytes | bytearray | memoryview
-"""What holds bytes that are written or sent."""
+"""The types of a buffer that is written or sent."""
 
 ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
@@ -29,9 +30,9 @@ NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer component could be stored but never opened."""
 
 PATH_BYTES_MAX = 262_144
-"""1,000 folders of 250-byte names; longer ones are reachable on no system we know."""
+"""Enough for 1,000 nested folders with names of 250 bytes; no known system reaches longer paths."""
 
-_BLOCK_BYTES = 1 << 22  # of names that are looked at together
+_BLOCK_BYTES = 1 << 22  # of names that are scanned at once
 
 MODE_MASK = 0o777
 """Set-user-ID, set-group-ID and sticky bits never travel."""
@@ -73,11 +74,11 @@ RECORD = np.dtype(
         ("kind", "u1"),
         ("codec", "u1"),
         ("place", "<u4"),  # its number among its chunk's entries
-        ("extents", "<u4"),  # 1; or how many extents the file has, then they stand in its tail
+        ("extents", "<u4"),  # how many extents the file has; if several, they are in its tail
         ("spare", "<u4"),
     ]
 )
-"""The fixed part of an entry, 48 bytes. Opaque to a metadata store, except `kind` and `extents`."""
+"""The fixed part of an entry, 48 bytes. A metadata store looks only at `kind` and `extents`."""
 
 EXTENT = np.dtype(
     [
@@ -97,7 +98,7 @@ EXTENT = np.dtype(
 
 
 class Stat(NamedTuple):
-    """What `stat` tells of an entry: mode holds permission bits only; sizes in bytes."""
+    """The attributes of an entry. `mode` holds permission bits only; `size` is in bytes."""
 
     kind: Kind
     mode: int
@@ -116,17 +117,17 @@ AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 
 
 class Names(Sequence[bytes]):
-    """Names as one block of bytes, a NUL between each and the next, as chunks and runs hold them.
+    """Names in one block of bytes, joined by NULs, as chunks hold them.
 
-    Made into objects only as far as somebody asks for them: four million names would take 250 MB.
-    Iterating is as fast as it is over a list; an index costs more.
+    A name becomes a Python object only when it is asked for: four million objects would take
+    250 MB. Iterating is as fast as over a list; indexing is slower.
     """
 
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
 
     def __init__(self, joined: bytes, count: int) -> None:
-        """`joined` has one NUL less than names, and none in a name. The count tells no name from
-        one that is empty."""
+        """`joined` holds `count` names with a NUL between each two, and no NUL in a name. (Without
+        the count, one empty name would look like no name.)"""
         self.joined = joined
         self._count = count
         self._is_split_by_nuls = True
@@ -134,20 +135,20 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """These names, whatever is in them."""
+        """These names, which may hold NULs, too."""
         if isinstance(names, Names):
             return names
         listed = [*names]
         found = cls(b"\0".join(listed), len(listed))
         if found.joined.count(b"\0") != max(len(listed) - 1, 0):
-            found._is_split_by_nuls = False  # those who check names have to see it
+            found._is_split_by_nuls = False  # a name holds a NUL, which checks must see
             found._starts = np.zeros(len(listed) + 1, np.int64)
             np.cumsum([len(name) + 1 for name in listed], out=found._starts[1:])
         return found
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each name starts in `joined`, and last where one behind them would."""
+        """Where each name starts in `joined`, and where one more name would start."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -164,7 +165,8 @@ class Names(Sequence[bytes]):
         return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
-        """The names without anything between them: where each starts, and last their end."""
+        """The names without NULs between them: where each starts (and where the last ends), and
+        their bytes."""
         starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
         starts -= np.arange(self._count + 1)
         if self._is_split_by_nuls:
@@ -172,14 +174,14 @@ class Names(Sequence[bytes]):
         return starts, b"".join(self)
 
     def empty_ones(self) -> npt.NDArray[np.int64]:
-        """The indices of names that are empty."""
+        """The indices of the empty names."""
         first, last = self.joined[:1], self.joined[-1:]
         if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
             return np.zeros(0, np.int64)
         return np.flatnonzero(np.diff(self.starts) == 1)
 
     def are_allowed(self) -> bool:
-        """Whether each is a name by the rules for paths (`name_fault`)."""
+        """Whether every name may be a component of a path (`name_fault`)."""
         apart = b"\0%b\0" % self.joined
         return (
             b"/" not in apart
@@ -228,10 +230,10 @@ class Names(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Entries as columns, n of them, in any order, each path once.
+    """n entries as columns, in any order, each path once.
 
-    `folder[i]` is a position in `folders` (paths, each once), `chunk[i]` one in `chunks`; `tails`
-    maps i to a link's target or to a file's `EXTENT`s and lacks all others.
+    `folder[i]` is an index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails`
+    maps i to the target of a link, or to the `EXTENT`s of a file that has several.
     """
 
     folders: Sequence[bytes]
@@ -262,7 +264,7 @@ def split(path: bytes) -> tuple[bytes, bytes]:
 
 
 def name_fault(name: bytes) -> str:
-    """Why `name` cannot be a component of a path, or the empty string."""
+    """Why `name` cannot be a component of a path; the empty string if it can."""
     if not name:
         return "an empty component"
     if name in (b".", b".."):
@@ -275,7 +277,7 @@ def name_fault(name: bytes) -> str:
 
 
 def path_fault(path: bytes) -> str:
-    """Why `path` is no path of a dataset, or the empty string. The root is one."""
+    """Why `path` cannot be a path in a dataset; the empty string if it can, as the root can."""
     if path == ROOT:
         return ""
     if len(path) > PATH_BYTES_MAX:
@@ -284,7 +286,7 @@ def path_fault(path: bytes) -> str:
 
 
 def check_path(path: bytes) -> bytes:
-    """`path` itself. Raises UsageError where it is no path of a dataset."""
+    """`path` itself. Raises UsageError if it cannot be a path in a dataset."""
     if fault := path_fault(path):
         raise UsageError(f"bad path {shown(path)}: it has {fault}")
     return path

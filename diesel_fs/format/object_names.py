@@ -1,6 +1,6 @@
-"""Where things lie in an object store: the names of FORMAT.md, section 2, both directions.
+"""The names of all objects in an object store (FORMAT.md, section 2): made here, and parsed back.
 
-Pure functions of identities, IDs and versions.
+Pure functions of dataset identities, chunk IDs and versions.
 """
 
 import re
@@ -15,8 +15,8 @@ STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
 _PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
 
-# A name that is not in here is not ours: never written, listed, read or deleted. A new sort of
-# object is a line here and in FORMAT.md; older programs will call it foreign.
+# A name that matches none of these is foreign: it is never written, listed, read or deleted. A new
+# kind of object needs a line here and in FORMAT.md; older programs treat it as foreign.
 _OF_CHUNK_ID = r"[0-9A-Za-z_-]"
 _DATASET = rf"datasets/{IDENTITY_TEXT}"
 _OBJECTS = {
@@ -38,33 +38,33 @@ MUTABLE_NAME = re.compile(_OBJECTS["lease"])
 
 
 def dataset_object(identity: UUID) -> str:
-    """The object that holds a dataset's name."""
+    """The name of the object that holds a dataset's name and identity."""
     return f"{DATASETS}{identity.hex}/DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """The object that says: this dataset is deleted."""
+    """The name of the object that says that this dataset is deleted."""
     return f"{DELETED}{identity.hex}"
 
 
 def dataset_prefix(identity: UUID) -> str:
-    """What the names of all objects of a dataset begin with."""
+    """The prefix of the names of all objects of a dataset."""
     return f"{DATASETS}{identity.hex}/"
 
 
 def chunk_prefix(identity: UUID) -> str:
-    """What the names of a dataset's chunks begin with."""
+    """The prefix of the names of a dataset's chunks."""
     return f"{DATASETS}{identity.hex}/chunks/"
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
-    """The object of a chunk. Names sort as IDs do."""
+    """The name of a chunk's object. Names sort as IDs do."""
     text = chunk_id_text(chunk)
     return f"{DATASETS}{identity.hex}/chunks/{text[:_PREFIX_CHARS]}/{text}"
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """The ID of a chunk object's name; None where it is not one."""
+    """The ID of the chunk with this object name; None if it is not the name of a chunk."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -74,17 +74,17 @@ def chunk_of_object(name: str) -> ChunkId | None:
 
 
 def snapshot_prefix(identity: UUID) -> str:
-    """What the names of a dataset's snapshots begin with."""
+    """The prefix of the names of a dataset's snapshots."""
     return f"{DATASETS}{identity.hex}/snapshots/"
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
-    """The object of the snapshot of a version. Names sort as versions do."""
+    """The name of a snapshot's object. Names sort as versions do."""
     return f"{snapshot_prefix(identity)}{version:016x}"
 
 
 def version_of_object(name: str) -> int | None:
-    """The version of a snapshot object's name; None where it is not one."""
+    """The version of the snapshot with this object name; None if it is not the name of one."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -93,17 +93,18 @@ def version_of_object(name: str) -> int | None:
 
 
 def lease_prefix(identity: UUID) -> str:
-    """What the names of a dataset's leases begin with."""
+    """The prefix of the names of a dataset's leases."""
     return f"{DATASETS}{identity.hex}/leases/"
 
 
 def lease_object(identity: UUID, name: str) -> str:
-    """The object of a lease."""
+    """The name of a lease's object."""
     return f"{lease_prefix(identity)}{name}"
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The dataset whose identity is the second component of a name; None where it is not one."""
+    """The identity of the dataset that an object belongs to: the second component of its name;
+    None if that is not an identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

@@ -107,7 +107,7 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
 
 
 def test_a_chunk_table_that_names_one_twice() -> None:
-    with pytest.raises(UsageError, match="two rows have one path"):
+    with pytest.raises(UsageError, match="holds a chunk twice"):
         merged(rows_of({}), chunks=(3, 3))
 
 

@@ -314,9 +314,7 @@ class CloudStore(ObjectStore):
         except ObjectMissing:
             return PermanentStoreError(f"{self._location}: the store has gone (no {STORE_MARKER})")
         if store_id != self.store_id:
-            return PermanentStoreError(
-                f"{self._location}: now holds another store than the one opened"
-            )
+            return PermanentStoreError(f"{self._location}: another store is in this place now")
         return ObjectMissing(f"{name}: no such object in {self._location}")
 
     # Listing
