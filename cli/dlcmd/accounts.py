@@ -1,6 +1,7 @@
-"""`dlcmd user` and `dlcmd grant`.
+"""The verbs `user` and `grant`: the accounts of a server, and their roles on datasets.
 
-A key is made here, shown once, and goes nowhere else: what travels and is kept is its public half.
+`user add` makes the user's secret key in this process and shows it once. Only the public half of
+the key is sent and stored.
 """
 
 import os
@@ -28,10 +29,11 @@ from diesel_fs.system.atomic_file import atomic_file, is_stdout, write_error
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
 
 from .options import HELP_NAMES, dataset, global_flags, global_options, verb
-from .output import count_text, emit, remark, say, say_json
+from .output import count_text, print_json, print_line, print_note, write_stdout
 
 
-def _opened(*, create: bool = False) -> Administration:
+def _open_accounts(*, create: bool = False) -> Administration:
+    """The accounts of the repository that the options name: of its server, or direct."""
     clouds.open_buckets_directly()
     settings = global_flags().settings()
     return open_administration(
@@ -42,9 +44,10 @@ def _opened(*, create: bool = False) -> Administration:
 @global_options
 @click.group("user", context_settings=HELP_NAMES)
 def user() -> None:
-    """Users of a server: who they are, and by which keys they prove it.
+    """Add, remove, list, export or import the users of a server.
 
-    The first one is made with direct access to the repository, the others through a server, too.
+    Add the first user with direct access to the repository (--url), and the others that way or
+    through the server.
 
     \b
     Examples:
@@ -56,9 +59,11 @@ def user() -> None:
 
 @user.command("add", context_settings=HELP_NAMES)
 @click.argument("name", type=check_user_name, metavar="NAME")
-@click.option("--admin", is_flag=True, help="Administers all datasets and all accounts.")
-@click.option("--renew", is_flag=True, help="The user is there: another key, the same roles.")
-@click.option("--public-key", metavar="TEXT", help="The public half of a key made elsewhere.")
+@click.option("--admin", is_flag=True, help="Let the user administer all datasets and accounts.")
+@click.option("--renew", is_flag=True, help="Give an existing user another key; the roles stay.")
+@click.option(
+    "--public-key", metavar="TEXT", help="Use a key made elsewhere: this is its public half."
+)
 @click.option(
     "--key-out",
     type=click.Path(path_type=Path),
@@ -68,7 +73,7 @@ def user() -> None:
 def user_add(
     name: str, admin: bool, renew: bool, public_key: str | None, key_out: Path | None
 ) -> None:
-    """Add a user, whose key is made here and printed once.
+    """Add a user; make the user's key and print it once.
 
     \b
     Examples:
@@ -77,17 +82,20 @@ def user_add(
       dlcmd user add ann --renew
     """
     if public_key is not None and key_out is not None:
-        raise UsageError("--public-key and --key-out exclude each other")
+        raise UsageError(
+            "--public-key and --key-out cannot be used together",
+            advice="with --public-key no key is made that could be written",
+        )
     seed = None if public_key is not None else keys.new_seed()
     public = parse_public_key(public_key or "") if seed is None else keys.public_key(seed)
-    with _opened(create=not renew) as accounts:
+    with _open_accounts(create=not renew) as accounts:
         if seed is not None and key_out is not None:
             _write_key(key_out, seed)
         try:
             (accounts.replace_key if renew else accounts.add)(name, public, admin=admin)
         except BaseException:
             if seed is not None and key_out is not None:
-                key_out.unlink()  # no account has it, or one that --renew can give another
+                key_out.unlink()  # no account has this key, or --renew can replace it
             raise
     described: dict[str, object] = {
         "user": name,
@@ -99,23 +107,25 @@ def user_add(
     elif seed is not None:
         described["key"] = key_text(seed)
     if global_flags().json:
-        say_json(described)
+        print_json(described)
         return
     if "key" in described:
-        emit([f"{described['key']}\n".encode()])
-        remark(f"this is the key of {name}; it is not shown again. To use it: write it to a file,")
-        remark(f"chmod 600 it, and say --user {name} --key-file FILE")
+        write_stdout([f"{described['key']}\n".encode()])
+        print_note(
+            f"this is the key of {name}; it is not shown again. To use it: write it to a file,"
+        )
+        print_note(f"`chmod 600` the file, and give --user {name} --key-file FILE")
     else:
-        say(f"{'renewed' if renew else 'added'} {name}")
+        print_line(f"{'renewed' if renew else 'added'} {name}")
 
 
 def _write_key(path: Path, seed: bytes) -> None:
-    """A new file with a key. Raises ConflictError where there is one."""
+    """Write a key to a new file that only its owner can read. Raises ConflictError if it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
     except FileExistsError:
-        raise ConflictError(f"{path} exists already", advice="name a new file") from None
+        raise ConflictError(f"{path} exists", advice="name a new file for the key") from None
     with open(fd, "wb") as file:
         file.write(key_text(seed).encode() + b"\n")
         file.flush()
@@ -125,22 +135,22 @@ def _write_key(path: Path, seed: bytes) -> None:
 @user.command("rm", context_settings=HELP_NAMES)
 @click.argument("name", type=check_user_name, metavar="NAME")
 def user_rm(name: str) -> None:
-    """Remove a user. Who is logged in as that user is cut off within seconds.
+    """Remove a user, and close the connections of that user within seconds.
 
     \b
     Example:
       dlcmd user rm ann
     """
-    with _opened() as accounts:
+    with _open_accounts() as accounts:
         accounts.remove(name)
         if parse_url(global_flags().settings().repository_url).scheme not in SERVER_SCHEMES:
             left = accounts.accounts()
             if not any(account.admin for account in left.values()):
-                remark("there is no administrator now: dlcmd user add NAME --admin")
+                print_note("there is no administrator now; `dlcmd user add NAME --admin` makes one")
     if global_flags().json:
-        say_json({"removed": name})
+        print_json({"removed": name})
     else:
-        say(f"removed {name}")
+        print_line(f"removed {name}")
 
 
 @user.command("ls", context_settings=HELP_NAMES)
@@ -152,14 +162,14 @@ def user_ls() -> None:
       dlcmd user ls
       dlcmd user ls --json
     """
-    with _opened() as opened:
-        accounts = opened.accounts()
+    with _open_accounts() as administration:
+        accounts = administration.accounts()
     if global_flags().json:
         for account in accounts.values():
-            say_json(_described(account))
+            print_json(_described(account))
         return
     width = max(map(len, accounts), default=0)
-    emit(
+    write_stdout(
         f"{name:<{width}}  {_roles(account)}".rstrip().encode() + b"\n"
         for name, account in sorted(accounts.items())
     )
@@ -182,19 +192,19 @@ def _roles(account: Account) -> str:
 @user.command("export", context_settings=HELP_NAMES)
 @click.argument("file", default="-", metavar="[FILE]")
 def user_export(file: str) -> None:
-    """Write all accounts as text: names, public keys and roles. It lets nobody in.
+    """Write all accounts as text: names, public keys and roles, but no secret.
 
     \b
     Examples:
       dlcmd user export accounts.jsonl
       dlcmd user export | ssh backup "cat > accounts.jsonl"
     """
-    with _opened() as accounts:
+    with _open_accounts() as accounts:
         text = accounts.export_text()
     count = len(parse_accounts(text))
     path = Path(file)
     if file == "-" or is_stdout(path):
-        emit([text])
+        write_stdout([text])
         return
     try:
         with atomic_file(path) as opened:
@@ -202,18 +212,18 @@ def user_export(file: str) -> None:
     except OSError as error:
         raise write_error(path, error) from error
     if global_flags().json:
-        say_json({"users": count, "file": file})
+        print_json({"users": count, "file": file})
     else:
-        say(f"wrote {count_text(count, 'user')} to {file}")
+        print_line(f"wrote {count_text(count, 'user')} to {file}")
 
 
 @user.command("import", context_settings=HELP_NAMES)
 @click.argument("file", metavar="FILE|-")
-@click.option("--replace", is_flag=True, help="Remove all users that are not in it.")
+@click.option("--replace", is_flag=True, help="Remove all users that are not in the file.")
 def user_import(file: str, replace: bool) -> None:
-    """Take over accounts from an export: all of them, or none where one is wrong.
+    """Add the accounts of an export: all of them, or none if one is not valid.
 
-    Users of the same names get what stands in the file; others stay, unless --replace.
+    A user who exists gets the key and roles in the file. Other users stay, unless --replace.
 
     \b
     Examples:
@@ -222,12 +232,12 @@ def user_import(file: str, replace: bool) -> None:
     """
     text = _content(file)
     more = parse_accounts(text)
-    with _opened(create=True) as accounts:
+    with _open_accounts(create=True) as accounts:
         accounts.import_text(text, replace=replace)
     if global_flags().json:
-        say_json({"users": len(more), "replaced": replace})
+        print_json({"users": len(more), "replaced": replace})
     else:
-        say(f"imported {count_text(len(more), 'user')}")
+        print_line(f"imported {count_text(len(more), 'user')}")
 
 
 def _content(file: str) -> bytes:
@@ -249,23 +259,28 @@ for _command in user.commands.values():
 @click.argument("user_name", type=check_user_name, metavar="USER")
 @click.argument("role", type=parse_role, metavar="ROLE")
 def grant(name: str, user_name: str, role: Role) -> None:
-    """Give a user a role on a dataset, in place of the one before; it need not be there yet.
+    """Give a user a role on a dataset, in place of the former one.
+
+    The dataset need not exist yet.
 
     \b
-    ROLE: read; write, which is to put and delete entries, too; admin, which is to make,
-    recover, purge and delete the dataset and to grant roles on it, too; none.
+    The ROLE is one of:
+      none   may do nothing
+      read   may read
+      write  may also put and delete entries
+      admin  may also make, recover, purge and delete the dataset, and grant roles on it
 
     \b
     Examples:
       dlcmd grant pets ann read
       dlcmd grant pets ann none
     """
-    with _opened() as accounts:
+    with _open_accounts() as accounts:
         accounts.grant(name, user_name, role)
     if global_flags().json:
-        say_json({"dataset": name, "user": user_name, "role": role.text})
+        print_json({"dataset": name, "user": user_name, "role": role.text})
     else:
-        say(f"{user_name} may {_MAY[role]} {name}")
+        print_line(f"{user_name} may {_MAY[role]} {name}")
 
 
 _MAY = {

@@ -1,4 +1,4 @@
-"""Addresses of datasets and their entries, and the repository that they are in."""
+"""Reads addresses (`DATASET@VERSION/path`) from the command line, and opens the repository."""
 
 import os
 from collections.abc import Iterator
@@ -18,18 +18,17 @@ from diesel_fs.storage.objects.cloud import direct as clouds
 from diesel_fs.urls import parse_url
 
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
-from .output import remark
+from .output import print_note
 
 MEMORY_BYTES = 256 << 20
-"""Chunks that a verb keeps while it reads contents."""
+"""Memory for the chunks that a verb keeps while it reads contents."""
 
-_OLD_VIEW = f"{__name__}.old_view"  # whether a command has said so
+_STALENESS_NOTED = f"{__name__}.staleness_noted"  # key in click's `meta` of one command
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`DATASET[@VERSION][/path]`; `must_be_folder` where it ends in a slash, so can only mean a
-    folder."""
+    """`DATASET[@VERSION][/path]`. One that ends in a slash can only mean a folder."""
 
     dataset: str
     path: bytes = b""
@@ -41,32 +40,32 @@ class Address:
         return f"{name}/{shown(self.path)}" if self.path else name
 
     def view(self, repository: LocalRepository) -> Snapshot:
-        """The version that is meant. Raises NotFoundError."""
+        """The snapshot of this address's version. Raises NotFoundError.
+
+        Notes once a command that the snapshot may not be the current one, where nobody can tell.
+        """
         if self.version:
             return repository.view_at(self.dataset, self.version)
         view = repository.view(self.dataset)
-        said = click.get_current_context().meta  # of this command
-        if (warning := repository.staleness_warning(view)) and not said.get(_OLD_VIEW):
-            said[_OLD_VIEW] = True
-            remark(warning)
+        meta = click.get_current_context().meta
+        if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
+            meta[_STALENESS_NOTED] = True
+            print_note(warning)
         return view
 
 
 def address(text: str) -> Address:
-    """Read an address of what can be changed: without a version.
-
-    Raises UsageError before anything is made of the name.
-    """
+    """Read an address for a verb that writes: it has no version. Raises UsageError."""
     return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
-    """Read an address of what is only read. Raises UsageError as `address`."""
+    """Read an address for a verb that only reads: it may have a version. Raises UsageError."""
     return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
-    """As `versioned_address`, or `DATASET@` for ALL_VERSIONS."""
+    """Read an address for `ls`: as `versioned_address`, or `DATASET@` for ALL_VERSIONS."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)
@@ -82,21 +81,21 @@ def _address(text: str, name: str, version: int) -> Address:
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
 ) -> Iterator[LocalRepository]:
-    """The repository that the options name. Raises DieselError.
+    """Open the repository that the options and the environment name. Raises DieselError.
 
-    With `create` a new one is made where there is none, with `rebuild` a new metadata store.
+    `create` makes a repository that is missing; `rebuild` makes only a missing metadata store.
     """
     clouds.open_buckets_directly()
     settings = global_flags().settings()
     try:
         if rebuild:
-            open_configured(settings).close()  # never make a store of what is only not mounted
+            open_configured(settings).close()  # raises where the objects are missing
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
-        where = parse_url(settings.repository_url)
-        if where.scheme == "file" and (not settings.url or not where.path.exists()):
-            error.message = f"there is no repository at {where}"
-            error.advice = "`dlcmd put` makes one, --url or DIESEL_URL names another"
+        url = parse_url(settings.repository_url)
+        if url.scheme == "file" and (not settings.url or not url.path.exists()):
+            error.message = f"there is no repository at {url}"
+            error.advice = "`dlcmd put` makes one; --url or DIESEL_URL names another"
         raise
     with repository:
         yield repository
@@ -104,7 +103,7 @@ def open_repository_from_flags(
 
 @contextmanager
 def entry_reader(repository: LocalRepository, view: Snapshot) -> Iterator[EntryReader]:
-    """A reader of a dataset's contents."""
+    """A reader of the contents of a version's files."""
     reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     try:
         yield reader

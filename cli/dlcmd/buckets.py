@@ -1,6 +1,6 @@
-"""A bucket in the cloud as the source of a put.
+"""A bucket as the source of a put: lists and reads its objects, with retries.
 
-Imported when one is put: it brings the library that speaks to such stores.
+Imported only when a bucket is put, since it imports the library that speaks to buckets.
 """
 
 import time
@@ -24,21 +24,21 @@ _POLICY = RetryPolicy()
 
 
 class CloudBucket:
-    """The objects below a prefix of a bucket, or the one at just that key, as a source of
-    `put_bucket`."""
+    """The objects below a prefix of a bucket, or the single object at that key; what `put_bucket`
+    reads from."""
 
     def __init__(self, url: RepositoryUrl) -> None:
-        """Sends nothing yet. Raises ConfigError."""
+        """Sends no request yet. Raises ConfigError."""
         self._url = url
         self._requests = CloudRequests(parse_bucket_url(url.objects_url))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """The object at the very key that the URL names, where nothing lies below that as a
-        prefix. Asks the store."""
+        """The object whose key is the URL's whole prefix; None if there are objects below that
+        prefix, or none at that key. Sends requests."""
         key = self._url.prefix
-        if not key or next(self._listed(), None) is not None:
+        if not key or next(self._list(), None) is not None:
             return None
         try:
             return self._retrying(0).call(lambda: self._requests.head(key))
@@ -46,34 +46,36 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """All of them, as the store lists them. Raises NotFoundError where nothing is there.
+        """All objects, in the order of the store's listing. Raises NotFoundError if there is none.
 
-        What consoles make to show a folder is an empty object named like it: where something lies
-        below, its key gets its slash back, which the library takes off.
+        Cloud consoles show a folder by an empty object whose key ends in a slash. The library
+        removes that slash. An empty object with others below it gets the slash back here.
         """
-        if (one := self.single_object) is not None:
-            yield BucketObject(b"", one.bytes, one.modified_ns, one.etag or "")
+        if (single := self.single_object) is not None:
+            yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
         last: BucketObject | None = None
-        is_there = not self._prefix  # of a bucket that is not there the store says so itself
-        for found in self._listed():
-            is_there = True
+        has_objects = (
+            not self._prefix
+        )  # without a prefix: a missing bucket is the store's own error
+        for found in self._list():
+            has_objects = True
             if not found.key.startswith(self._prefix):
-                continue  # what consoles make of the prefix itself, which lost its slash
+                continue  # the console's folder object of the prefix itself, without its slash
             key = found.key.removeprefix(self._prefix).encode()
             if last is not None and last.key == key:
-                continue  # told twice
+                continue  # the listing had it twice
             if last is not None:
                 is_folder = not last.size and key.startswith(last.key + b"/")
                 yield last._replace(key=last.key + b"/") if is_folder else last
             last = BucketObject(key, found.bytes, found.modified_ns, found.etag or "")
         if last is not None:
             yield last
-        if not is_there:
+        if not has_objects:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
-    def _listed(self) -> Iterator[CloudObject]:
-        """The listing, begun again behind its last key where it breaks."""
+    def _list(self) -> Iterator[CloudObject]:
+        """The store's listing. After an error it goes on behind the last key that it had."""
         after, retrying = "", self._retrying(0)
         while True:
             try:
@@ -84,15 +86,16 @@ class CloudBucket:
                     retrying = self._retrying(0)
                 return
             except UnlistableKey as error:
-                error.advice = "rename or remove that object, or put the prefixes beside it"
+                error.advice = "rename or remove that object, or put the other prefixes one by one"
                 raise
             except ObjectStoreError as error:
                 retrying.wait_or_raise(error)
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """Just so many bytes of an object as it was listed.
+        """Exactly `size` bytes of an object, from `start` on.
 
-        Raises NotFoundError where it is gone, ConflictError where it has changed.
+        Raises NotFoundError if the object is gone, ConflictError if it has changed since it was
+        listed.
         """
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
         content, until_s = bytearray(size), time.monotonic() + _POLICY.deadline_for(size)

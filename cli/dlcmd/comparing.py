@@ -1,4 +1,4 @@
-"""`dlcmd diff`."""
+"""The verb `diff`: compares two versions, two datasets, or a dataset and a folder."""
 
 import json
 from collections.abc import Iterator
@@ -13,38 +13,44 @@ from diesel_fs.repository.local import LocalRepository
 
 from .addresses import Address, open_repository_from_flags, versioned_address
 from .options import global_flags, verb
-from .output import emit, json_name, name_line, raise_if_partial, say, say_json
+from .output import json_name, name_line, print_json, print_line, raise_if_partial, write_stdout
 from .progress import Progress, shown_progress
 
 _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
 
 
 def first_side(text: str) -> Address:
-    """A dataset or what is below a path of it. Raises UsageError."""
+    """Read the first argument: a dataset, or a path in one. Raises UsageError."""
     if text[:1] in ("/", ".", "~"):
         raise UsageError(
-            f"{text} is no dataset", advice="name the dataset first: `dlcmd diff DATASET FOLDER`"
+            f"{text} is a folder's path, and the first argument is a dataset",
+            advice="name the dataset first: `dlcmd diff DATASET FOLDER`",
         )
     return versioned_address(text)
 
 
 def second_side(text: str) -> Address | Path:
-    """A dataset, or a folder: one has a slash in its name, or is `.` or `..`. Raises UsageError."""
+    """Read the second argument: a folder if it has a slash or is `.` or `..`, else a dataset.
+
+    Raises UsageError.
+    """
     return Path(text) if "/" in text or text in (".", "..") else versioned_address(text)
 
 
 @verb("diff")
 @click.argument("first", type=first_side, metavar="DATASET[@VERSION][/path]")
 @click.argument("second", type=second_side, metavar="DATASET[@VERSION]|FOLDER")
-@click.option("--checksum", is_flag=True, help="Compare a folder's contents, too.")
+@click.option(
+    "--checksum", is_flag=True, help="Compare a folder's contents, not only size and mtime."
+)
 def diff(first: Address, second: Address | Path, checksum: bool) -> None:
     """Show what differs between two versions, two datasets, or a dataset and a folder.
 
-    There is a line for each entry: + where only the second side has it, - where only the first has
-    it, M where its mode, mtime, size or content is another. What has become another kind of entry
-    is - and +. With a path, only what lies below it is compared. A FOLDER has a slash in its name
-    (./images). It is compared as `put` does it, so the lines say what `put --delete` would do. The
-    exit code is 0 also where something differs.
+    Each entry that differs gets a line: + if only the second argument has it, - if only the first
+    has it, M if its mode, mtime, size or content differs. An entry of another kind (a file that is
+    now a folder) gets - and +. With a path, only the entries below it are compared. A FOLDER needs
+    a slash in its name (./images); it is compared as `put` compares it, so the lines are what `put
+    --delete` would do. The exit code is 0 even if there are differences.
 
     \b
     Examples:
@@ -63,8 +69,8 @@ def diff(first: Address, second: Address | Path, checksum: bool) -> None:
         else:
             new = _view(repository, second)
             found = compare_versions(old, new, first.path)
-    emit(_lines(found))
-    _sum_up(found)
+    write_stdout(_lines(found))
+    _print_counts(found)
     raise_if_partial(found.failed, str(second), "compared")
 
 
@@ -73,7 +79,7 @@ def _view(repository: LocalRepository, second: Address) -> Snapshot:
         return second.view(repository)
     except NoSuchDataset as error:
         if Path(second.dataset).is_dir():
-            error.advice = f"write ./{second.dataset} for the folder"
+            error.advice = f"write ./{second.dataset} to compare with the folder"
         raise
 
 
@@ -87,7 +93,7 @@ def _lines(found: Differences) -> Iterator[bytes]:
                 yield sign + name_line(path or b".")
 
 
-def _sum_up(found: Differences) -> None:
+def _print_counts(found: Differences) -> None:
     counts = {
         "added": len(found.added),
         "changed": len(found.changed),
@@ -95,6 +101,6 @@ def _sum_up(found: Differences) -> None:
         "unchanged": found.unchanged,
     }
     if global_flags().json:
-        say_json({"event": "done", **counts})
+        print_json({"event": "done", **counts})
     else:
-        say(", ".join(f"{count:,} {what}" for what, count in counts.items()))
+        print_line(", ".join(f"{count:,} {what}" for what, count in counts.items()))

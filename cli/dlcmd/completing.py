@@ -1,19 +1,19 @@
-"""`dlcmd completion`: what a shell evaluates to complete verbs, options and their values."""
+"""The verb `completion`: prints the code with which a shell completes `dlcmd`."""
 
 import click
 from click.shell_completion import get_completion_class
 
 from .options import verb
-from .output import emit
+from .output import write_stdout
 
 COMPLETE = "_DLCMD_COMPLETE"
-"""The variable of the environment in which a shell says that it asks for completions."""
+"""The environment variable by which a shell asks `dlcmd` for completions."""
 
 
 @verb("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes a shell complete verbs, options, their values, and names of files.
+    """Print the code with which a shell completes verbs, options, their values, and file names.
 
     \b
     Examples:
@@ -24,4 +24,4 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     command = click.get_current_context().find_root().command
-    emit([kind(command, {}, "dlcmd", COMPLETE).source().encode(), b"\n"])
+    write_stdout([kind(command, {}, "dlcmd", COMPLETE).source().encode(), b"\n"])

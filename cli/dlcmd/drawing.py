@@ -1,4 +1,4 @@
-"""What is drawn on a terminal, by rich. Imported only where there is one."""
+"""Draws progress bars and tables on a terminal, with rich. Imported only if there is a terminal."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from .output import bytes_text
 
 
 class Bar:
-    """A bar with rate and time left, on stderr, without a thread: a put forks beside it."""
+    """A progress bar on stderr, with rate and time left. It has no thread, since `put` forks."""
 
     def __init__(self, title: str, unit: str) -> None:
         self._unit = unit
@@ -30,7 +30,7 @@ class Bar:
         self._rich.start()
 
     def draw(self, done: int, total: int, content_bytes: int | None) -> None:
-        """Show how much of how much is done; a `total` of 0 is not known yet."""
+        """Redraw the bar. A `total` of 0 means that it is not known yet."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
         rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"
@@ -40,12 +40,12 @@ class Bar:
         self._rich.refresh()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._rich.stop()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
-    """A table on stdout; the columns in `numbers` stand to the right."""
+    """Draw a table on stdout; the columns named in `numbers` are aligned to the right."""
     drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         drawn.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)

@@ -1,8 +1,8 @@
-"""`dlcmd get` and `dlcmd cat`."""
+"""The verbs `get` (writes a dataset back to files) and `cat` (writes contents to stdout)."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -22,11 +22,11 @@ from .output import (
     STDOUT,
     bytes_text,
     count_text,
-    emit,
     json_failed,
+    print_json,
+    print_line,
     raise_if_partial,
-    say,
-    say_json,
+    write_stdout,
 )
 from .progress import Progress, shown_progress
 
@@ -34,13 +34,13 @@ from .progress import Progress, shown_progress
 @verb("get")
 @click.argument("source", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 @click.argument("dest", required=False, metavar="[DEST]")
-@click.option("--tar", metavar="FILE|-", help="Write a tar, in place of DEST.")
-@click.option("--force", is_flag=True, help="Replace what is there and different.")
+@click.option("--tar", metavar="FILE|-", help="Write a tar to this file, in place of DEST.")
+@click.option("--force", is_flag=True, help="Replace files that exist and differ.")
 def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None:
-    """Write contents back, with mode, mtime and links, to a folder, a file or a tar.
+    """Write a dataset back to a folder, a file or a tar, with mode, mtime and links.
 
-    The contents of a folder go into DEST. What is there and equal is left alone, what is there and
-    different is named and left alone, unless --force. Nothing is written outside DEST.
+    The contents of a folder go into DEST. A file that exists and is equal is skipped; one that
+    exists and differs is named and kept, unless --force is given. Nothing is written outside DEST.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
     with open_repository_from_flags() as repository, shown_progress(f"get {source}") as show:
 
         def progress(report: GetReport) -> None:
-            if not (to_stdout and global_flags().json):  # there the tar has stdout for itself
+            if not (to_stdout and global_flags().json):  # stdout then has the tar and nothing else
                 show(Progress(report.entries, report.total, report.content_bytes))
 
         view = source.view(repository)
@@ -69,11 +69,14 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
                 report = extract.get(
                     view, reader, source.path, where, force=force, progress=progress
                 )
-    _tell(report, source, quiet=to_stdout)
+    _print_report(report, source, quiet=to_stdout)
 
 
 def _destination(repository: LocalRepository, dest: str, name: bytes) -> Path:
-    """DEST, which may end in a slash. Raises UsageError where it lies in the repository."""
+    """The path that DEST means; it is made where a file is to go into a folder `DEST/`.
+
+    Raises UsageError where it lies in the repository.
+    """
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
     if repository.url.scheme == "file" and (real == store or store in real.parents):
@@ -85,17 +88,22 @@ def _destination(repository: LocalRepository, dest: str, name: bytes) -> Path:
 
 @contextmanager
 def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
-    """Where a tar goes: stdout for `-`, else a file that is there only when it is whole."""
+    """The file that a tar is written to: stdout for `-`, else one that appears when it is whole.
+
+    Raises UsageError, ConflictError.
+    """
     if name == "-":
         if sys.stdout.isatty():
-            raise UsageError("a tar is nothing for a terminal", advice="pipe it, or name a file")
+            raise UsageError(
+                "a tar cannot be written to a terminal", advice="pipe it, or name a file"
+            )
         sys.stdout.flush()
         with named_file(os.dup(1), STDOUT) as file:
             yield file
         return
     path = Path(name)
     if path.is_file() and not force:
-        raise ConflictError(f"{name} is there", advice="--force replaces it")
+        raise ConflictError(f"{name} exists", advice="--force replaces it")
     try:
         with atomic_file(path, mode=0o666, sync=False) as file:
             yield file
@@ -105,10 +113,10 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
         raise write_error(name, error) from error
 
 
-def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
-    """The result, and on stderr what was left out. Raises PartialError."""
+def _print_report(report: GetReport, source: Address, *, quiet: bool) -> None:
+    """Print the result, and on stderr the entries that failed. Raises PartialError."""
     if global_flags().json and not quiet:
-        say_json(
+        print_json(
             {
                 "event": "done",
                 "dataset": source.dataset,
@@ -119,7 +127,7 @@ def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
             }
         )
     elif not quiet:
-        say(
+        print_line(
             f"got {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)});"
             f" {report.unchanged:,} unchanged"
         )
@@ -131,7 +139,7 @@ def _tell(report: GetReport, source: Address, *, quiet: bool) -> None:
     "sources", nargs=-1, required=True, type=versioned_address, metavar="DATASET[@VERSION]/path..."
 )
 def cat(sources: tuple[Address, ...]) -> None:
-    """Write the contents of files to standard output, one behind the other.
+    """Write the contents of files to standard output, one after the other.
 
     \b
     Examples:
@@ -140,12 +148,10 @@ def cat(sources: tuple[Address, ...]) -> None:
     """
     with open_repository_from_flags() as repository:
         for source in sources:
-            _each_piece(repository, source, lambda piece: emit([piece]))
+            _write_content(repository, source)
 
 
-def _each_piece(
-    repository: LocalRepository, source: Address, take: Callable[[memoryview], None]
-) -> None:
+def _write_content(repository: LocalRepository, source: Address) -> None:
     view = source.view(repository)
     index = index_of_path(view, source.path)
     kind = view.stat(index).kind
@@ -155,4 +161,4 @@ def _each_piece(
         raise UsageError(f"{source} is a folder", advice="`dlcmd get` writes folders")
     with entry_reader(repository, view) as reader:
         for extent in view.extents(index):
-            take(reader.read(index, extent.start, extent.size))
+            write_stdout([reader.read(index, extent.start, extent.size)])

@@ -1,8 +1,7 @@
-"""`dlcmd purge`, also named `compact`."""
+"""The verb `purge`, also named `compact`: frees the space of replaced and deleted files."""
 
+import copy
 import re
-from collections.abc import Callable
-from typing import ParamSpec
 
 import click
 
@@ -13,7 +12,7 @@ from diesel_fs.repository.versions import GRACE_S
 
 from .addresses import open_repository_from_flags
 from .options import dataset, duration, global_flags, verb
-from .output import bytes_text, count_text, say, say_json
+from .output import bytes_text, count_text, print_json, print_line
 from .progress import Progress, shown_progress
 
 _PERCENT = re.compile(r"(\d{1,3})(?:\.(\d{1,4}))?%?", re.ASCII)
@@ -21,86 +20,53 @@ _WHOLE_PPM = 1_000_000
 
 
 def share(text: str) -> int:
-    """A share in percent, as millionths. Raises UsageError."""
+    """A share, written as a percentage, in millionths. Raises UsageError."""
     match = _PERCENT.fullmatch(text)
     found = int(match[1]) * 10_000 + int((match[2] or "").ljust(4, "0")) if match else -1
     if not 0 <= found <= _WHOLE_PPM:
-        raise UsageError(f"bad share {text!r}", advice="write it as 5% or 2.5%")
+        raise UsageError(f"bad percentage {text!r}", advice="write it as 5% or 2.5%")
     return found
 
 
-_P = ParamSpec("_P")
-
-
-def _parameters(function: Callable[_P, None]) -> Callable[_P, None]:
-    """What both names of the verb take."""
-    for parameter in reversed(_PARAMETERS):
-        function = parameter(function)
-    return function
-
-
-_PARAMETERS = (
-    click.argument("name", type=dataset, metavar="DATASET"),
-    click.option(
-        "--max-unused",
-        type=share,
-        metavar="PERCENT",
-        default="5%",
-        show_default=True,
-        help="Rewrite chunks of which more than that is unused.",
-    ),
-    click.option(
-        "--keep",
-        type=click.IntRange(0),
-        metavar="N",
-        help="Keep the last N versions, from now on.  [default: as before; at first 0]",
-    ),
-    click.option(
-        "--grace",
-        type=duration,
-        metavar="TIME",
-        help=f"Keep what may still be read for so long: 0, 90m, 7d.  [default: {GRACE_S // 3600}h]",
-    ),
-    click.option(
-        "-n", "--dry-run", is_flag=True, help="Change nothing; say how much there is to do."
-    ),
-)
-
-
 @verb("purge")
-@_parameters
+@click.argument("name", type=dataset, metavar="DATASET")
+@click.option(
+    "--max-unused",
+    type=share,
+    metavar="PERCENT",
+    default="5%",
+    show_default=True,
+    help="Rewrite chunks of which more than this share is unused.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Keep the last N versions readable, from now on.  [default: as before; at first 0]",
+)
+@click.option(
+    "--grace",
+    type=duration,
+    metavar="TIME",
+    help="How long replaced chunks stay for readers that may still need them: 0, 90m, 7d."
+    f"  [default: {GRACE_S // 3600}h]",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Change nothing; show what would be done.")
 def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_run: bool) -> None:
-    """Give back the space of what has been replaced or deleted.
+    """Free the space of replaced and deleted files. (`compact` is the same verb.)
 
-    Chunks with unused parts are rewritten, small ones merged. The old ones go once nobody can be
-    using them any more: not before the grace period is over, nor while a version that is kept or a
-    mount needs them. So the space comes back with a later purge; with --grace 0 at once, and
-    readers that could not say that they are there lose what they read.
+    Chunks with much unused space are rewritten, and small chunks are merged. The old chunks are
+    deleted by a later purge: when the grace period is over and neither a kept version nor a mount
+    needs them. With --grace 0 they are deleted at once; a reader that could not register with the
+    repository then loses the files that it reads.
 
     \b
     Examples:
       dlcmd purge pets
       dlcmd purge -n pets
       dlcmd purge --keep 3 --grace 7d pets
-    """
-    _purge(name, max_unused, keep, grace, dry_run=dry_run)
-
-
-@verb("compact")
-@_parameters
-def compact(name: str, max_unused: int, keep: int | None, grace: int | None, dry_run: bool) -> None:
-    """The same as purge.
-
-    \b
-    Example:
       dlcmd compact pets
     """
-    _purge(name, max_unused, keep, grace, dry_run=dry_run)
-
-
-def _purge(
-    name: str, max_unused: int, keep: int | None, grace: int | None, *, dry_run: bool
-) -> None:
     as_before = -1
     options = PurgeOptions(
         max_unused,
@@ -116,26 +82,29 @@ def _purge(
             repository, name, options, tell=lambda done, total: show(Progress(done, total))
         )
     if global_flags().json:
-        say_json({"dataset": name, "dry_run": dry_run, **report.to_message()})
+        print_json({"dataset": name, "dry_run": dry_run, **report.to_message()})
     else:
-        _tell(report, dry_run=dry_run)
+        _print_report(report, dry_run=dry_run)
 
 
-def _tell(report: PurgeReport, *, dry_run: bool) -> None:
-    """The report for people."""
+compact = copy.copy(purge)
+compact.name = "compact"
+
+
+def _print_report(report: PurgeReport, *, dry_run: bool) -> None:
     for note in report.notes:
-        say(f"note: {note}")
+        print_line(f"note: {note}")
     would = "would be " if dry_run else ""
     rewritten = f"{count_text(report.rewritten, 'chunk')} {would}rewritten"
     if not dry_run:
         rewritten += f" into {report.written:,}"
-    say(f"{rewritten}: {bytes_text(report.unused_bytes)} of them are unused")
-    say(
+    print_line(f"{rewritten}: {bytes_text(report.unused_bytes)} of them are unused")
+    print_line(
         f"{count_text(report.deleted, 'chunk')} {would}deleted: {bytes_text(report.deleted_bytes)};"
-        f" {count_text(report.waiting, 'more chunk')} ({bytes_text(report.waiting_bytes)}) can go"
-        " when nobody can be reading them any more"
+        f" {count_text(report.waiting, 'more chunk')} ({bytes_text(report.waiting_bytes)}) can be"
+        " deleted when no reader can need them any more"
     )
-    say(
+    print_line(
         f"{count_text(report.versions_kept, 'version')} kept,"
         f" {report.versions_removed:,} {would}removed;"
         f" {count_text(report.leftovers, 'temporary file')} {would}removed"

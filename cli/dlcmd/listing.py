@@ -1,4 +1,4 @@
-"""`dlcmd ls`, `dlcmd stat` and `dlcmd du`."""
+"""The verbs `ls` (lists entries), `stat` (shows one entry) and `du` (counts bytes)."""
 
 import json
 import stat as modes
@@ -22,7 +22,7 @@ from diesel_fs.repository.versions import KeptVersion
 
 from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
 from .options import ALL_VERSIONS, global_flags, verb
-from .output import Value, bytes_text, emit, json_name, name_line, say_json, time_text
+from .output import Value, bytes_text, json_name, name_line, print_json, time_text, write_stdout
 
 _SECOND_NS = 1_000_000_000
 _BATCH = 4096
@@ -31,15 +31,19 @@ _KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: m
 
 @verb("ls")
 @click.argument("target", required=False, type=listed_address, metavar="[DATASET[@VERSION][/path]]")
-@click.option("-l", "--long", is_flag=True, help="Mode, size and mtime, too.")
-@click.option("-R", "--recursive", is_flag=True, help="All below, by their paths.")
-@click.option("-0", "nul", is_flag=True, help="Names end in NUL, and are written as they are.")
+@click.option("-l", "--long", is_flag=True, help="Show mode, size and mtime, too.")
+@click.option(
+    "-R", "--recursive", is_flag=True, help="List everything below the folder, by its paths."
+)
+@click.option(
+    "-0", "nul", is_flag=True, help="End names with NUL instead of a newline, and escape nothing."
+)
 def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
-    """List datasets, the entries of a folder, or (DATASET@) the versions that are kept.
+    """List datasets, the entries of a folder, or (with DATASET@) the versions that are kept.
 
-    On a terminal, control characters in names and bytes that are no text are shown escaped. Into a
-    pipe or file names go as they are, one a line, as from ls and find: a program that reads them
-    gets the very names. A name may hold a newline; -0 is for programs that must not mind.
+    On a terminal, control characters and bytes that are not text are shown escaped. In a pipe or
+    file, names are written unchanged, one a line, as ls and find write them. A name may contain a
+    newline: with -0, a program can tell such a name from two names.
 
     \b
     Examples:
@@ -54,7 +58,9 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
         if nul and (
             target is None or target.version == ALL_VERSIONS or long or global_flags().json
         ):
-            raise UsageError("-0 is for names of entries alone")
+            raise UsageError(
+                "-0 lists the names of entries only", advice="give a DATASET, and no -l or --json"
+            )
         if target is None:
             _list_datasets(repository, long=long)
             return
@@ -74,15 +80,15 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
             chosen = np.array(view.children(top), np.int64)
         top_path = target.path if is_folder else b""
         if nul:
-            emit(name + b"\0" for name in _names(view, chosen, top_path, whole=recursive))
+            write_stdout(name + b"\0" for name in _names(view, chosen, top_path, whole=recursive))
         else:
-            emit(_lines(view, chosen, top_path, long=long, whole=recursive))
+            write_stdout(_lines(view, chosen, top_path, long=long, whole=recursive))
 
 
 def _list_versions(versions: Sequence[KeptVersion]) -> None:
     if global_flags().json:
         for each in versions:
-            say_json(
+            print_json(
                 {
                     "version": each.version,
                     "published": each.published_ns / _SECOND_NS,
@@ -101,17 +107,17 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
         columns = ("version", "published", "files", "bytes")
         table(columns, rows, columns[2:])
     else:
-        emit("\t".join(row).encode() + b"\n" for row in rows)
+        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
 
 
 def _list_datasets(repository: LocalRepository, *, long: bool) -> None:
     found_datasets = repository.datasets()
     if global_flags().json:
         for info in found_datasets:
-            say_json(_dataset_json(info))
+            print_json(_dataset_json(info))
         return
     if not long:
-        emit(info.name.encode() + b"\n" for info in found_datasets)
+        write_stdout(info.name.encode() + b"\n" for info in found_datasets)
         return
     columns = ("name", "files", "bytes", "chunks", "version", "created")
     rows = [_dataset_row(info) for info in found_datasets]
@@ -120,30 +126,30 @@ def _list_datasets(repository: LocalRepository, *, long: bool) -> None:
 
         table(columns, rows, columns[1:5])
     else:
-        emit("\t".join(row).encode() + b"\n" for row in rows)
+        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
-    """A dataset of which the metadata store knows nothing has question marks."""
-    marker = info.head
+    """The row of a dataset; with question marks if the metadata store has no counts of it."""
+    head = info.head  # the dataset's version and counts
     numbers = (
         ["?"] * 4
-        if marker is None
-        else [str(n) for n in (marker.files, marker.bytes, marker.chunks, marker.version)]
+        if head is None
+        else [str(n) for n in (head.files, head.bytes, head.chunks, head.version)]
     )
     return [info.name, *numbers, time_text(info.created_ns / _SECOND_NS)]
 
 
 def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
-    marker = info.head
+    head = info.head
     return {
         "dataset": info.name,
         "identity": str(info.identity),
         "created": info.created_ns / _SECOND_NS,
-        "version": marker.version if marker else None,
-        "files": marker.files if marker else None,
-        "bytes": marker.bytes if marker else None,
-        "chunks": marker.chunks if marker else None,
+        "version": head.version if head else None,
+        "files": head.files if head else None,
+        "bytes": head.bytes if head else None,
+        "chunks": head.chunks if head else None,
     }
 
 
@@ -157,7 +163,7 @@ def _names(view: Snapshot, chosen: Indices, top: bytes, *, whole: bool) -> Itera
 def _lines(
     view: Snapshot, chosen: Indices, top: bytes, *, long: bool, whole: bool
 ) -> Iterator[bytes]:
-    """The lines of a listing; `whole`: paths below `top` in place of names."""
+    """The lines of a listing; with `whole`, paths below `top` in place of names."""
     start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]
@@ -199,10 +205,10 @@ def _entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[st
 @verb("stat")
 @click.argument("target", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 def stat(target: Address) -> None:
-    """Show what is known of a dataset, or of an entry: of a file also where its bytes are.
+    """Show the metadata of a dataset or an entry; of a file also where its bytes are stored.
 
-    An extent is the part of a file that one chunk holds. Offsets are from the chunk's start, a
-    chunk's time is that of its ID: when it was finished, just before it was uploaded.
+    An extent is the part of a file that lies in one chunk. Offsets count from the chunk's start.
+    The time of a chunk comes from its ID: the chunk was finished then, just before its upload.
 
     \b
     Examples:
@@ -222,9 +228,9 @@ def stat(target: Address) -> None:
                 described["chunks"] = view.chunk_count
         described["extents"] = _extents(view, index)
     if global_flags().json:
-        say_json(described)
+        print_json(described)
     else:
-        emit(_described(described, view.stat(index)))
+        write_stdout(_described(described, view.stat(index)))
 
 
 def _extents(view: Snapshot, index: int) -> list[Value]:
@@ -244,7 +250,7 @@ def _extents(view: Snapshot, index: int) -> list[Value]:
 
 
 def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
-    """The same for people: a line for each thing."""
+    """The lines for a user: one for each value, and one for each extent."""
     shown_values = {
         **described,
         "mode": modes.filemode(_KIND_BITS[entry.kind] | entry.mode),
@@ -269,8 +275,8 @@ def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
 def du(targets: tuple[Address, ...]) -> None:
     """Count files, their bytes, and the bytes that they take in the repository.
 
-    These are fewer where bytes are compressed. Of a whole dataset also about how many bytes
-    `dlcmd purge` can give back: what has been replaced or deleted.
+    Compressed files take fewer bytes than they have. For a whole dataset, "reclaimable" is about
+    how many bytes of replaced and deleted files `dlcmd purge` can free.
 
     \b
     Examples:
@@ -284,7 +290,7 @@ def du(targets: tuple[Address, ...]) -> None:
             files, content_bytes, stored_bytes = _usage(view, index_of_path(view, target.path))
             unused = _reclaimable(repository, target, view)
             if global_flags().json:
-                say_json(
+                print_json(
                     {
                         "dataset": target.dataset,
                         **json_name(target.path),
@@ -300,11 +306,12 @@ def du(targets: tuple[Address, ...]) -> None:
             if unused:
                 text += f", reclaimable {bytes_text(unused)}"
             text += f"\t{target}\n"
-            emit([text.encode("utf-8", "surrogateescape")])
+            write_stdout([text.encode("utf-8", "surrogateescape")])
 
 
 def _reclaimable(repository: LocalRepository, target: Address, view: Snapshot) -> int | None:
-    """About how much a purge can give back; None where that is no question, or nobody can tell."""
+    """About how many bytes a purge can free; None for a part or an old version of a dataset, and
+    where the metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
@@ -313,7 +320,7 @@ def _reclaimable(repository: LocalRepository, target: Address, view: Snapshot) -
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
-    """Files, their bytes and their stored bytes, of an entry and all below it."""
+    """Of an entry and all below it: the number of files, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
     many = files[(view.columns.flags[files] & layout.MANY) != 0]

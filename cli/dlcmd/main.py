@@ -1,12 +1,12 @@
-"""The program: finding a verb, and ending with the right exit code whatever happens.
+"""The program `dlcmd`: finds the verb, runs it, and turns errors into exit codes.
 
-Owned here: the table of verbs (whose modules are imported when they are asked for: start-up time
-counts), and the one map from errors to exit codes and to words on stderr. Not owned: what the verbs
-do, and how results look (`output.py`).
+The table `VERBS` names the module of each verb. A module is imported only when its verb is used, so
+that the program starts fast. How results look is decided in `output.py`.
 
-Ctrl-C ends with 130, SIGTERM with 143, a lost terminal with 129; what was committed by then stays,
-and the same command again goes on from there. Where the reader of stdout has gone, a verb that only
-reads ends silently with 141, as by SIGPIPE; a put goes on.
+Ctrl-C ends the program with 130, SIGTERM with 143, a closed terminal (SIGHUP) with 129. Everything
+that was committed by then stays, and the same command finishes the work when it is run again. When
+the program that reads our stdout has ended, a verb that only reads ends silently with 141, as
+SIGPIPE would; a put goes on.
 """
 
 import errno
@@ -34,47 +34,47 @@ from diesel_fs.errors import (
 )
 from dlcmd.completing import COMPLETE
 from dlcmd.options import HELP_NAMES, Flags, global_options
-from dlcmd.output import complain
+from dlcmd.output import print_error
 
 VERBS = {
     "put": ("putting", "Pack a folder, a file or a tar into a dataset."),
     "get": ("getting", "Write a dataset back to a folder, or into a tar."),
-    "ls": ("listing", "List datasets, or what is in one."),
-    "stat": ("listing", "Show what is known of a dataset or an entry."),
+    "ls": ("listing", "List datasets, or the entries of one."),
+    "stat": ("listing", "Show the metadata of a dataset or an entry."),
     "cat": ("getting", "Write the contents of files to standard output."),
-    "rm": ("removing", "Delete entries."),
-    "du": ("listing", "Count files, their bytes, and the bytes that they take."),
-    "diff": ("comparing", "Show what differs between versions, or from a folder."),
-    "save-meta": ("metadata", "Write a dataset's snapshot to a file."),
-    "load-meta": ("metadata", "Check a snapshot file, and show what it holds."),
-    "delete-dataset": ("removing", "Delete a dataset for ever."),
-    "purge": ("housekeeping", "Give back the space of what has been replaced or deleted."),
+    "rm": ("removing", "Delete files, links or folders."),
+    "du": ("listing", "Count files, their bytes, and the space that they take."),
+    "diff": ("comparing", "Compare two versions, two datasets, or a dataset and a folder."),
+    "save-meta": ("metadata", "Write a dataset's metadata to a snapshot file."),
+    "load-meta": ("metadata", "Check a snapshot file and show what it holds."),
+    "delete-dataset": ("removing", "Delete a dataset for good."),
+    "purge": ("housekeeping", "Free the space of replaced and deleted files."),
     "compact": ("housekeeping", "The same as purge."),
-    "verify": ("metadata", "Check metadata against chunks, and every checksum."),
-    "recover": ("metadata", "Rebuild metadata from the chunks."),
+    "verify": ("metadata", "Check the metadata against the chunks, and every checksum."),
+    "recover": ("metadata", "Rebuild the metadata from the chunks."),
     "mount": ("mounting", "Mount a dataset as a read-only folder."),
-    "umount": ("mounting", "Take a mount away."),
-    "stats": ("mounting", "Show what a mount does."),
-    "shuffle": ("shuffling", "Print a chunk-wise order of the files."),
+    "umount": ("mounting", "Unmount a dataset."),
+    "stats": ("mounting", "Show the counters and the state of a mount."),
+    "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),
-    "completion": ("completing", "Print what makes a shell complete verbs and options."),
+    "completion": ("completing", "Print the code with which a shell completes dlcmd."),
 }
-"""By verb: the module with a function named after it, and the first line of its help."""
+"""Of each verb: the module that has a function of its name, and its line in `dlcmd --help`."""
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
     "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
     "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "status": "stats",
 }  # fmt: skip
-"""What other programs call what is a verb of ours."""
+"""Words of other programs, and the verb of ours that does the same."""
 
 INTERRUPTED = 130
-READER_GONE = 141  # 128 + SIGPIPE, as a program that does not handle it
+READER_GONE = 141  # 128 + SIGPIPE: the exit code of a program that SIGPIPE ends
 
 
 class TerminatedBySignal(BaseException):
-    """A signal has asked for the end."""
+    """A signal has asked this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -82,7 +82,7 @@ class TerminatedBySignal(BaseException):
 
 
 class _Verbs(click.Group):
-    """The verbs of the table, imported when asked for."""
+    """The verbs of `VERBS`; the module of one is imported when the verb is used."""
 
     def list_commands(self, _: click.Context) -> list[str]:
         return list(VERBS)
@@ -98,13 +98,13 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The verb that is meant. Raises UsageError, with the one that may have been meant."""
+        """Find the command of a verb. Raises UsageError for an unknown verb, and proposes one."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
             near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
             meant = next(filter(None, near), None)
             advice = f"did you mean `dlcmd {meant}`?" if meant else "see `dlcmd --help`"
-            raise UsageError(f"there is no verb {word!r}", advice=advice)
+            raise UsageError(f"unknown verb {word!r}", advice=advice)
         return super().resolve_command(context, args)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
@@ -115,96 +115,98 @@ class _Verbs(click.Group):
 @global_options
 @click.group(cls=_Verbs, context_settings=HELP_NAMES)
 def program() -> None:
-    """Packs datasets of many small files into chunks, and serves them to training jobs.
+    """Pack datasets of many small files into chunks, and serve them to training jobs.
 
-    Addresses are DATASET or DATASET/path. Global options may stand before or after the verb.
+    An address is DATASET or DATASET/path. The options below may stand before or after the verb.
 
     \b
     Examples:
       dlcmd put ~/images pets           pack a folder
-      dlcmd ls -l pets/train            look at it
+      dlcmd ls -l pets/train            list what is in it
       dlcmd mount pets /mnt/pets        mount it
-      dlcmd umount /mnt/pets
+      dlcmd umount /mnt/pets            unmount it
 
     \b
-    Exit codes: 0 done, 1 unexpected, 2 usage, 3 some files failed, 10 no such
-    dataset or path, 11 busy, 12 not allowed, 13 object store, 14 metadata store,
-    15 corruption found, 16 no space, 130 interrupted, 143 terminated, 129 hung up,
-    141 nobody reads.
+    Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 some files failed,
+    10 no such dataset or path, 11 busy, 12 not allowed, 13 object store failed,
+    14 metadata store failed, 15 corruption found, 16 no space, 130 interrupted,
+    143 terminated, 129 terminal closed, 141 the reader of the output has ended.
     """
 
 
 def main() -> NoReturn:
-    """The entry point."""
-    # numpy's linear algebra is not used, and its threads would make forks of packing processes
-    # forks of a process with threads
+    """Run `dlcmd` with the arguments of this process."""
+    # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
+    # some when numpy is imported, and nothing here needs them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if COMPLETE in os.environ:  # a shell asks, by what `dlcmd completion` has told it
+    if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
         sys.exit(shell_complete(program, {}, "dlcmd", COMPLETE, os.environ[COMPLETE]))
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has them ignored
-            signal.signal(number, _end)
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP: that stays so
+            signal.signal(number, _raise_terminated)
     code = run(sys.argv[1:])
-    if code == READER_GONE:  # or the interpreter would complain of what it cannot flush
+    if code == READER_GONE:  # else the interpreter reports at its end that it cannot flush stdout
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 
-def _end(number: int, _: FrameType | None) -> NoReturn:
+def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
     raise TerminatedBySignal(number)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `dlcmd` with these arguments in this process; the exit code."""
+    """Run `dlcmd` with these arguments in this process, and return its exit code."""
     flags = Flags(json="--json" in arguments, verbose={"-v", "--verbose"} & {*arguments} != set())
     try:
         with program.make_context("dlcmd", list(arguments), obj=flags) as context:
             program.invoke(context)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except click.exceptions.Exit as ending:
-        return ending.exit_code
+    except click.exceptions.Exit as exited:
+        return exited.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         with suppress(OSError, AttributeError):
             sys.stderr.write(f"{error.format_message()}\n")
         return 2
     except click.UsageError as error:
-        known = error.ctx.command_path if error.ctx else "dlcmd"
+        command = error.ctx.command_path if error.ctx else "dlcmd"
         text = error.format_message().removesuffix(".")
-        complain(DieselError(text, advice=f"see `{known} --help`"), flags, code=2)
+        print_error(DieselError(text, advice=f"see `{command} --help`"), flags, code=2)
         return 2
     except (KeyboardInterrupt, click.Abort) as interrupt:
         text = f"interrupted{_notes(interrupt)}; run it again to finish"
-        complain(DieselError(text), flags, code=INTERRUPTED)
+        print_error(DieselError(text), flags, code=INTERRUPTED)
         return INTERRUPTED
     except TerminatedBySignal as ended:
-        by = signal.Signals(ended.number).name
-        text = f"ended by {by}{_notes(ended)}; run it again to finish"
-        complain(DieselError(text), flags, code=128 + ended.number)
+        name = signal.Signals(ended.number).name
+        text = f"ended by {name}{_notes(ended)}; run it again to finish"
+        print_error(DieselError(text), flags, code=128 + ended.number)
         return 128 + ended.number
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return READER_GONE
-        known_error = described(error)
+        reported = as_diesel_error(error)
         if flags.verbose and is_expected(error):
-            known_error.details = "\n".join(filter(None, [known_error.details, *causes(error)]))
+            reported.details = "\n".join(filter(None, [reported.details, *causes(error)]))
         elif flags.verbose:
             with suppress(OSError):
                 traceback.print_exc()
-        known_error.message += _notes(error)
-        complain(known_error, flags)
-        return known_error.exit_code
+        reported.message += _notes(error)
+        print_error(reported, flags)
+        return reported.exit_code
     return 0
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the words of an error say all: where in the program it was raised helps nobody."""
-    return isinstance(error, DieselError) or described(error).exit_code != DieselError.exit_code
+    """Whether an error is no bug, so that its message suffices and no traceback is shown."""
+    return (
+        isinstance(error, DieselError) or as_diesel_error(error).exit_code != DieselError.exit_code
+    )
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """What led to an error, the nearest first."""
+    """The exceptions that led to an error, one line each; the nearest comes first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"
@@ -212,12 +214,12 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _notes(error: BaseException) -> str:
-    """What a verb has said of how far it has come."""
+    """The notes that a verb has added to an error: how much it had done by then."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
-def described(error: Exception) -> DieselError:
-    """Any exception as one of ours: with its words, its advice and its exit code."""
+def as_diesel_error(error: Exception) -> DieselError:
+    """Any exception as an error of ours, with message, advice and exit code."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):
@@ -233,12 +235,12 @@ def described(error: Exception) -> DieselError:
         case errno.ENOENT | errno.ENOTDIR:
             return NotFoundError(text)
         case errno.EIO | errno.ESTALE | errno.EREMOTEIO | errno.ENXIO | errno.ENODEV:
-            return PermissionDenied(text, advice="look whether the disk fails (`dmesg`)")
+            return PermissionDenied(text, advice="check whether the disk is failing (`dmesg`)")
     return DieselError(text)
 
 
 def _reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether stdout is a pipe whose reader has ended."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,4 +1,4 @@
-"""`dlcmd save-meta`, `load-meta`, `verify` and `recover`."""
+"""The verbs about metadata: `save-meta`, `load-meta`, `verify` and `recover`."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from diesel_fs.system.atomic_file import is_stdout
 
 from .addresses import Address, open_repository_from_flags
 from .options import dataset, global_flags, moment_text, time, verb, versioned_dataset
-from .output import Value, bytes_text, count_text, emit, remark, say, say_json
+from .output import Value, bytes_text, count_text, print_json, print_line, print_note, write_stdout
 from .progress import Progress, shown_progress
 
 
@@ -21,10 +21,9 @@ from .progress import Progress, shown_progress
 @click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def save_meta(target: tuple[str, int], file: Path) -> None:
-    """Write a snapshot of a dataset: all its metadata at its current version, or at one that is
-    kept; for a mount.
+    """Write all metadata of a dataset, at its current or a kept version, to a snapshot file.
 
-    FILE is written whole or not at all.
+    `dlcmd mount --snapshot FILE` mounts from it. FILE is written whole or not at all.
 
     \b
     Example:
@@ -34,19 +33,19 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
     with open_repository_from_flags() as repository:
         view = Address(name, version=version).view(repository)
         if is_stdout(file):
-            emit([view.buffer])
+            write_stdout([view.buffer])
             return
         repository.snapshots.save(view, file)
     if global_flags().json:
-        say_json({**_described(view), "file": str(file)})
+        print_json({**_described(view), "file": str(file)})
     else:
-        say(f"wrote version {view.version} of {name} to {file}: {_counts(view)}")
+        print_line(f"wrote version {view.version} of {name} to {file}: {_counts(view)}")
 
 
 @verb("load-meta")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def load_meta(file: Path) -> None:
-    """Check a snapshot file, show what it holds, and whether it is up to date.
+    """Check a snapshot file; show what it holds, and whether its version is the current one.
 
     \b
     Example:
@@ -55,9 +54,9 @@ def load_meta(file: Path) -> None:
     view = open_snapshot_file(file)
     state = _state(view)
     if global_flags().json:
-        say_json({**_described(view), "state": state})
+        print_json({**_described(view), "state": state})
         return
-    emit(
+    write_stdout(
         f"{name:<9} {value}\n".encode()
         for name, value in {**_described(view), "state": state}.items()
     )
@@ -80,12 +79,15 @@ def _counts(view: Snapshot) -> str:
 
 
 def _state(view: Snapshot) -> str:
-    """How a snapshot stands to the repository. One that cannot be asked is no error."""
+    """Whether a snapshot has the repository's current version, in words.
+
+    A repository that cannot be reached is no error.
+    """
     try:
         with open_repository_from_flags() as repository:
             info = repository.dataset(view.dataset)
             if info.identity != view.identity:
-                return "of another dataset that had this name"
+                return "of an earlier dataset of this name"
             current = repository.newest_known(info)
     except NoSuchDataset:
         return "of a dataset that this repository does not have"
@@ -100,9 +102,13 @@ def _state(view: Snapshot) -> str:
 
 @verb("verify")
 @click.argument("name", type=dataset, metavar="DATASET")
-@click.option("--headers-only", is_flag=True, help="Do not read the files' bytes.")
+@click.option(
+    "--headers-only", is_flag=True, help="Check the headers of chunks only, not the files' bytes."
+)
 def verify(name: str, headers_only: bool) -> None:
-    """Check every checksum, and metadata against chunks. Changes nothing; exit 15 if not sound.
+    """Check the metadata against the chunks, and every checksum.
+
+    It changes nothing. The exit code is 15 if anything is damaged or lost.
 
     \b
     Examples:
@@ -119,24 +125,26 @@ def verify(name: str, headers_only: bool) -> None:
             headers_only=headers_only,
             tell=lambda done, total: show(Progress(done, total)),
         )
-    _tell(findings, name, "checked")
+    _print_report(findings, name, "checked")
 
 
 @verb("recover")
 @click.argument("name", type=dataset, metavar="DATASET")
-@click.option("--since", type=time, metavar="TIME", help="Only from chunks as new as that.")
+@click.option(
+    "--since", type=time, metavar="TIME", help="Read only the chunks that are as new as this."
+)
 @click.option(
     "--forget-lost",
     is_flag=True,
-    help="Accept the loss of chunks that are gone or damaged, and list the files in them.",
+    help="Rebuild without chunks that are lost or damaged, and list their files.",
 )
 def recover(name: str, since: float | None, forget_lost: bool) -> None:
-    """Rebuild the metadata of a dataset from its chunks, all or from a time on.
+    """Rebuild the metadata of a dataset from its chunks, all of them or those since a time.
 
-    Where a chunk that the metadata or the newest snapshot name is lost or damaged, recover names it
-    and its files, leaves everything as it was, and ends with exit code 15. --forget-lost rebuilds
-    without such chunks: their files are then no longer part of the dataset. Where the object store
-    cannot be reached, everything is left as it was, too, and the exit code is 13.
+    If a chunk that the metadata or the newest snapshot names is lost or damaged, recover names the
+    chunk and its files, changes nothing, and ends with exit code 15. With --forget-lost it rebuilds
+    without such chunks: their files are then no longer part of the dataset. If the object store
+    cannot be reached, recover changes nothing and ends with exit code 13.
 
     \b
     Examples:
@@ -147,7 +155,7 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
       dlcmd recover pets --forget-lost
     """
     if since is not None:
-        remark(f"recover {name}: from the chunks since {moment_text(since)}")
+        print_note(f"recover {name}: reads the chunks since {moment_text(since)}")
     with (
         open_repository_from_flags(rebuild=True) as repository,
         shown_progress(f"recover {name}", "chunks") as show,
@@ -156,13 +164,14 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
             repository, name, since, lambda done, total: show(Progress(done, total)),
             forget_lost=forget_lost,
         )  # fmt: skip
-    _tell(findings, name, "folded in" if findings.sound else "read")
+    _print_report(findings, name, "recovered" if findings.sound else "read")
 
 
-def _tell(findings: Findings, name: str, done: str) -> None:
-    """What was found. Raises CorruptError where that is damage."""
+def _print_report(findings: Findings, name: str, done: str) -> None:
+    """Print what was found. Raises CorruptError for damage, ObjectStoreError for chunks that could
+    not be read."""
     if global_flags().json:
-        say_json(
+        print_json(
             {
                 "dataset": name,
                 "sound": findings.sound,
@@ -176,11 +185,11 @@ def _tell(findings: Findings, name: str, done: str) -> None:
             }
         )
     else:
-        emit(f"problem: {each}\n".encode() for each in findings.problems)
-        emit(f"unreachable: {each}\n".encode() for each in findings.unreachable)
+        write_stdout(f"problem: {each}\n".encode() for each in findings.problems)
+        write_stdout(f"unreachable: {each}\n".encode() for each in findings.unreachable)
         for note in findings.notes:
-            say(f"note: {note}")
-        say(
+            print_line(f"note: {note}")
+        print_line(
             f"{done} {count_text(findings.chunks, 'chunk')} with"
             f" {count_text(findings.entries, 'entry')}: {name} has"
             f" {count_text(findings.files, 'file')}, {bytes_text(findings.bytes)}"
@@ -189,4 +198,6 @@ def _tell(findings: Findings, name: str, done: str) -> None:
         raise CorruptError(f"{name}: {count_text(len(findings.problems), 'problem')} found")
     if findings.unreachable:
         count = count_text(len(findings.unreachable), "chunk")
-        raise ObjectStoreError(f"{name}: the object store did not give {count}")
+        raise ObjectStoreError(
+            f"{name}: the object store did not deliver {count}", advice="run it again later"
+        )

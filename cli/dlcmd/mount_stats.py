@@ -1,6 +1,8 @@
-"""What `dlcmd stats` shows of a mount: figures in groups, with units, and a line for each stream.
+"""Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units.
 
-Pure. Whatever a mount tells is shown, also what this version does not know.
+A mount follows the position of each reader in the order that the reader has announced (a plan);
+such a reader gets a line under "plans". Figures that this version of `dlcmd` does not know are
+shown too. Pure functions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +23,13 @@ _GROUPS = {
     "peers": "other nodes",
     "follow": "following the dataset",
 }
-"""Titles, by the name of a group."""
+"""The titles of the groups, by their names in the statistics. `client` stands below `task`."""
 
 _STREAM_COLUMNS = ("stream", "epoch", "position", "of", "", "files/s", "")
 
 
 def stats_lines(stats: Mapping[str, object]) -> Iterator[str]:
-    """The lines of a mount's statistics."""
+    """The lines to print for the statistics that a mount returns."""
     yield "(counters may be a second old)"
     yield from _figures({name: value for name, value in stats.items() if not _is_group(value)})
     for name, value in stats.items():
@@ -43,15 +45,15 @@ def _group(name: str, values: Mapping[str, object]) -> Iterator[str]:
     yield ""
     yield f"{_GROUPS.get(name, name)}:"
     figures = {
-        each: value
-        for each, value in values.items()
-        if not isinstance(value, Mapping) and each != "streams"
+        key: value
+        for key, value in values.items()
+        if not isinstance(value, Mapping) and key != "streams"
     }
     yield from (f"  {line}" for line in _figures(figures))
     streams = values.get("streams")
-    for each, value in values.items():
+    for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _group(each, value)
+            yield from _group(key, value)
     if isinstance(streams, list) and streams:
         yield ""
         yield "plans:"
@@ -81,21 +83,19 @@ def _text(name: str, value: object) -> str:
 
 
 def _streams(streams: list[object]) -> Iterator[str]:
-    rows = [_STREAM_COLUMNS, *(_stream(each) for each in streams if isinstance(each, Mapping))]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_STREAM_COLUMNS))]
+    rows = [_STREAM_COLUMNS, *(_stream(stats) for stats in streams if isinstance(stats, Mapping))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_STREAM_COLUMNS))]
     for row in rows:
-        name, *rest = (
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join((name, *rest)).rstrip()
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        yield "  ".join(cells).rstrip()
 
 
 def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
-    """One reader's place in its plan."""
-    number = {each: value for each, value in stats.items() if isinstance(value, int | float)}
+    """The row of one reader: how far it is in its plan."""
+    number = {key: value for key, value in stats.items() if isinstance(value, int | float)}
     name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
-    if epoch < 0:
+    if epoch < 0:  # so a mount says that the plan has been read to its end
         return name, "-", "", "", "", "", "all read"
     position, length = number.get("position", 0), number.get("length", 0)
     part = f"{100 * position / length:.0f} %" if length else ""

@@ -17,8 +17,8 @@ from diesel_fs.peers.options import TaskOptions, read_key_file
 
 from .mount_stats import stats_lines
 from .options import global_flags, size, verb, versioned_dataset
-from .output import emit, remark, say, say_json
-from .progress import Progress, draws, shown_progress
+from .output import print_json, print_line, print_note, write_stdout
+from .progress import Progress, is_bar_shown, shown_progress
 
 LOADING_POLL_S, LOADING_LOOKS_MAX = 0.5, 10
 """How often a mount is asked how far it has come with loading, and how often it may tell nothing:
@@ -234,10 +234,10 @@ def mount(
         mount_in_foreground(request)
     mount_in_background(request)
     if global_flags().json:
-        say_json({"dataset": name, "mountpoint": request.mountpoint})
+        print_json({"dataset": name, "mountpoint": request.mountpoint})
     else:
-        say(f"{name} is mounted on {request.mountpoint}")
-    if policy == "oneshot" and draws():
+        print_line(f"{name} is mounted on {request.mountpoint}")
+    if policy == "oneshot" and is_bar_shown():
         _show_loading(name, request.mountpoint)
 
 
@@ -261,7 +261,7 @@ def _show_loading(name: str, mountpoint: str) -> None:
                         unknown += 1
                 time.sleep(LOADING_POLL_S)
     except KeyboardInterrupt:
-        remark(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
+        print_note(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
 
 
 def _task_key(file: Path | None) -> str:
@@ -283,9 +283,9 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
     """
     unmount(folder, lazy=lazy, force=force)
     if global_flags().json:
-        say_json({"unmounted": str(folder)})
+        print_json({"unmounted": str(folder)})
     else:
-        say(f"{folder} is unmounted")
+        print_line(f"{folder} is unmounted")
 
 
 @verb("stats")
@@ -302,6 +302,6 @@ def stats(folder: Path) -> None:
     """
     found = stats_of(folder)
     if global_flags().json:
-        say_json(found)
+        print_json(found)
     else:
-        emit(f"{line}\n".encode("utf-8", "surrogateescape") for line in stats_lines(found))
+        write_stdout(f"{line}\n".encode("utf-8", "surrogateescape") for line in stats_lines(found))

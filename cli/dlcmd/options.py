@@ -1,7 +1,8 @@
-"""What the verbs share on the command line: global options, and how values are read.
+"""What all verbs of `dlcmd` share: the global options, and the types of option values.
 
-Imports little (no numpy): every start of `dlcmd` pays for it. Addresses are in `addresses.py`. A
-function that reads a value is given to click as its type, and raises UsageError.
+A type is a function from text to a value that raises UsageError for bad text; click calls it. The
+addresses of entries are read in `addresses.py`. This module imports little (no numpy), since every
+start of `dlcmd` pays for it.
 """
 
 import re
@@ -28,7 +29,7 @@ _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "w
 
 @dataclass(slots=True)
 class Flags:
-    """The global options, as they were found before and after the verb; the latter win."""
+    """The global options. One that is given before and after the verb has the later value."""
 
     url: str | None = None
     user: str | None = None
@@ -38,35 +39,38 @@ class Flags:
     verbose: bool = False
 
     def settings(self) -> Settings:
-        """These, the environment and the configuration file together. Raises ConfigError."""
+        """The settings from these options, the environment and the configuration file.
+
+        Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
 def global_flags() -> Flags:
     """The global options of the command that is running."""
-    found = click.get_current_context().find_object(Flags)
-    assert found is not None
-    return found
+    flags = click.get_current_context().find_object(Flags)
+    assert flags is not None
+    return flags
 
 
 def _remember(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-    found = context.find_object(Flags)
-    if found is not None and option.name is not None and value:
-        setattr(found, option.name, value)
+    """Keep the value of a global option; click calls this for each."""
+    flags = context.find_object(Flags)
+    if flags is not None and option.name is not None and value:
+        setattr(flags, option.name, value)
 
 
 _GLOBAL = (
-    (("--url",), "URL", "The repository.  [env: DIESEL_URL; default: your own]"),
-    (("--user",), "NAME", "The account on a server.  [env: DIESEL_USER]"),
-    (("--key-file",), "FILE", "A file with the account's key.  [or env: DIESEL_KEY]"),
-    (("--json",), None, "Results as JSON on stdout."),
-    (("-q", "--quiet"), None, "Say nothing but errors."),
-    (("-v", "--verbose"), None, "Say more: causes of errors, and all that `put -n` would delete."),
+    (("--url",), "URL", "The repository to work on.  [env: DIESEL_URL; default: your own]"),
+    (("--user",), "NAME", "Your account on a server.  [env: DIESEL_USER]"),
+    (("--key-file",), "FILE", "The file with your account's key.  [or env: DIESEL_KEY]"),
+    (("--json",), None, "Print results as JSON, for programs."),
+    (("-q", "--quiet"), None, "Print errors only."),
+    (("-v", "--verbose"), None, "Print causes of errors, and all that `put -n` would delete."),
 )
 
 
 def global_options(command: _Command) -> _Command:
-    """Give a command the options that may stand before or after the verb."""
+    """Add the global options to a command, so that they may stand behind the verb too."""
     command.params += [
         click.Option(
             names,
@@ -82,22 +86,25 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Make a function the verb `name`; its docstring is the help, with examples."""
+    """Make a function the verb `name`. Its docstring is the verb's help, which has examples."""
 
-    def made(function: Callable[_P, None]) -> click.Command:
+    def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
 
-    return made
+    return decorate
 
 
 def size(text: str) -> int:
-    """Bytes: 4096, 64K, 4M, 1G. (`--help` calls it by the name of this function.)"""
+    """A number of bytes: 4096, 64K, 4M, 1G. (Help texts show the name of this function: SIZE.)"""
     return parse_size(text)
 
 
 def time(text: str) -> float:
-    """A time that has been, in seconds since 1970: 2026-01-31, 2026-01-31T12:00 (by this machine's
-    zone), 2026-01-31T12:00+02:00, 2026-01-31T12:00Z, 90m (ago), 7d (ago)."""
+    """A time in the past, as seconds since 1970.
+
+    Written 2026-01-31 or 2026-01-31T12:00 (both in this machine's time zone),
+    2026-01-31T12:00+02:00, 2026-01-31T12:00Z, or 90m or 7d for a time ago.
+    """
     ago, now = _AGO.fullmatch(text), datetime.now().astimezone()
     try:
         if ago is not None:
@@ -112,20 +119,20 @@ def time(text: str) -> float:
         ) from None
     if then > now:
         raise UsageError(
-            f"the time {text!r} is still to come: it is {moment_text(seconds)}, and now it is"
+            f"the time {text!r} lies in the future: it means {moment_text(seconds)}, and now it is"
             f" {moment_text(now.timestamp())}"
         )
     return seconds
 
 
 def moment_text(seconds: float) -> str:
-    """A time by this machine's zone, with its offset, and by UTC."""
+    """A time in this machine's time zone, with its offset, and in UTC."""
     local = datetime.fromtimestamp(seconds).astimezone()
     return f"{local:%Y-%m-%d %H:%M:%S %z} ({local.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def duration(text: str) -> int:
-    """A length of time in seconds: 0, 90m, 7d."""
+    """A length of time, in seconds: written 0, 90m, 7d."""
     match = _AGO.fullmatch(text)
     if match is not None:
         return int(timedelta(**{_AGO_UNITS[match[2]]: int(match[1])}).total_seconds())
@@ -135,12 +142,13 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""In an address: the list of versions."""
+"""The version in an address `DATASET@`, which means the list of all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:
-    """An argument that begins with the name of a dataset. Raises UsageError where a path or a URL
-    stands in its place, as where two arguments have been swapped.
+    """Return an argument that should begin with the name of a dataset.
+
+    Raises UsageError if it is a file's path or a URL, as when two arguments were swapped.
     """
     if text[:1] in ("/", ".", "~") or "://" in text:
         context = click.get_current_context()
@@ -153,7 +161,8 @@ def check_dataset_argument(text: str) -> str:
 
 
 def versioned_dataset(text: str) -> tuple[str, int]:
-    """As `parse_versioned_name`."""
+    """A dataset's name and version, from `DATASET` or `DATASET@VERSION`; version 0 is the current
+    one. Raises UsageError."""
     return parse_versioned_name(check_dataset_argument(text))
 
 
@@ -163,6 +172,7 @@ def dataset(text: str) -> str:
     check_dataset_name(name)
     if at:
         raise UsageError(
-            f"{text}: this is done to a dataset as it is now", advice=f"leave @ away: {name}"
+            f"{text}: this verb works on the current version only",
+            advice=f"leave out the @: {name}",
         )
     return name

@@ -1,9 +1,10 @@
-"""What `dlcmd` prints: results, names, JSON and complaints.
+"""What `dlcmd` prints: results to stdout; notes and errors to stderr.
 
-Imports little: every start pays for it. Results go to stdout, everything else to stderr.
+In JSON, the name of an entry is text under `path` (or `name`, or `target`). A name that is not
+UTF-8 is shown there in an escaped form, and its exact bytes stand beside it in base64 under
+`path_b64` (or `name_b64`, `target_b64`).
 
-JSON: names of entries are text under `path` (`name`, `target`). Where they are not UTF-8, that is a
-readable form, and the exact bytes stand beside it in base64, under `path_b64` and so on.
+This module imports little, since every start of `dlcmd` pays for it.
 """
 
 import base64
@@ -22,48 +23,48 @@ from .options import Flags, global_flags
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
 
 STDOUT = "standard output"
-"""Its name in errors."""
+"""The name of stdout in errors."""
 
-_PIECE_BYTES = 1 << 16
-
-
-def say(text: str) -> None:
-    """A line about what has been done, unless -q or --json."""
-    found = global_flags()
-    if not (found.quiet or found.json):
-        emit([text.encode("utf-8", "surrogateescape") + b"\n"])
+_WRITE_BYTES = 1 << 16
 
 
-def remark(text: str) -> None:
-    """Words beside a result, on stderr, unless -q."""
+def print_line(text: str) -> None:
+    """Print a line about what was done, unless -q or --json is given."""
+    flags = global_flags()
+    if not (flags.quiet or flags.json):
+        write_stdout([text.encode("utf-8", "surrogateescape") + b"\n"])
+
+
+def print_note(text: str) -> None:
+    """Print a note beside a result, to stderr, unless -q is given."""
     if not global_flags().quiet:
         with suppress(OSError, AttributeError, ValueError):
             sys.stderr.write(f"dlcmd: {text}\n")
             sys.stderr.flush()
 
 
-def say_json(value: object) -> None:
-    """A result as one line of JSON."""
-    emit([json.dumps(value).encode() + b"\n"])
+def print_json(value: object) -> None:
+    """Print a result as one line of JSON."""
+    write_stdout([json.dumps(value).encode() + b"\n"])
 
 
-def emit(pieces: Iterable[bytes | memoryview]) -> None:
-    """Bytes to stdout, in large writes. Raises OSError."""
+def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
+    """Write bytes to stdout, in large writes. Raises OSError."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
-    waiting = bytearray()
+    buffered = bytearray()
     for piece in pieces:
-        if len(piece) >= _PIECE_BYTES:
-            _write(waiting)
-            waiting.clear()
+        if len(piece) >= _WRITE_BYTES:
+            _write(buffered)
+            buffered.clear()
             _write(piece)
             continue
-        waiting += piece
-        if len(waiting) >= _PIECE_BYTES:
-            _write(waiting)
-            waiting.clear()
-    _write(waiting)
+        buffered += piece
+        if len(buffered) >= _WRITE_BYTES:
+            _write(buffered)
+            buffered.clear()
+    _write(buffered)
 
 
 def _write(data: bytes | bytearray | memoryview) -> None:
@@ -77,23 +78,26 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """A name and a line end: as it is in a pipe, for the program that reads it; on a terminal
-    without what could harm it."""
+    """A name and a line end: the exact bytes for a pipe or file; on a terminal with control
+    characters escaped."""
     return (shown(name).encode() if sys.stdout.isatty() else name) + b"\n"
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
-    """A name in JSON (see the module)."""
+    """A name in JSON, as the module's docstring says."""
     try:
         return {key: name.decode()}
     except UnicodeDecodeError:
         return {key: shown(name), f"{key}_b64": base64.b64encode(name).decode()}
 
 
-def complain(error: DieselError, given: Flags, *, code: int | None = None) -> None:
-    """An error as one line on stderr; with --json as an object in another. Never raises."""
+def print_error(error: DieselError, flags: Flags, *, code: int | None = None) -> None:
+    """Print an error as one line on stderr, and with --json as an object in a second line.
+
+    `code` is the exit code, if it is not the error's own. Never raises.
+    """
     lines = [f"dlcmd: {error}"]
-    if given.json:
+    if flags.json:
         described = {
             "error": type(error).__name__,
             "message": error.message,
@@ -101,7 +105,7 @@ def complain(error: DieselError, given: Flags, *, code: int | None = None) -> No
             "exit_code": error.exit_code if code is None else code,
         }
         lines.append(json.dumps(described))
-    with suppress(OSError, AttributeError, ValueError):  # nobody is there to hear it
+    with suppress(OSError, AttributeError, ValueError):  # stderr may be closed
         for line in lines:
             sys.stderr.write(line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
             sys.stderr.write("\n")
@@ -109,7 +113,10 @@ def complain(error: DieselError, given: Flags, *, code: int | None = None) -> No
 
 
 def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
-    """Name on stderr what was left out. Raises PartialError where there is any."""
+    """Name the entries that failed, with the reasons, on stderr. Raises PartialError if any did.
+
+    `source` stands for the entry with the empty path; `verb` is the participle for the message.
+    """
     if not failed:
         return
     with suppress(OSError, AttributeError, ValueError):
@@ -120,12 +127,12 @@ def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str
 
 
 def json_failed(failed: Sequence[tuple[bytes, str]]) -> list[Value]:
-    """What was left out, in JSON."""
+    """The entries that failed, with the reasons, for JSON."""
     return [{**json_name(path), "reason": reason} for path, reason in failed]
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes, in units of 1,000."""
+    """A number of bytes with a unit; a kB is 1,000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -134,13 +141,13 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number of things."""
+    """A number and a noun, in the plural where the number is not 1."""
     many = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
     return f"{count:,} {noun if count == 1 else many}"
 
 
 def time_text(seconds: float) -> str:
-    """A time in this machine's zone; seconds since 1970 where no calendar has it."""
+    """A time in this machine's time zone; `@SECONDS` since 1970 where no calendar has it."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

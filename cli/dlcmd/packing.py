@@ -1,6 +1,6 @@
-"""A packing process of `dlcmd put`, for object stores that do not work in forked children.
+"""The program of a packing process of `dlcmd put`, for object stores that hang in forked children.
 
-`python -m dlcmd.packing DESCRIPTOR`; its coordinator is at the other end of that pipe.
+`put` starts it as `python -m dlcmd.packing DESCRIPTOR` and talks to it over that pipe.
 """
 
 import sys

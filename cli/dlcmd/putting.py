@@ -1,4 +1,4 @@
-"""`dlcmd put`."""
+"""The verb `put`: packs a folder, a file, a tar or the objects of a bucket into a dataset."""
 
 import json
 import os
@@ -32,62 +32,77 @@ from .options import global_flags, size, verb
 from .output import (
     bytes_text,
     count_text,
-    emit,
     json_failed,
     json_name,
     name_line,
+    print_json,
+    print_line,
     raise_if_partial,
-    say,
-    say_json,
+    write_stdout,
 )
 from .packing import PROGRAM
 from .progress import Progress, shown_progress
 
 _DELETIONS_SHOWN = 10
-"""Paths that a dry run names without -v."""
+"""Number of paths to be deleted that a dry run names without -v."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceArgument:
-    """Where files come from: a folder or file, or of a folder only `paths`; a tar; a bucket, or
-    one object of it, which is `file_name` without its prefix."""
+    """What is put: the folder or file `name`, a `tar`, or a `bucket`."""
 
     name: str
     tar: BinaryIO | None = None
-    paths: list[bytes] | None = None
+    paths: list[bytes] | None = None  # of a folder: only these paths below it
     bucket: Bucket | None = None
-    file_name: bytes = b""
+    file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
 
 
 @verb("put")
 @click.argument("arguments", nargs=-1, metavar="[SRC] DATASET[/path]")
-@click.option("--tar", metavar="FILE|-", help="Put the entries of a tar, in place of SRC.")
-@click.option("--delete", is_flag=True, help="Remove what SRC no longer has.")
+@click.option("--tar", metavar="FILE|-", help="Put the entries of this tar, in place of SRC.")
+@click.option(
+    "--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have."
+)
 @click.option(
     "-n",
     "--dry-run",
     is_flag=True,
-    help="Change nothing; say how much there is to do, and what --delete would remove.",
+    help="Change nothing; show how much would be put, and what --delete would delete.",
 )
-@click.option("--allow-empty", is_flag=True, help="Let --delete go by an empty SRC, too.")
-@click.option("--checksum", is_flag=True, help="Compare contents, not only size and mtime.")
+@click.option(
+    "--allow-empty", is_flag=True, help="Let --delete delete everything when SRC is empty."
+)
+@click.option(
+    "--checksum",
+    is_flag=True,
+    help="Compare contents, not only size, mode and mtime.",
+)
 @click.option(
     "--jobs", type=click.IntRange(1, JOBS_MAX), metavar="N",
-    help="How many processes pack.  [default: cores + 1]",
+    help="Number of processes that pack.  [default: cores + 1]",
 )  # fmt: skip
 @click.option(
     "--chunk-size", type=size,
-    help="How many bytes of contents go into one chunk, 64K to 1G.  [default: 4M]",
+    help="Bytes of contents in one chunk, 64K to 1G.  [default: 4M]",
 )  # fmt: skip
 @click.option(
     "--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True,
-    help="How contents are stored: lz4 compresses each that gets smaller by it, auto those of which"
-    " a sample does, none leaves all as they are.",
+    help="Compression of contents: lz4 compresses each file that gets smaller by it, auto each file"
+    " of which a sample gets smaller, none compresses nothing.",
 )  # fmt: skip
-@click.option("--include", multiple=True, metavar="GLOB", help="Put only files that match one.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders.")
-@click.option("--files-from", default="", metavar="FILE|-", help="Put only the paths listed there.")
-@click.option("-0", "nul", is_flag=True, help="Those paths end in NUL, not in a newline.")
+@click.option(
+    "--include", multiple=True, metavar="GLOB", help="Put only files that match one of these globs."
+)
+@click.option(
+    "--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders that match."
+)
+@click.option(
+    "--files-from", default="", metavar="FILE|-", help="Put only the paths that this file lists."
+)
+@click.option(
+    "-0", "nul", is_flag=True, help="Each path in --files-from ends in NUL, not in a newline."
+)
 def put(
     arguments: tuple[str, ...],
     tar: str | None,
@@ -103,13 +118,13 @@ def put(
     files_from: str,
     nul: bool,
 ) -> None:
-    """Pack a folder's contents, a file, a tar or what is in a bucket into a dataset, which is made
-    if it is new.
+    """Pack the contents of a folder, a file, a tar or the objects in a bucket into a dataset.
 
-    What is already there unchanged is skipped, so the same command again finishes what was
-    interrupted. A file takes the name of the address, unless that is a folder or ends in a slash.
-    A glob with a slash is matched against the path below SRC, another against the name; one that
-    ends in a slash matches folders only.
+    A dataset that does not exist is made. Entries that are there unchanged are skipped, so run the
+    same command again to finish an interrupted put. A single file gets the path in the address; if
+    that is a folder or ends in a slash, the file goes into it under its own name. A glob with a
+    slash is matched against the path below SRC, one without against the name; a glob that ends in a
+    slash matches folders only.
 
     \b
     Examples:
@@ -147,69 +162,74 @@ def put(
 
         try:
             report = _put(repository, source, target, options, progress)
-        except BaseException as error:  # a Ctrl-C, too: its words say what is done
+        except BaseException as error:  # Ctrl-C too: the message says how much is committed
             if not dry_run and (so_far.files or not isinstance(error, Exception)):
                 moved = bytes_text(so_far.content_bytes)
                 error.add_note(f"{count_text(so_far.files, 'file')} ({moved}) committed so far")
             raise
-    _tell(report, source, target, dry_run=dry_run)
+    _print_report(report, source, target, dry_run=dry_run)
 
 
 def _parse_arguments(
-    words: tuple[str, ...], tar: str | None, files_from: str, nul: bool
+    arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[str, Address]:
-    """What is to be put, and where. Raises UsageError."""
+    """The source's name, and the address to put it at. Raises UsageError."""
     wanted = "DATASET[/path]" if tar is not None else "SRC and DATASET[/path]"
-    if len(words) != (2 if tar is None else 1):
-        raise UsageError(f"put takes {wanted}, not {len(words)} words", advice="see --help")
+    if len(arguments) != (2 if tar is None else 1):
+        given = count_text(len(arguments), "argument")
+        raise UsageError(f"put takes {wanted}, and got {given}", advice="see --help")
     if nul and not files_from:
-        raise UsageError("-0 says how --files-from is written, which is not given")
+        raise UsageError("-0 needs --files-from")
     if tar is not None and files_from:
-        raise UsageError("--files-from goes with a folder, not with --tar")
-    name = words[0] if tar is None else tar
-    return name, address(words[-1])
+        raise UsageError("--files-from needs a folder as SRC, and cannot be used with --tar")
+    name = arguments[0] if tar is None else tar
+    return name, address(arguments[-1])
 
 
 @contextmanager
 def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """The source, looked at before anything is made of the target. Raises NotFoundError."""
+    """Open the source, before anything is made of the dataset. Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, stream)
         return
     if name.partition("://")[0] in CLOUD_SCHEMES and "://" in name:
         if names_from:
-            raise UsageError("--files-from goes with a folder, not with a bucket")
-        from .buckets import CloudBucket  # noqa: PLC0415  # it takes a tenth of a second
+            raise UsageError("--files-from needs a folder as SRC, not a bucket")
+        from .buckets import CloudBucket  # noqa: PLC0415  # it takes 0.1 s to import
 
         url = parse_url(name)
         bucket = CloudBucket(url)
-        one = b"" if bucket.single_object is None else os.fsencode(url.prefix.rpartition("/")[2])
-        yield SourceArgument(name, bucket=bucket, file_name=one)
+        is_object = bucket.single_object is not None
+        file_name = os.fsencode(url.prefix.rpartition("/")[2]) if is_object else b""
+        yield SourceArgument(name, bucket=bucket, file_name=file_name)
         return
     path = Path(name)
     if not path.exists():
-        raise NotFoundError(f"there is no file {name}")
+        raise NotFoundError(f"there is no file or folder {name}")
     if not (path.is_dir() or path.is_file()):
-        raise UsageError(f"{name} is neither a file nor a folder")
+        raise UsageError(f"{name} is neither a file nor a folder, so it cannot be put")
     if names_from and not path.is_dir():
-        raise UsageError(f"--files-from goes with a folder, and {name} is none")
+        raise UsageError(f"--files-from needs a folder as SRC, and {name} is a file")
     file_name = b"" if path.is_dir() else os.fsencode(path.name)
-    paths = _listed(names_from, nul) if names_from else None
+    paths = _read_paths(names_from, nul) if names_from else None
     yield SourceArgument(name, paths=paths, file_name=file_name)
 
 
 @contextmanager
 def _repository(*, dry_run: bool) -> Iterator[LocalRepository]:
-    """The repository, made if it is new; for a dry run an empty one then stands for it."""
+    """Open the repository, which is made if it is missing.
+
+    A dry run makes nothing: an empty temporary repository takes the place of a missing one.
+    """
     with ExitStack() as stack:
         try:
             repository = stack.enter_context(open_repository_from_flags(create=not dry_run))
         except ObjectMissing:
-            where = parse_url(global_flags().settings().repository_url)
             if not dry_run:
                 raise
-            if where.scheme == "file" and where.path.exists() and any(where.path.iterdir()):
+            missing = parse_url(global_flags().settings().repository_url)
+            if missing.scheme == "file" and missing.path.exists() and any(missing.path.iterdir()):
                 raise
             folder = stack.enter_context(TemporaryDirectory())
             url = Path(folder).as_uri()
@@ -238,7 +258,7 @@ def _put(
 
 
 def _is_folder(repository: LocalRepository, target: Address) -> bool:
-    """Whether an address names a folder that is there. The root always is."""
+    """Whether an address names an existing folder. The root always exists."""
     if not target.path:
         return True
     try:
@@ -251,7 +271,10 @@ def _is_folder(repository: LocalRepository, target: Address) -> bool:
 
 @contextmanager
 def _opened_file(name: str) -> Iterator[BinaryIO]:
-    """A file of the user's, or standard input for `-`."""
+    """A file that the user names, open for reading; standard input for `-`.
+
+    Raises NotFoundError, PermissionDenied.
+    """
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -264,12 +287,12 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
     try:
         yield file
     finally:
-        with suppress(OSError):  # it was only read, and what failed then has been said
+        with suppress(OSError):  # closing a file that was only read loses nothing
             file.close()
 
 
-def _listed(names_from: str, nul: bool) -> list[bytes]:
-    """The paths that --files-from names, each once; `.` is the source. Raises UsageError."""
+def _read_paths(names_from: str, nul: bool) -> list[bytes]:
+    """The paths that --files-from lists, each once; `.` is SRC itself. Raises UsageError."""
     with _opened_file(names_from) as file:
         lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}
@@ -281,18 +304,22 @@ def _listed(names_from: str, nul: bool) -> list[bytes]:
     return list(paths)
 
 
-def _tell(report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool) -> None:
-    """The result, and on stderr what was left out. Raises PartialError."""
-    with suppress(BrokenPipeError):  # that nobody reads this changes nothing of what was done
-        _say_result(report, target, dry_run=dry_run)
+def _print_report(
+    report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool
+) -> None:
+    """Print the result, and on stderr the entries that failed. Raises PartialError."""
+    with suppress(BrokenPipeError):  # the put is done, also where nobody reads the result
+        _print_result(report, target, dry_run=dry_run)
     raise_if_partial(report.failed, source.name, "put")
 
 
-def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
+def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
     if global_flags().json:
-        gone = ({"event": "would delete", **json_name(path)} for path in reversed(report.to_delete))
-        emit(json.dumps(each).encode() + b"\n" for each in gone)
-        say_json(
+        events = (
+            {"event": "would delete", **json_name(path)} for path in reversed(report.to_delete)
+        )
+        write_stdout(json.dumps(event).encode() + b"\n" for event in events)
+        print_json(
             {
                 "event": "done",
                 "dataset": target.dataset,
@@ -310,24 +337,24 @@ def _say_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
             }
         )
     elif dry_run:
-        say(
+        print_line(
             f"would put {count_text(report.entries_found, 'entry')} and delete {report.deleted:,};"
             f" {report.unchanged:,} unchanged"
         )
         if not global_flags().quiet:
-            emit(_deletion_lines(report.to_delete, everything=global_flags().verbose))
+            write_stdout(_deletion_lines(report.to_delete, everything=global_flags().verbose))
     else:
-        say(
+        print_line(
             f"put {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)}) in"
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
-        if kept_otherwise := _lost_attributes(report):
-            say(f"note: {kept_otherwise}")
+        if lost := _lost_attributes(report):
+            print_line(f"note: {lost}")
 
 
 def _lost_attributes(report: PutReport) -> str:
-    """What of the source the dataset does not keep as it is, in one line; empty for nothing."""
+    """What a dataset cannot keep of this source, in one line; empty if it keeps everything."""
     parts = []
     if report.stripped:
         entries = count_text(report.stripped, "entry")
@@ -337,10 +364,10 @@ def _lost_attributes(report: PutReport) -> str:
     return "; ".join(parts)
 
 
-def _deletion_lines(gone: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """What a dry run would delete, folders before what is in them; the first few, or everything."""
-    left_out = 0 if everything else max(0, len(gone) - _DELETIONS_SHOWN)
-    for path in reversed(gone[left_out:]):
+def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
+    """The paths that --delete would delete, folders before their entries; the first, or all."""
+    left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
+    for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)
     if left_out:
-        yield f"... and {left_out:,} more; -v names them all\n".encode()
+        yield f"... and {left_out:,} more; -v shows all of them\n".encode()

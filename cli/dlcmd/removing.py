@@ -1,4 +1,4 @@
-"""`dlcmd rm` and `dlcmd delete-dataset`."""
+"""The verbs `rm` (deletes entries) and `delete-dataset`."""
 
 import click
 
@@ -9,16 +9,17 @@ from diesel_fs.repository.local import LocalRepository, index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import dataset, global_flags, verb
-from .output import count_text, say, say_json
+from .output import count_text, print_json, print_line
 
 
 @verb("rm")
 @click.argument("targets", nargs=-1, required=True, type=address, metavar="DATASET/path...")
-@click.option("-r", "--recursive", is_flag=True, help="Folders, too, with all that is in them.")
+@click.option("-r", "--recursive", is_flag=True, help="Delete folders, too, with everything below.")
 def rm(targets: tuple[Address, ...], recursive: bool) -> None:
-    """Delete entries. Nothing is deleted unless all that are named are there.
+    """Delete files, links or folders. If one of them does not exist, nothing is deleted.
 
-    Their bytes stay in the chunks; mounts that show an older version go on.
+    Mounts that show an older version go on. The bytes stay in the chunks until `dlcmd purge` frees
+    them.
 
     \b
     Examples:
@@ -28,20 +29,23 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
     for target in targets:
         if not target.path:
             raise UsageError(
-                f"{target} is a whole dataset", advice=f"dlcmd delete-dataset {target} --yes"
+                f"{target} is a whole dataset",
+                advice=f"`dlcmd delete-dataset {target} --yes` deletes it",
             )
     with open_repository_from_flags() as repository:
         deleted = 0
         for name in dict.fromkeys(target.dataset for target in targets):
-            mine = [target for target in targets if target.dataset == name]
-            _paths(repository.view(name), mine, recursive=recursive)  # before anything is deleted
+            in_dataset = [target for target in targets if target.dataset == name]
+            _paths(
+                repository.view(name), in_dataset, recursive=recursive
+            )  # all exist, or it raises
         for name in dict.fromkeys(target.dataset for target in targets):
-            mine = [target for target in targets if target.dataset == name]
-            deleted += _delete(repository, name, mine, recursive=recursive)
+            in_dataset = [target for target in targets if target.dataset == name]
+            deleted += _delete(repository, name, in_dataset, recursive=recursive)
     if global_flags().json:
-        say_json({"deleted": deleted})
+        print_json({"deleted": deleted})
     else:
-        say(f"deleted {count_text(deleted, 'entry')}")
+        print_line(f"deleted {count_text(deleted, 'entry')}")
 
 
 def _delete(
@@ -54,21 +58,26 @@ def _delete(
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
-    """All paths to be deleted, deepest first. Raises NoSuchPath, UsageError."""
+    """The paths to delete, deepest first. Raises NoSuchPath, and UsageError for a folder."""
     chosen: dict[int, None] = {}
     for target in targets:
         index = index_of_path(view, target.path)
         if view.stat(index).kind == Kind.FOLDER and not recursive:
-            raise UsageError(f"{target} is a folder", advice="rm -r deletes it and all in it")
+            raise UsageError(
+                f"{target} is a folder", advice="`dlcmd rm -r` deletes it and everything below"
+            )
         chosen |= dict.fromkeys(view.walk(index).tolist())
     return view.paths(sorted(chosen, reverse=True))
 
 
 @verb("delete-dataset")
 @click.argument("name", type=dataset, metavar="DATASET")
-@click.option("--yes", is_flag=True, help="Needed: there is no way back.")
+@click.option("--yes", is_flag=True, help="Confirm: the dataset cannot be brought back.")
 def delete_dataset(name: str, yes: bool) -> None:
-    """Delete a dataset for ever, with its chunks. An interrupted deletion goes on if repeated.
+    """Delete a dataset for good, with its chunks.
+
+    Run the same command again to finish an interrupted deletion. Chunks that a mount still reads
+    stay; the same command or `dlcmd purge` deletes them after the mount has ended.
 
     \b
     Example:
@@ -77,9 +86,9 @@ def delete_dataset(name: str, yes: bool) -> None:
     with open_repository_from_flags() as repository:
         if not yes:
             repository.dataset(name)
-            raise UsageError(f"this deletes {name} for ever", advice="say so with --yes")
+            raise UsageError(f"this would delete {name} for good", advice="confirm it with --yes")
         done = repository.delete_dataset(name)
     if global_flags().json:
-        say_json({"dataset": name, "objects_removed": done.removed, "objects_left": done.left})
+        print_json({"dataset": name, "objects_removed": done.removed, "objects_left": done.left})
     else:
-        say(f"deleted {name}: {count_text(done.removed, 'object')}")
+        print_line(f"deleted {name}: {count_text(done.removed, 'object')}")

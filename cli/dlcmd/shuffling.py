@@ -1,4 +1,4 @@
-"""`dlcmd shuffle`."""
+"""The verb `shuffle`: prints the chunk-wise random order of a dataset's files."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ from diesel_fs.repository.local import index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb
-from .output import emit, json_name, name_line, say_json
+from .output import json_name, name_line, print_json, write_stdout
 
 _BATCH = 4096
 _COLUMNS = ("measure", "this order", "full shuffle")
@@ -32,38 +32,42 @@ _COLUMNS = ("measure", "this order", "full shuffle")
 @click.argument("target", type=address, metavar="DATASET[/path]")
 @click.option(
     "--seed", type=int, metavar="N", required=True,
-    help="Number by which the orders are drawn: the same for all ranks and epochs.",
+    help="Seed of the random orders; use the same one for all ranks and epochs.",
 )  # fmt: skip
 @click.option(
     "--epoch", type=int, metavar="N", required=True,
-    help="Number of the epoch, from 0 on; each has another order.",
+    help="Number of the epoch, from 0 on; each epoch has an order of its own.",
 )  # fmt: skip
 @click.option(
     "--group-size", type=int, metavar="N", default=GROUP_SIZE_DEFAULT, show_default=True,
-    help="How many chunks have their files shuffled together.",
+    help="Number of chunks in a group: their files are shuffled together.",
 )  # fmt: skip
-@click.option("--full", is_flag=True, help="All chunks in one group.")
+@click.option("--full", is_flag=True, help="Shuffle all files together: one group of all chunks.")
 @click.option(
     "--rank", type=int, metavar="N", default=0, show_default=True,
-    help="Whose part of the order to print, from 0 on.",
+    help="Print the part of this reader (rank), from 0 on.",
 )  # fmt: skip
 @click.option(
     "--world", type=int, metavar="N", default=1, show_default=True,
-    help="How many ranks the order is cut into parts for.",
+    help="Number of ranks, each of which gets an equal part of the order.",
 )  # fmt: skip
-@click.option("--drop-last", is_flag=True, help="Leave a remainder out; else it is filled up.")
-@click.option("-0", "nul", is_flag=True, help="Paths end in NUL, not in a newline.")
-@click.option("--quality", is_flag=True, help="Show how random the order is, not the order.")
+@click.option(
+    "--drop-last", is_flag=True,
+    help="Drop the files that do not divide evenly among ranks; else the order's start fills up.",
+)  # fmt: skip
+@click.option("-0", "nul", is_flag=True, help="End paths with NUL instead of a newline.")
+@click.option(
+    "--quality", is_flag=True, help="Print how random the order is, instead of the order."
+)
 def shuffle(
     target: Address, seed: int, epoch: int, group_size: int, full: bool,
     rank: int, world: int, drop_last: bool, nul: bool, quality: bool,
 ) -> None:  # fmt: skip
-    """Print a chunk-wise order of the files in a dataset or folder, one path a line.
+    """Print the files of a dataset or folder in chunk-wise random order, one path a line.
 
-    Chunks are shuffled and cut into groups, and the files of each group are shuffled: whoever reads
-    in that order needs two groups of chunks in memory. The same numbers give the same order
-    everywhere. Ranks get parts of equal length; a remainder is filled up from the start of the
-    order, or dropped.
+    The chunks are shuffled and cut into groups, and the files of each group are shuffled. So a
+    program that reads in this order needs memory for two groups of chunks only. The same options
+    give the same order on every machine. All ranks get parts of equal length.
 
     \b
     Examples:
@@ -90,7 +94,7 @@ def shuffle(
         else:
             if not (nul or global_flags().json):
                 _refuse_newlines(view, order)
-            emit(_lines(view, order, nul=nul))
+            write_stdout(_lines(view, order, nul=nul))
 
 
 def _batches(view: Snapshot, order: Indices) -> Iterator[bytes]:
@@ -99,14 +103,14 @@ def _batches(view: Snapshot, order: Indices) -> Iterator[bytes]:
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
-    """Before anything is printed. Raises UsageError."""
+    """Raises UsageError, before anything is printed, for a path with a newline in it."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in _batches(view, order):
         if b"\n" in path:
             raise UsageError(
-                f"{path!r} has a newline in its name, and would be two lines",
-                advice="-0 ends paths in NUL instead",
+                f"{path!r} has a newline in its name, so it would be printed as two lines",
+                advice="-0 ends paths with NUL instead",
             )
 
 
@@ -123,9 +127,10 @@ def _json_line(path: bytes) -> bytes:
 
 
 def _print_quality(measured: OrderQuality) -> None:
-    """A table, or one object."""
+    """Print measures of an order beside those of a full shuffle: a table, or with --json an
+    object."""
     if global_flags().json:
-        say_json({"batch_files": BATCH_FILES, **asdict(measured)})
+        print_json({"batch_files": BATCH_FILES, **asdict(measured)})
         return
     rows: list[tuple[str, ...]] = [
         ("files", f"{measured.files}", ""),
@@ -149,4 +154,4 @@ def _print_quality(measured: OrderQuality) -> None:
 
         table(_COLUMNS, rows, _COLUMNS[1:])
     else:
-        emit("\t".join(row).encode() + b"\n" for row in rows)
+        write_stdout("\t".join(row).encode() + b"\n" for row in rows)

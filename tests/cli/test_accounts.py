@@ -101,7 +101,7 @@ def test_a_key_is_written_to_a_file_of_ones_own(dlcmd: Dlcmd, tmp_path: Path, pl
     public = users(dlcmd)["ann"]["public_key"]
     assert public_key_text(keys.public_key(parse_key(file.read_text()))) == public
     # One that is there is not written over, and no account is made; where none is, no file is left
-    assert "exists already" in dlcmd("user", "add", "bo", "--key-out", file, code=12).err
+    assert "exists; name a new file" in dlcmd("user", "add", "bo", "--key-out", file, code=12).err
     dlcmd("user", "add", "ann", "--key-out", tmp_path / "other", code=12)
     assert set(users(dlcmd)) == {"ann"}
     assert sorted(path.name for path in tmp_path.glob("*")) == ["key", "store"]

@@ -82,8 +82,8 @@ def test_a_time_says_how_it_was_understood(
     time.tzset()
     try:
         said = dlcmd("recover", "--since", text, "pets")
-        assert said.err == f"dlcmd: recover pets: from the chunks since {understood}\n"
-        assert b"folded in 1 chunk" in said.out
+        assert said.err == f"dlcmd: recover pets: reads the chunks since {understood}\n"
+        assert b"recovered 1 chunk" in said.out
         assert dlcmd("-q", "recover", "--since", text, "pets").err == ""
     finally:
         monkeypatch.undo()
@@ -95,9 +95,9 @@ def test_a_time_that_is_to_come_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None
     soon = datetime.now(UTC) + timedelta(minutes=90)
     for text in (f"{soon:%Y-%m-%dT%H:%M}Z", "2999-01-01"):
         said = dlcmd("recover", "--since", text, "pets", code=2).err
-        assert f"the time {text!r} is still to come: it is " in said
+        assert f"the time {text!r} lies in the future: it means " in said
     west = f"{soon - timedelta(hours=8):%Y-%m-%dT%H:%M}-08:00"
-    assert "still to come" in dlcmd("recover", "--since", west, "pets", code=2).err
+    assert "lies in the future" in dlcmd("recover", "--since", west, "pets", code=2).err
 
 
 def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path
     assert named == b"new\nline\0plain\0sub\0sub/esc\x1b\0"
     (tmp_path / "names").write_bytes(named)
     for words in (["odd", "-l"], ["odd", "--json"], ["odd@"], []):
-        assert "-0 is for names" in dlcmd("ls", "-0", *words, code=2).err
+        assert "-0 lists the names" in dlcmd("ls", "-0", *words, code=2).err
     again = ("--files-from", tmp_path / "names", "-0", tmp_path / "src", "again")
     assert b"put 3 files" in dlcmd("put", *again).out
 
@@ -189,7 +189,7 @@ def test_a_snapshot_goes_to_a_file_and_is_checked(dlcmd: Dlcmd, pets: Path, tmp_
     dlcmd("delete-dataset", "pets", "--yes")
     assert b"does not have" in dlcmd("load-meta", file).out
     dlcmd("put", pets, "pets")
-    assert b"another dataset" in dlcmd("load-meta", file).out
+    assert b"earlier dataset" in dlcmd("load-meta", file).out
     assert b"not compared" in dlcmd("load-meta", "--url", "file:///nowhere", file).out
     for broken in (b"", b"\x7fELF", file.read_bytes()[:-1]):
         (tmp_path / "broken").write_bytes(broken)
@@ -234,7 +234,7 @@ def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
         file.unlink()
     assert dlcmd("ls", "-l", "-R", "pets").out == listing  # by the snapshot
     assert "dlcmd recover" in dlcmd("verify", "pets", code=15).out.decode()
-    assert b"folded in 1 chunk with 7 entries: pets has 3 files" in dlcmd("recover", "pets").out
+    assert b"recovered 1 chunk with 7 entries: pets has 3 files" in dlcmd("recover", "pets").out
     assert dlcmd("ls", "-l", "-R", "pets").out == listing
     assert b"checked 1 chunk" in dlcmd("verify", "pets").out
     dlcmd("recover", "--since", "1h", "pets")

@@ -63,7 +63,7 @@ def test_a_folder_has_a_slash_in_its_name(
     monkeypatch.chdir(source.parent)
     for folder in ("./source", "source/"):
         assert b"6 unchanged" in dlcmd("diff", "pets", folder).out
-    assert "write ./source for the folder" in dlcmd("diff", "pets", "source", code=10).err
+    assert "write ./source to compare" in dlcmd("diff", "pets", "source", code=10).err
     monkeypatch.chdir(source)
     assert b"6 unchanged" in dlcmd("diff", "pets", ".").out
     assert "dataset first" in dlcmd("diff", source, "pets", code=2).err

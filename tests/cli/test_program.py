@@ -101,7 +101,7 @@ def test_a_verb_that_there_is_not_leads_to_the_one_that_was_meant(
     dlcmd: Dlcmd, word: str, meant: str
 ) -> None:
     said = dlcmd("--json", word, "pets", code=2).err.splitlines()
-    assert said[0] == f"dlcmd: there is no verb {word!r}; did you mean `dlcmd {meant}`?"
+    assert said[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
     assert json.loads(said[1])["exit_code"] == 2
 
 

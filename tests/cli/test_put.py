@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dlcmd.output import count_text
-from dlcmd.progress import Progress, _Lines
+from dlcmd.progress import Progress, _JsonLines
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -138,7 +138,10 @@ def test_a_dry_run_names_what_would_go(dlcmd: Dlcmd, tmp_path: Path, kind: str) 
     dlcmd("put", write(tmp_path / "before", before), "pets")
     words = ["put", "-n", "--delete", *([source] if kind == "folder" else ["--tar", tar]), "pets"]
     lines = [b"would delete " + path for path in gone]
-    assert dlcmd(*words).out.splitlines()[1:] == [*lines[:10], b"... and 3 more; -v names them all"]
+    assert dlcmd(*words).out.splitlines()[1:] == [
+        *lines[:10],
+        b"... and 3 more; -v shows all of them",
+    ]
     assert dlcmd("-v", *words).out.splitlines()[1:] == lines
     *events, done = dlcmd("--json", *words).objects
     assert {each["event"] for each in events} == {"would delete"}
@@ -221,7 +224,7 @@ def test_progress_is_never_more_than_whole(
 ) -> None:
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    _Lines(next(clock), "entries").report(Progress(17, 2, 0))
+    _JsonLines(next(clock), "entries").show(Progress(17, 2, 0))
     assert json.loads(capfdbinary.readouterr().out)["seconds_left"] == 0
 
 
@@ -312,20 +315,20 @@ def test_I13_bad_numbers_are_usage_errors(
     [
         ([], 2, "SRC and DATASET"),
         (["src"], 2, "SRC and DATASET"),
-        (["src", "pets", "more"], 2, "3 words"),
+        (["src", "pets", "more"], 2, "3 arguments"),
         (["--tar", "-", "src", "pets"], 2, "DATASET"),
         (["s3://bucket/a//b", "pets"], 2, "empty or dotted parts"),
         (["s3://", "pets"], 2, "no bucket"),
-        (["--files-from", "-", "s3://bucket/a", "pets"], 2, "not with a bucket"),
-        (["src", "pets@3"], 2, "as it is now"),
+        (["--files-from", "-", "s3://bucket/a", "pets"], 2, "not a bucket"),
+        (["src", "pets@3"], 2, "the current version only"),
         (["src", "pets/../x"], 2, "'..'"),
-        (["gone", "pets"], 10, "there is no file gone"),
+        (["gone", "pets"], 10, "there is no file or folder gone"),
         (["--tar", "gone", "pets"], 10, "there is no file gone"),
         (["/dev/null", "pets"], 2, "neither a file nor a folder"),
         (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
     ],
 )
-def test_bad_words(
+def test_bad_arguments_are_named(
     dlcmd: Dlcmd,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -458,7 +461,7 @@ def test_progress_in_json_counts_what_the_verb_counts(
 ) -> None:
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    _Lines(next(clock), "chunks").report(Progress(20, 80))
+    _JsonLines(next(clock), "chunks").show(Progress(20, 80))
     assert json.loads(capfdbinary.readouterr().out) == {
         "event": "progress",
         "chunks": 20,
