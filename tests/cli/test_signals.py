@@ -147,7 +147,8 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
         assert ended == code
         assert put.left() == []
     shows = whole(dlcmd, facts(source))
-    form = rf"dlcmd: {words}; (\d+) files? \([0-9.]+ [kM]B\) committed so far; run it again to finish\n"
+    done = r"(\d+) files? \([0-9.]+ [kM]B\) committed so far"
+    form = rf"dlcmd: {words}; {done}; run it again to finish\n"
     committed = re.fullmatch(form, said)
     assert committed is not None, said
     assert int(committed[1]) == shows
