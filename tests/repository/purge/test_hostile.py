@@ -48,17 +48,17 @@ LOOK = replace(NOW, dry_run=True)
 
 
 def test_P7_a_store_that_was_put_back_loses_nothing_more(
-    holed: LocalRepository, tmp_path: Path
+    dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
     """The metadata knows of chunks that the backup has not: where contents have moved to."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
     expected = facts(tmp_path / "source")
-    purge(holed, "ds")
+    purge(dataset_with_holes, "ds")
     shutil.rmtree(store / "datasets")
     shutil.copytree(tmp_path / "backup", store / "datasets")
-    before = chunks(holed)
-    with LocalRepository.open(holed.url) as again:
+    before = chunks(dataset_with_holes)
+    with LocalRepository.open(dataset_with_holes.url) as again:
         for _ in range(2):
             with pytest.raises(LostChunks):
                 purge(again, "ds", NOW)
@@ -74,48 +74,54 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(
 
 
 @pytest.mark.parametrize("operation", ["list", "stat", "get"])
-def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, operation: str) -> None:
+def test_verify_beside_a_purge_finds_nothing_wrong(
+    dataset_with_holes: LocalRepository, operation: str
+) -> None:
     """What the metadata named at first is gone when verify lists it, opens it, reads it."""
-    last = chunk_object(holed.dataset("ds").identity, chunks(holed)[-2])
+    last = chunk_object(dataset_with_holes.dataset("ds").identity, chunks(dataset_with_holes)[-2])
 
     def purge_beside(_: str) -> None:
-        with LocalRepository.open(holed.url) as other:
+        with LocalRepository.open(dataset_with_holes.url) as other:
             assert purge(other, "ds", NOW).deleted > 4
 
     fault = Fault(operation, "/chunks/" if operation == "list" else last, act=purge_beside)
-    with FaultyStore(holed.objects, fault) as store:
-        holed.objects = store
-        findings = verify(holed, "ds", headers_only=operation == "stat")
+    with FaultyStore(dataset_with_holes.objects, fault) as store:
+        dataset_with_holes.objects = store
+        findings = verify(dataset_with_holes, "ds", headers_only=operation == "stat")
     assert findings.problems == []
     assert findings.files == 30
 
 
 def test_verify_of_a_dataset_that_is_purged_all_the_time(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = type(holed.meta).chunks
-    monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
-    fault = Fault("get", chunk_object(holed.dataset("ds").identity, chunks(holed)[0]),
+    known = type(dataset_with_holes.meta).chunks
+    monkeypatch.setattr(type(dataset_with_holes.meta), "chunks", lambda *a: known(*a)[1:])
+    fault = Fault("get", chunk_object(dataset_with_holes.dataset("ds").identity, chunks(dataset_with_holes)[0]),
                   error=ObjectMissing("gone"))  # fmt: skip
-    with FaultyStore(holed.objects, fault) as store:
-        holed.objects = store
+    with FaultyStore(dataset_with_holes.objects, fault) as store:
+        dataset_with_holes.objects = store
         with pytest.raises(BusyError, match="purged"):
-            verify(holed, "ds")
+            verify(dataset_with_holes, "ds")
 
 
-def test_O12_a_short_listing_is_no_loss(holed: LocalRepository, tmp_path: Path) -> None:
+def test_O12_a_short_listing_is_no_loss(
+    dataset_with_holes: LocalRepository, tmp_path: Path
+) -> None:
     """Neither to `verify` nor to `recover`, which must not forget what it has not been shown."""
-    hidden, real = chunks(holed)[0], holed.objects
-    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
-    problems = verify(holed, "ds").problems
+    hidden, real = chunks(dataset_with_holes)[0], dataset_with_holes.objects
+    dataset_with_holes.objects = ShortListing(
+        real, chunk_object(dataset_with_holes.dataset("ds").identity, hidden)
+    )
+    problems = verify(dataset_with_holes, "ds").problems
     assert any("listing lacks" in problem for problem in problems)
     assert not any("lost" in problem for problem in problems)
     with pytest.raises(CorruptError, match="listing lacks"):
-        purge(holed, "ds", NOW)
-    recover(holed, "ds")
-    holed.objects = real
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
+        purge(dataset_with_holes, "ds", NOW)
+    recover(dataset_with_holes, "ds")
+    dataset_with_holes.objects = real
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
 
 
 def test_recover_beside_a_purge_that_drops_tombstones(
@@ -146,19 +152,19 @@ def test_recover_beside_a_purge_that_drops_tombstones(
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_that_is_renewed_while_it_is_looked_at(
-    holed: LocalRepository, token: str, grows: bool
+    dataset_with_holes: LocalRepository, token: str, grows: bool
 ) -> None:
     """It has another length then: neither is it damaged, nor one of every version."""
-    view, real = holed.view("ds"), holed.objects
+    view, real = dataset_with_holes.view("ds"), dataset_with_holes.objects
     name = lease_object(view.identity, token)
     text = Lease(token, view.version, time.time() + 600, "far", "", "", 1).to_json()
     real.replace(name, [b"{}" if grows else text + b" " * 40])
     fault = Fault("get", name, act=lambda _: real.replace(name, [text]))
     with FaultyStore(real, fault) as store:
-        holed.objects = store
+        dataset_with_holes.objects = store
         if token == PURGE:
             with pytest.raises(BusyError, match="far"):
-                purge(holed, "ds", NOW)
+                purge(dataset_with_holes, "ds", NOW)
         else:
             assert leased_versions(store, view.identity, time.time()) == {view.version}
 
@@ -179,68 +185,76 @@ def written(file: Path, seconds_ago: float) -> None:
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S, math.nan, math.inf])
-def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
+def test_a_lease_of_a_host_whose_clock_is_wrong(
+    dataset_with_holes: LocalRepository, until_s: float
+) -> None:
     """It holds as long as it is renewed, and no longer."""
-    view = holed.view("ds")
-    file = lease_file(holed, "0" * 32, time.time() + until_s, view.version)
+    view = dataset_with_holes.view("ds")
+    file = lease_file(dataset_with_holes, "0" * 32, time.time() + until_s, view.version)
     for ago_s, versions in ((0, {view.version}), (890, {view.version}), (910, set())):
         written(file, ago_s)
-        assert leased_versions(holed.objects, view.identity, time.time()) == versions
+        assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == versions
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
-def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
+def test_a_purge_of_a_host_whose_clock_is_wrong(
+    dataset_with_holes: LocalRepository, until_s: float
+) -> None:
     """It keeps others off, and for no year if it was killed."""
-    file = lease_file(holed, PURGE, time.time() + until_s)
+    file = lease_file(dataset_with_holes, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
-        purge(holed, "ds", NOW)
-    assert purge_is_under_way(holed.objects, holed.dataset("ds").identity)
+        purge(dataset_with_holes, "ds", NOW)
+    assert purge_is_under_way(dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity)
     written(file, 910)
-    assert not purge_is_under_way(holed.objects, holed.dataset("ds").identity)
-    assert purge(holed, "ds", NOW).deleted > 4
+    assert not purge_is_under_way(
+        dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity
+    )
+    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
 
 
 def test_a_purge_by_a_clock_that_is_ahead_is_refused(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All leases would be over for it. One that is behind only waits longer."""
-    before, now = chunks(holed), time.time
-    view = holed.view("ds")
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
-    expected = read_all(view, holed)
+    before, now = chunks(dataset_with_holes), time.time
+    view = dataset_with_holes.view("ds")
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
+    expected = read_all(view, dataset_with_holes)
     monkeypatch.setattr("diesel_fs.repository.leases.CLOCK_AHEAD_S_MAX", 300)
     monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
     with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
-        purge(holed, "ds", NOW)
+        purge(dataset_with_holes, "ds", NOW)
     with monkeypatch.context() as patch:
         for store in (SqliteMetadata, RedisMetadata):  # is as wrong
             patch.setattr(store, "now_s", lambda _: time.time())
         with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
-            purge(holed, "ds", NOW)
-    assert chunks(holed) == before
+            purge(dataset_with_holes, "ds", NOW)
+    assert chunks(dataset_with_holes) == before
     for ahead_s in (200, -HOUR_S):
         monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)
-        purge(holed, "ds", NOW)
-        assert read_all(view, holed) == expected
+        purge(dataset_with_holes, "ds", NOW)
+        assert read_all(view, dataset_with_holes) == expected
     lease.close()
 
 
-def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_path: Path) -> None:
+def test_P10_a_full_store_gives_back_what_can_go(
+    dataset_with_holes: LocalRepository, tmp_path: Path
+) -> None:
     """Else it would stay full: the next purge finds no room to begin with either."""
-    purge(holed, "ds")
-    writer = Writer(holed)
+    purge(dataset_with_holes, "ds")
+    writer = Writer(dataset_with_holes)
     for i in range(1, 20, 2):
         writer.add(b"more%d" % i, os.urandom(5000))
     writer.seal().commit()
     writer.session.delete([b"more1", b"more3"])
-    before = stored_bytes(holed)
+    before = stored_bytes(dataset_with_holes)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
-    with FaultyStore(holed.objects, full) as store:
-        holed.objects = store
+    with FaultyStore(dataset_with_holes.objects, full) as store:
+        dataset_with_holes.objects = store
         with pytest.raises(NoSpaceError, match="run it again"):
-            purge(holed, "ds", NOW)
-    assert stored_bytes(holed) < before - 200_000
-    sound(holed)
+            purge(dataset_with_holes, "ds", NOW)
+    assert stored_bytes(dataset_with_holes) < before - 200_000
+    sound(dataset_with_holes)
 
 
 def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
@@ -276,13 +290,18 @@ def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
 @pytest.mark.parametrize("keep", [0, 1, 2, 5])
 @pytest.mark.parametrize("hours", [0, 2, 50])
 def test_a_dry_run_says_what_a_purge_does(
-    holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
+    dataset_with_holes: LocalRepository,
+    clock: MovedClock,
+    tmp_path: Path,
+    grace_s: int,
+    keep: int,
+    hours: int,
 ) -> None:
     source = tmp_path / "source"
     for number in (1, 3):
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
-        with LocalRepository.open(holed.url) as late:
+        with LocalRepository.open(dataset_with_holes.url) as late:
             put_tree(late, "ds", source, options=PutOptions(jobs=1, delete=True))
             said = purge(late, "ds", PurgeOptions(0, keep, grace_s, dry_run=True))
             done = purge(late, "ds", PurgeOptions(0, keep, grace_s))

@@ -47,77 +47,86 @@ STEPS = ["put /chunks/", "put /snapshots/", "delete /snapshots/", "delete /chunk
          "forget"]  # fmt: skip
 
 
-def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_path: Path) -> None:
-    before = stored_bytes(holed)
-    report = purge(holed, "ds", NOW)
+def test_P1_space_comes_back_and_nothing_is_lost(
+    dataset_with_holes: LocalRepository, tmp_path: Path
+) -> None:
+    before = stored_bytes(dataset_with_holes)
+    report = purge(dataset_with_holes, "ds", NOW)
     assert (report.rewritten, report.deleted > 4, report.waiting) == (report.deleted, True, 0)
-    assert stored_bytes(holed) < before * 0.55
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
-    assert purge(holed, "ds", NOW).rewritten == 0
+    assert stored_bytes(dataset_with_holes) < before * 0.55
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
+    assert purge(dataset_with_holes, "ds", NOW).rewritten == 0
 
 
 def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
-    holed: LocalRepository, tmp_path: Path
+    dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
     seen: list[int] = []
 
     def look(name: str) -> None:
-        identity = holed.dataset("ds").identity
-        version = holed.snapshots.newest(identity)
-        marker = holed.meta.head("ds")
+        identity = dataset_with_holes.dataset("ds").identity
+        version = dataset_with_holes.snapshots.newest(identity)
+        marker = dataset_with_holes.meta.head("ds")
         assert version == marker.version
         gone = name.rpartition("/")[2]
-        assert gone not in {str(chunk) for chunk in holed.view("ds").chunk_ids}
-        with LocalRepository.open(holed.url) as other:
+        assert gone not in {str(chunk) for chunk in dataset_with_holes.view("ds").chunk_ids}
+        with LocalRepository.open(dataset_with_holes.url) as other:
             assert dataset_state(other) == expected
         seen.append(version)
 
-    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=look)) as store:
-        holed.objects = store
-        purge(holed, "ds", NOW)
+    with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=look)) as store:
+        dataset_with_holes.objects = store
+        purge(dataset_with_holes, "ds", NOW)
     assert seen, "proves nothing"
 
 
-def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:
-    identity = holed.dataset("ds").identity
-    with PurgeLease.take(holed.objects, identity), pytest.raises(BusyError):
-        purge(holed, "ds", NOW)
+def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    identity = dataset_with_holes.dataset("ds").identity
+    with PurgeLease.take(dataset_with_holes.objects, identity), pytest.raises(BusyError):
+        purge(dataset_with_holes, "ds", NOW)
     name = lease_object(identity, PURGE)
     other = Lease("another", 0, time.time() + 600, "elsewhere", "", "", 1)
-    before = chunks(holed)
+    before = chunks(dataset_with_holes)
 
     def lose(_: str) -> None:
-        holed.objects.replace(name, [other.to_json()])
+        dataset_with_holes.objects.replace(name, [other.to_json()])
 
-    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=lose)) as store:
-        holed.objects = store
+    with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=lose)) as store:
+        dataset_with_holes.objects = store
         with pytest.raises(BusyError):
-            purge(holed, "ds", NOW)
-    assert len(chunks(holed)) == len(before)  # one was written, and one deleted
+            purge(dataset_with_holes, "ds", NOW)
+    assert len(chunks(dataset_with_holes)) == len(before)  # one was written, and one deleted
     with pytest.raises(BusyError):  # the other has it still
-        purge(holed, "ds", NOW)
-    holed.objects.delete(name)
-    sound(holed)
+        purge(dataset_with_holes, "ds", NOW)
+    dataset_with_holes.objects.delete(name)
+    sound(dataset_with_holes)
 
 
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 def test_P1_P5_an_end_at_every_step(
-    holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
+    dataset_with_holes: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
 ) -> None:
     """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
-    objects = holed.objects
+    objects = dataset_with_holes.objects
     with pytest.MonkeyPatch.context() as patch:
         if " " in step:
             operation, where = step.split()
             fault = Fault(operation, where, error=ObjectStoreError("killed"), done=done)
-            holed.objects = holed.snapshots._objects = FaultyStore(objects, fault)
+            dataset_with_holes.objects = dataset_with_holes.snapshots._objects = FaultyStore(
+                objects, fault
+            )
         else:
-            real_commit, real_forget = holed.meta.commit, holed.meta.forget
+            real_commit, real_forget = (
+                dataset_with_holes.meta.commit,
+                dataset_with_holes.meta.forget,
+            )
 
             def commit(identity: UUID, *batches: Batch) -> int:
                 if done:
@@ -131,14 +140,14 @@ def test_P1_P5_an_end_at_every_step(
                     real_forget(identity, gone, tombstones=tombstones)
                 raise ObjectStoreError("killed")
 
-            patch.setattr(holed.meta, step, commit if step == "commit" else forget)
+            patch.setattr(dataset_with_holes.meta, step, commit if step == "commit" else forget)
         with pytest.raises(ObjectStoreError, match="killed"):
-            purge(holed, "ds", NOW)
-    holed.objects = holed.snapshots._objects = objects
-    assert dataset_state(holed) == expected
-    assert verify(holed, "ds").problems == []
+            purge(dataset_with_holes, "ds", NOW)
+    dataset_with_holes.objects = dataset_with_holes.snapshots._objects = objects
+    assert dataset_state(dataset_with_holes) == expected
+    assert verify(dataset_with_holes, "ds").problems == []
     clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
-    with LocalRepository.open(holed.url) as again:
+    with LocalRepository.open(dataset_with_holes.url) as again:
         again.begin("ds")
         assert dataset_state(again) == expected
         sound(again)
@@ -149,19 +158,21 @@ def test_P1_P5_an_end_at_every_step(
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: LocalRepository) -> None:
+def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
+    dataset_with_holes: LocalRepository,
+) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
-    old = chunks(holed)
+    old = chunks(dataset_with_holes)
 
     def write_beside(_: str) -> None:
-        with LocalRepository.open(holed.url) as other:
+        with LocalRepository.open(dataset_with_holes.url) as other:
             before = other.meta.chunks(other.dataset("ds").identity)
             other.begin("ds")
             assert other.meta.chunks(other.dataset("ds").identity) == before
 
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # old enough for orphans
-        with LocalRepository.open(holed.url) as late:
+        with LocalRepository.open(dataset_with_holes.url) as late:
             with FaultyStore(late.objects, Fault("delete", "/chunks/", act=write_beside)) as store:
                 late.objects = store
                 purge(late, "ds", NOW)
@@ -171,76 +182,88 @@ def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: LocalRe
             assert verify(late, "ds").problems == []
 
 
-def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
+def test_P5_a_rebuild_beside_the_deletions(
+    dataset_with_holes: LocalRepository, tmp_path: Path
+) -> None:
     """It has read chunks that are gone when it ends: they are forgotten once more."""
 
     def rebuild_beside(_: str) -> None:
-        with LocalRepository.open(holed.url) as other:
+        with LocalRepository.open(dataset_with_holes.url) as other:
             recover(other, "ds")
 
-    with FaultyStore(holed.objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
-        holed.objects = store
-        purge(holed, "ds", NOW)
-    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
-    assert known == set(chunks(holed))
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
+    with FaultyStore(
+        dataset_with_holes.objects, Fault("delete", "/chunks/", act=rebuild_beside)
+    ) as store:
+        dataset_with_holes.objects = store
+        purge(dataset_with_holes, "ds", NOW)
+    known = {
+        record.id
+        for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
+    }
+    assert known == set(chunks(dataset_with_holes))
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
 
 
 def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
-    holed: LocalRepository, tmp_path: Path
+    dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
-    rebuild = holed.meta.rebuild
+    rebuild = dataset_with_holes.meta.rebuild
 
     def rebuild_slowly(
-        name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, above: int
+        name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, newer_than: int
     ) -> int:
         def then_purged() -> Iterator[Batch]:
             yield from batches
-            with LocalRepository.open(holed.url) as other:
+            with LocalRepository.open(dataset_with_holes.url) as other:
                 assert purge(other, "ds", NOW).deleted > 4
 
-        return rebuild(name, identity, then_purged(), late, above)
+        return rebuild(name, identity, then_purged(), late, newer_than)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holed.meta, "rebuild", rebuild_slowly)
-        assert recover(holed, "ds").problems == []
-    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
-    assert known == set(chunks(holed))
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
+        patch.setattr(dataset_with_holes.meta, "rebuild", rebuild_slowly)
+        assert recover(dataset_with_holes, "ds").problems == []
+    known = {
+        record.id
+        for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
+    }
+    assert known == set(chunks(dataset_with_holes))
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
 
 
-def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
+def test_P6_what_is_written_while_purge_copies_wins(dataset_with_holes: LocalRepository) -> None:
     path = b"d1/1"
 
     def write_beside(_: str) -> None:
-        writer = Writer(LocalRepository.open(holed.url))
+        writer = Writer(LocalRepository.open(dataset_with_holes.url))
         writer.builder.room(3)[:] = b"new"
         writer.builder.add_file((b"d1", b"1"), 0o644, 1, 3)
         writer.seal().commit()
 
-    with FaultyStore(holed.objects, Fault("put", "/chunks/", act=write_beside)) as store:
-        holed.objects = store
-        purge(holed, "ds", NOW)
-    assert content(holed, path) == b"new"
-    sound(holed)
-    assert content(holed, path) == b"new"
+    with FaultyStore(
+        dataset_with_holes.objects, Fault("put", "/chunks/", act=write_beside)
+    ) as store:
+        dataset_with_holes.objects = store
+        purge(dataset_with_holes, "ds", NOW)
+    assert content(dataset_with_holes, path) == b"new"
+    sound(dataset_with_holes)
+    assert content(dataset_with_holes, path) == b"new"
 
 
 def test_P10_a_full_store_leaves_everything_as_it_was(
-    holed: LocalRepository, tmp_path: Path
+    dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
-    before = chunks(holed)
+    before = chunks(dataset_with_holes)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
-    with FaultyStore(holed.objects, full) as store:
-        holed.objects = store
+    with FaultyStore(dataset_with_holes.objects, full) as store:
+        dataset_with_holes.objects = store
         with pytest.raises(NoSpaceError):
-            purge(holed, "ds", NOW)
-    assert chunks(holed) == before
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
+            purge(dataset_with_holes, "ds", NOW)
+    assert chunks(dataset_with_holes) == before
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
 
 
 def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
@@ -371,42 +394,48 @@ def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
         assert content(late, b"f") is None
 
 
-def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: LocalRepository) -> None:
-    purge(holed, "ds")  # rewritten, and kept for now
-    hidden = chunks(holed)[-1]
-    real = holed.objects
-    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
-    before = chunks(holed)
+def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    purge(dataset_with_holes, "ds")  # rewritten, and kept for now
+    hidden = chunks(dataset_with_holes)[-1]
+    real = dataset_with_holes.objects
+    dataset_with_holes.objects = ShortListing(
+        real, chunk_object(dataset_with_holes.dataset("ds").identity, hidden)
+    )
+    before = chunks(dataset_with_holes)
     for _ in range(2):
         with pytest.raises(CorruptError, match="listing lacks"):
-            purge(holed, "ds", NOW)
-    holed.objects = real
-    assert set(before) <= set(chunks(holed))
-    assert purge(holed, "ds", NOW).deleted > 4
+            purge(dataset_with_holes, "ds", NOW)
+    dataset_with_holes.objects = real
+    assert set(before) <= set(chunks(dataset_with_holes))
+    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
 
 
-def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: LocalRepository) -> None:
-    identity = holed.dataset("ds").identity
-    first = chunks(holed)[0]
-    path = Path(holed.url.path) / chunk_object(identity, first)
+def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    identity = dataset_with_holes.dataset("ds").identity
+    first = chunks(dataset_with_holes)[0]
+    path = Path(dataset_with_holes.url.path) / chunk_object(identity, first)
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     newer = chunk_object(identity, id_fields(ChunkId(b"\1" * 16)).id())
-    holed.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
-    report = purge(holed, "ds", NOW)
+    dataset_with_holes.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
+    report = purge(dataset_with_holes, "ds", NOW)
     assert any("stays as it is" in note for note in report.notes)
-    assert holed.objects.stat(newer).bytes
+    assert dataset_with_holes.objects.stat(newer).bytes
     assert path.read_bytes() == damaged
-    assert len(verify(holed, "ds").problems) == 2
+    assert len(verify(dataset_with_holes, "ds").problems) == 2
 
 
-def test_a_dry_run_changes_nothing(holed: LocalRepository) -> None:
-    version, before = holed.view("ds").version, chunks(holed)
-    report = purge(holed, "ds", PurgeOptions(grace_s=0, dry_run=True))
+def test_a_dry_run_changes_nothing(dataset_with_holes: LocalRepository) -> None:
+    version, before = dataset_with_holes.view("ds").version, chunks(dataset_with_holes)
+    report = purge(dataset_with_holes, "ds", PurgeOptions(grace_s=0, dry_run=True))
     assert report.rewritten > 4
     assert report.unused_bytes > 100_000
-    assert (holed.view("ds").version, chunks(holed)) == (version, before)
+    assert (dataset_with_holes.view("ds").version, chunks(dataset_with_holes)) == (version, before)
     assert PurgeReport.from_message(report.to_message()) == report
 
 
@@ -423,8 +452,13 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
     assert purge(repository, "ds", NOW).rewritten == 0
 
 
-def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: MovedClock) -> None:
-    folder = Path(holed.url.path) / f"datasets/{holed.dataset('ds').identity.hex}/chunks"
+def test_A2_A13_leftovers_of_dead_writers_go(
+    dataset_with_holes: LocalRepository, clock: MovedClock
+) -> None:
+    folder = (
+        Path(dataset_with_holes.url.path)
+        / f"datasets/{dataset_with_holes.dataset('ds').identity.hex}/chunks"
+    )
     host = os.uname().nodename
     child = os.fork()
     if not child:
@@ -437,13 +471,13 @@ def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: Move
     everything = (dead, living, strange, foreign)
     for file in everything:
         file.write_bytes(b"half")
-    assert purge(holed, "ds").leftovers == 0
+    assert purge(dataset_with_holes, "ds").leftovers == 0
     assert all(file.exists() for file in everything)
     clock.ahead_s += 25 * HOUR_S
-    assert purge(holed, "ds").leftovers == 1
+    assert purge(dataset_with_holes, "ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, True, True]
     clock.ahead_s += 7 * 24 * HOUR_S
-    assert purge(holed, "ds").leftovers == 1
+    assert purge(dataset_with_holes, "ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, False, True]
 
 

@@ -24,7 +24,7 @@ ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN)
 @pytest.fixture(scope="module")
 def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A store with holes and small chunks, and what it holds."""
-    folder = tmp_path_factory.mktemp("holed")
+    folder = tmp_path_factory.mktemp("dataset_with_holes")
     source = source_tree(folder / "source")
     store = folder / "store"
     with LocalRepository.open(store.as_uri(), create=True) as repository:
@@ -41,8 +41,10 @@ def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     "call", ["fsync,fdatasync", "link,linkat", "write,writev,pwrite64", "unlink,unlinkat",
              "rename,renameat,renameat2"],
 )  # fmt: skip
-def test_P1_purge_killed_at_every_step(holed: tuple[Path, Path], tmp_path: Path, call: str) -> None:
-    first, source = holed
+def test_P1_purge_killed_at_every_step(
+    dataset_with_holes: tuple[Path, Path], tmp_path: Path, call: str
+) -> None:
+    first, source = dataset_with_holes
     expected = facts(source)
     kills = 0
     for when in (1, 2, 3, 5, 8, 13, 21, 34):

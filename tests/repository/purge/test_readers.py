@@ -47,136 +47,146 @@ from .purged import (
 
 
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
-    holed: LocalRepository, clock: MovedClock, tmp_path: Path
+    dataset_with_holes: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
     """Then its chunks go: an error, never other bytes."""
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    assert purge(holed, "ds").deleted == 0
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
+    assert purge(dataset_with_holes, "ds").deleted == 0
     for hours in (23, 0):
         clock.ahead_s += hours * HOUR_S
-        report = purge(holed, "ds")
+        report = purge(dataset_with_holes, "ds")
         assert (report.rewritten, report.deleted, report.waiting > 4) == (0, 0, True)
-        assert read_all(view, holed) == expected
+        assert read_all(view, dataset_with_holes) == expected
     clock.ahead_s += 2 * HOUR_S
-    assert purge(holed, "ds").deleted > 4
+    assert purge(dataset_with_holes, "ds").deleted > 4
     with pytest.raises(ObjectMissing):
-        read_all(view, holed)
-    assert dataset_state(holed) == facts(tmp_path / "source")
-    sound(holed)
+        read_all(view, dataset_with_holes)
+    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
+    sound(dataset_with_holes)
 
 
 def test_P2_the_grace_period_begins_when_a_version_ends(
-    holed: LocalRepository, clock: MovedClock
+    dataset_with_holes: LocalRepository, clock: MovedClock
 ) -> None:
     """A version may have been the current one for a week when it is replaced."""
     clock.ahead_s += 7 * 24 * HOUR_S
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    purge(holed, "ds")
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
+    purge(dataset_with_holes, "ds")
     clock.ahead_s += 23 * HOUR_S
-    purge(holed, "ds")
-    assert read_all(view, holed) == expected
+    purge(dataset_with_holes, "ds")
+    assert read_all(view, dataset_with_holes) == expected
 
 
-def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
-    assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
-    assert read_all(holed.view_at("ds", view.version), holed) == expected
-    lease.switch_version(holed.view("ds").version)
-    assert purge(holed, "ds", NOW).deleted > 4
+def test_a_lease_holds_what_its_version_needs(
+    dataset_with_holes: LocalRepository, clock: MovedClock
+) -> None:
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
+    assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, dataset_with_holes) == expected
+    assert read_all(dataset_with_holes.view_at("ds", view.version), dataset_with_holes) == expected
+    lease.switch_version(dataset_with_holes.view("ds").version)
+    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
     lease.close()
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
 
 
-def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: LocalRepository) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    lease = ReadLease.take(holed.objects, view.identity, view.version + 1)
-    assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
+def test_a_lease_on_a_version_that_is_not_published_holds_too(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version + 1)
+    assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, dataset_with_holes) == expected
     lease.close()
 
 
-def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: LocalRepository) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
+def test_a_lease_that_comes_between_the_choice_and_the_deletion(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
     taken = list[ReadLease]()
-    forget = holed.meta.forget
+    forget = dataset_with_holes.meta.forget
 
     def late(identity: UUID, gone: list[ChunkId], *, tombstones: bool = False) -> object:
-        taken.append(ReadLease.take(holed.objects, view.identity, view.version))
+        taken.append(ReadLease.take(dataset_with_holes.objects, view.identity, view.version))
         return forget(identity, gone, tombstones=tombstones)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holed.meta, "forget", late)
-        assert purge(holed, "ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
+        patch.setattr(dataset_with_holes.meta, "forget", late)
+        assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, dataset_with_holes) == expected
     for lease in taken:
         lease.close()
-    old = {info.name for info in holed.objects.list(chunk_prefix(view.identity))}
+    old = {info.name for info in dataset_with_holes.objects.list(chunk_prefix(view.identity))}
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
-        with LocalRepository.open(holed.url) as again:
+        with LocalRepository.open(dataset_with_holes.url) as again:
             assert purge(again, "ds", NOW).deleted > 4
             assert {info.name for info in again.objects.list(chunk_prefix(view.identity))} < old
             sound(again)
 
 
 def test_a_lease_ends_with_its_time_or_its_process(
-    holed: LocalRepository, clock: MovedClock
+    dataset_with_holes: LocalRepository, clock: MovedClock
 ) -> None:
-    view = holed.view("ds")
+    view = dataset_with_holes.view("ds")
     name = lease_object(view.identity, "0" * 32)
     lease = Lease.own("0" * 32, view.version)
-    holed.objects.replace(name, [lease.to_json()])
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    dataset_with_holes.objects.replace(name, [lease.to_json()])
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
     clock.ahead_s += 800  # its time is over, and the clock of its host may be behind
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
     clock.ahead_s += 200
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, child)
-    holed.objects.replace(name, [dead.to_json()])
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
-    holed.objects.replace(name, [b"no lease at all"])
-    assert leased_versions(holed.objects, view.identity, time.time()) == {EVERY_VERSION}
-    assert purge(holed, "ds", NOW).deleted == 0
+    dataset_with_holes.objects.replace(name, [dead.to_json()])
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
+    dataset_with_holes.objects.replace(name, [b"no lease at all"])
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {
+        EVERY_VERSION
+    }
+    assert purge(dataset_with_holes, "ds", NOW).deleted == 0
     clock.ahead_s += 25 * HOUR_S
-    assert purge(holed, "ds", NOW).deleted > 4
+    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
 
 
-def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
+def test_a_lease_on_nothing_holds_nothing(dataset_with_holes: LocalRepository) -> None:
     """Of a reader who has opened the dataset before there was anything in it."""
-    view = holed.view("ds")
-    lease = ReadLease.take(holed.objects, view.identity, 0)
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
-    assert purge(holed, "ds", NOW).deleted > 4
+    view = dataset_with_holes.view("ds")
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, 0)
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
+    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
     lease.close()
 
 
 @pytest.mark.parametrize("version", [-1, -(1 << 63)])
-def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, version: int) -> None:
-    identity = holed.dataset("ds").identity
+def test_a_lease_on_no_version_at_all_cannot_be_read(
+    dataset_with_holes: LocalRepository, version: int
+) -> None:
+    identity = dataset_with_holes.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
-    holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
-    assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
-    assert purge(holed, "ds", NOW).deleted == 0
-    holed.delete_dataset("ds")
-    assert any(holed.chunk_ids(identity))
+    dataset_with_holes.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
+    assert leased_versions(dataset_with_holes.objects, identity, time.time()) == {EVERY_VERSION}
+    assert purge(dataset_with_holes, "ds", NOW).deleted == 0
+    dataset_with_holes.delete_dataset("ds")
+    assert any(dataset_with_holes.chunk_ids(identity))
 
 
 @pytest.mark.parametrize("by", ["renewal", "server"])
 @pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
 def test_leases_that_ended_go_where_nobody_purges(
-    holed: LocalRepository,
+    dataset_with_holes: LocalRepository,
     tmp_path: Path,
     clock: MovedClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,26 +195,29 @@ def test_leases_that_ended_go_where_nobody_purges(
 ) -> None:
     """By the store's clock, whatever that of the reader says."""
     monkeypatch.setattr(leases, "RENEW_S", 0.01)
-    identity = holed.dataset("ds").identity
+    identity = dataset_with_holes.dataset("ds").identity
     for number, ago_h in enumerate((0, 1, 23, 25, 400)):
-        write_lease_for(holed.objects, identity, f"{number:032x}", 1, 600)
+        write_lease_for(dataset_with_holes.objects, identity, f"{number:032x}", 1, 600)
         age(tmp_path, identity, f"{number:032x}", ago_h)
-    holed.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
-    write_retention_policy(holed.objects, identity, RetentionPolicy())
+    dataset_with_holes.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
+    write_retention_policy(dataset_with_holes.objects, identity, RetentionPolicy())
     for name in (PURGE, POLICY):
         age(tmp_path, identity, name, 400)
     clock.ahead_s += clock_ahead_s
     monkeypatch.setattr(leases, "CLEANUP_ONE_IN", 1)
 
     def there() -> set[str]:
-        names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
+        names = {
+            name.rpartition("/")[2]
+            for name in dataset_with_holes.objects.names(lease_prefix(identity))
+        }
         return names & {PURGE, POLICY, *(f"{number:032x}" for number in range(5))}
 
     expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
     if by == "server":
-        write_lease_for(holed.objects, identity, "f" * 32, 1, 600)
+        write_lease_for(dataset_with_holes.objects, identity, "f" * 32, 1, 600)
     else:
-        lease = ReadLease.take(holed.objects, identity, 1)
+        lease = ReadLease.take(dataset_with_holes.objects, identity, 1)
         end_s = time.monotonic() + 20
         while there() != expected and time.monotonic() < end_s:
             time.sleep(0.01)
@@ -213,11 +226,11 @@ def test_leases_that_ended_go_where_nobody_purges(
 
 
 def test_few_renewals_list_all_leases(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity, draws = holed.dataset("ds").identity, count()
+    identity, draws = dataset_with_holes.dataset("ds").identity, count()
     monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
-    with FaultyStore(holed.objects) as store:
+    with FaultyStore(dataset_with_holes.objects) as store:
         for _ in range(320):
             write_lease_for(store, identity, "f" * 32, 1, 600)
     assert store.calls["list"] == 5
@@ -230,16 +243,18 @@ def age(top: Path, identity: UUID, name: str, hours: float) -> None:
     os.utime(file, (written_s, written_s))
 
 
-def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
-    view = holed.view("ds")
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
+def test_a_forked_child_neither_renews_nor_ends_a_lease(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    view = dataset_with_holes.view("ds")
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
     child = os.fork()
     if not child:
         lease.switch_version(7)
         lease.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
     lease.close()
 
 
@@ -284,13 +299,15 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
     ],
 )
 def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
-    holed: LocalRepository, policy: bytes
+    dataset_with_holes: LocalRepository, policy: bytes
 ) -> None:
-    holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
+    dataset_with_holes.objects.replace(
+        lease_object(dataset_with_holes.dataset("ds").identity, "policy"), [policy]
+    )
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
-        purge(holed, "ds")
-    purge(holed, "ds", PurgeOptions(keep=1, grace_s=0))
-    assert purge(holed, "ds").versions_kept
+        purge(dataset_with_holes, "ds")
+    purge(dataset_with_holes, "ds", PurgeOptions(keep=1, grace_s=0))
+    assert purge(dataset_with_holes, "ds").versions_kept
 
 
 @pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
@@ -321,20 +338,22 @@ def test_publishing_keeps_young_versions_within_a_bound(
     lease.close()
 
 
-def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
-    holed.delete_dataset("ds")
+def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
+    dataset_with_holes: LocalRepository,
+) -> None:
+    view = dataset_with_holes.view("ds")
+    expected = read_all(view, dataset_with_holes)
+    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
+    dataset_with_holes.delete_dataset("ds")
     with pytest.raises(NoSuchDataset):
-        holed.view("ds")
-    assert holed.datasets() == []
-    assert read_all(view, holed) == expected
-    holed.objects.stat(snapshot_object(view.identity, view.version))
-    holed.delete_dataset("ds")
-    assert read_all(view, holed) == expected
+        dataset_with_holes.view("ds")
+    assert dataset_with_holes.datasets() == []
+    assert read_all(view, dataset_with_holes) == expected
+    dataset_with_holes.objects.stat(snapshot_object(view.identity, view.version))
+    dataset_with_holes.delete_dataset("ds")
+    assert read_all(view, dataset_with_holes) == expected
     lease.close()
-    assert "is deleted" in purge(holed, "ds").notes[0]
-    assert list(holed.objects.names(f"datasets/{view.identity.hex}/")) == []
+    assert "is deleted" in purge(dataset_with_holes, "ds").notes[0]
+    assert list(dataset_with_holes.objects.names(f"datasets/{view.identity.hex}/")) == []
     with pytest.raises(NoSuchDataset):
-        purge(holed, "ds")
+        purge(dataset_with_holes, "ds")
