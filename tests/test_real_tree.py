@@ -14,7 +14,6 @@ from diesel_fs.client.extract import get
 from diesel_fs.ingest import put_tree
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 
 from .trees import Facts, facts, odd_tree, write
 
@@ -63,8 +62,8 @@ def test_pythons_library_there_and_back(
     put(url, source)
     assert got(url, tmp_path / "back") == expected
     with LocalRepository.open(url) as repository:
-        assert verify(repository, "ds").problems == []
-        recover(repository, "ds")
+        assert repository.verify("ds").problems == []
+        repository.recover("ds")
     assert facts(request.getfixturevalue("mounted")) == expected
 
 

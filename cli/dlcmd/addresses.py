@@ -13,7 +13,7 @@ from diesel_fs.format.entries import check_path
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.names import parse_versioned_name, shown
 from diesel_fs.remote.open import open_configured
-from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.interface import Repository
 from diesel_fs.storage.objects.cloud import direct as clouds
 from diesel_fs.urls import parse_url
 
@@ -39,7 +39,7 @@ class Address:
         name = f"{self.dataset}@{self.version}" if self.version else self.dataset
         return f"{name}/{shown(self.path)}" if self.path else name
 
-    def view(self, repository: LocalRepository) -> Snapshot:
+    def view(self, repository: Repository) -> Snapshot:
         """The snapshot of this address's version. Raises NotFoundError.
 
         Notes once a command that the snapshot may not be the current one, where nobody can tell.
@@ -80,7 +80,7 @@ def _address(text: str, name: str, version: int) -> Address:
 @contextmanager
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
-) -> Iterator[LocalRepository]:
+) -> Iterator[Repository]:
     """Open the repository that the options and the environment name. Raises DieselError.
 
     `create` makes a repository that is missing; `rebuild` makes only a missing metadata store.
@@ -102,7 +102,7 @@ def open_repository_from_flags(
 
 
 @contextmanager
-def entry_reader(repository: LocalRepository, view: Snapshot) -> Iterator[EntryReader]:
+def entry_reader(repository: Repository, view: Snapshot) -> Iterator[EntryReader]:
     """A reader of the contents of a version's files."""
     reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     try:

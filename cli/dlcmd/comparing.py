@@ -9,7 +9,7 @@ import click
 from diesel_fs.client.differences import Differences, compare_folder, compare_versions
 from diesel_fs.errors import NoSuchDataset, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.interface import Repository
 
 from .addresses import Address, open_repository_from_flags, versioned_address
 from .options import global_flags, verb
@@ -74,7 +74,7 @@ def diff(first: Address, second: Address | Path, checksum: bool) -> None:
     raise_if_partial(found.failed, str(second), "compared")
 
 
-def _view(repository: LocalRepository, second: Address) -> Snapshot:
+def _view(repository: Repository, second: Address) -> Snapshot:
     try:
         return second.view(repository)
     except NoSuchDataset as error:

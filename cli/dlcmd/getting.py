@@ -13,7 +13,7 @@ from diesel_fs.client import extract
 from diesel_fs.client.extract import GetReport
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.format.entries import Kind
-from diesel_fs.repository.local import LocalRepository, index_of_path
+from diesel_fs.repository.interface import Repository, index_of_path
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
 
 from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
@@ -72,7 +72,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
     _print_report(report, source, quiet=to_stdout)
 
 
-def _destination(repository: LocalRepository, dest: str, name: bytes) -> Path:
+def _destination(repository: Repository, dest: str, name: bytes) -> Path:
     """The path that DEST means; it is made where a file is to go into a folder `DEST/`.
 
     Raises UsageError where it lies in the repository.
@@ -151,7 +151,7 @@ def cat(sources: tuple[Address, ...]) -> None:
             _write_content(repository, source)
 
 
-def _write_content(repository: LocalRepository, source: Address) -> None:
+def _write_content(repository: Repository, source: Address) -> None:
     view = source.view(repository)
     index = index_of_path(view, source.path)
     kind = view.stat(index).kind

@@ -6,9 +6,8 @@ import re
 import click
 
 from diesel_fs.errors import UsageError
-from diesel_fs.repository import purge as housekeeping
-from diesel_fs.repository.purge import PurgeOptions, PurgeReport
-from diesel_fs.repository.versions import GRACE_S
+from diesel_fs.repository.interface import PurgeOptions, PurgeReport
+from diesel_fs.repository.retention import GRACE_S
 
 from .addresses import open_repository_from_flags
 from .options import dataset, duration, global_flags, verb
@@ -78,9 +77,7 @@ def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_r
         open_repository_from_flags() as repository,
         shown_progress(f"purge {name}", "chunks") as show,
     ):
-        report = housekeeping.purge(
-            repository, name, options, tell=lambda done, total: show(Progress(done, total))
-        )
+        report = repository.purge(name, options, lambda done, total: show(Progress(done, total)))
     if global_flags().json:
         print_json({"dataset": name, "dry_run": dry_run, **report.to_message()})
     else:

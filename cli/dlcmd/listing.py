@@ -15,9 +15,8 @@ from diesel_fs.format.entries import Codec, Kind, Stat
 from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.names import shown
-from diesel_fs.repository import purge as housekeeping
 from diesel_fs.repository.catalog import DatasetInfo
-from diesel_fs.repository.local import LocalRepository, index_of_path
+from diesel_fs.repository.interface import Repository, index_of_path
 from diesel_fs.repository.versions import KeptVersion
 
 from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
@@ -110,7 +109,7 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
         write_stdout("\t".join(row).encode() + b"\n" for row in rows)
 
 
-def _list_datasets(repository: LocalRepository, *, long: bool) -> None:
+def _list_datasets(repository: Repository, *, long: bool) -> None:
     found_datasets = repository.datasets()
     if global_flags().json:
         for info in found_datasets:
@@ -309,13 +308,13 @@ def du(targets: tuple[Address, ...]) -> None:
             write_stdout([text.encode("utf-8", "surrogateescape")])
 
 
-def _reclaimable(repository: LocalRepository, target: Address, view: Snapshot) -> int | None:
+def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
     """About how many bytes a purge can free; None for a part or an old version of a dataset, and
     where the metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
-        return housekeeping.reclaimable_bytes(repository, target.dataset, view)
+        return repository.reclaimable_bytes(target.dataset, view)
     return None
 
 

@@ -6,9 +6,8 @@ import click
 
 from diesel_fs.errors import CorruptError, DieselError, NoSuchDataset, ObjectStoreError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.repository import recover as recovery
-from diesel_fs.repository.expected_chunks import Findings
-from diesel_fs.repository.versions import open_snapshot_file
+from diesel_fs.repository.interface import Findings
+from diesel_fs.repository.private_copies import open_snapshot_file, save_snapshot
 from diesel_fs.system.atomic_file import is_stdout
 
 from .addresses import Address, open_repository_from_flags
@@ -35,7 +34,7 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
         if is_stdout(file):
             write_stdout([view.buffer])
             return
-        repository.snapshots.save(view, file)
+        save_snapshot(view, file)
     if global_flags().json:
         print_json({**_described(view), "file": str(file)})
     else:
@@ -119,11 +118,10 @@ def verify(name: str, headers_only: bool) -> None:
         open_repository_from_flags() as repository,
         shown_progress(f"verify {name}", "chunks") as show,
     ):
-        findings = recovery.verify(
-            repository,
+        findings = repository.verify(
             name,
             headers_only=headers_only,
-            tell=lambda done, total: show(Progress(done, total)),
+            progress=lambda done, total: show(Progress(done, total)),
         )
     _print_report(findings, name, "checked")
 
@@ -160,8 +158,8 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
         open_repository_from_flags(rebuild=True) as repository,
         shown_progress(f"recover {name}", "chunks") as show,
     ):
-        findings = recovery.recover(
-            repository, name, since, lambda done, total: show(Progress(done, total)),
+        findings = repository.recover(
+            name, since, lambda done, total: show(Progress(done, total)),
             forget_lost=forget_lost,
         )  # fmt: skip
     _print_report(findings, name, "recovered" if findings.sound else "read")

@@ -24,6 +24,7 @@ from diesel_fs.format.entries import Kind, check_path, join
 from diesel_fs.ingest import Bucket, PutOptions, PutReport, put_bucket, put_file, put_tar, put_tree
 from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX
 from diesel_fs.ingest.options import PutProgress as Report
+from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import CLOUD_SCHEMES, parse_url
 
@@ -217,7 +218,7 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
 
 
 @contextmanager
-def _repository(*, dry_run: bool) -> Iterator[LocalRepository]:
+def _repository(*, dry_run: bool) -> Iterator[Repository]:
     """Open the repository, which is made if it is missing.
 
     A dry run makes nothing: an empty temporary repository takes the place of a missing one.
@@ -238,7 +239,7 @@ def _repository(*, dry_run: bool) -> Iterator[LocalRepository]:
 
 
 def _put(
-    repository: LocalRepository,
+    repository: Repository,
     source: SourceArgument,
     target: Address,
     options: PutOptions,
@@ -257,7 +258,7 @@ def _put(
     return put_file(repository, name, folder, path, options, progress)
 
 
-def _is_folder(repository: LocalRepository, target: Address) -> bool:
+def _is_folder(repository: Repository, target: Address) -> bool:
     """Whether an address names an existing folder. The root always exists."""
     if not target.path:
         return True

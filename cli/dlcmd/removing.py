@@ -5,7 +5,7 @@ import click
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.repository.local import LocalRepository, index_of_path
+from diesel_fs.repository.interface import Repository, index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import dataset, global_flags, verb
@@ -48,9 +48,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
         print_line(f"deleted {count_text(deleted, 'entry')}")
 
 
-def _delete(
-    repository: LocalRepository, name: str, targets: list[Address], *, recursive: bool
-) -> int:
+def _delete(repository: Repository, name: str, targets: list[Address], *, recursive: bool) -> int:
     session = repository.begin(name, create=False)
     deleted = session.delete(_paths(session.view, targets, recursive=recursive))
     session.finish()

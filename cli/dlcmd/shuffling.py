@@ -18,7 +18,7 @@ from diesel_fs.orders.shuffle import (
     full_shuffle,
 )
 from diesel_fs.orders.shuffle import measure_quality as quality_of
-from diesel_fs.repository.local import index_of_path
+from diesel_fs.repository.interface import index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import NoSuchPath, UsageError
 from ..format.entries import check_path
 from ..format.snapshot.reader import Indices, Snapshot
-from ..repository.local import index_of_path
+from ..repository.interface import index_of_path
 
 PathText = str | bytes | os.PathLike[str]
 

@@ -38,9 +38,9 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from ..peers.client import TaskStore, master_request
 from ..peers.options import TaskKwargs, TaskOptions, non_negative_int
 from ..remote.open import open_repository
-from ..repository.local import LocalRepository, LocalWriteSession
-from ..repository.purge import PurgeOptions, PurgeReport, purge
-from ..repository.versions import open_snapshot_file
+from ..repository.interface import PurgeOptions, PurgeReport, Repository
+from ..repository.private_copies import open_snapshot_file, save_snapshot
+from ..repository.writing import WriteSession
 from ..settings import load_settings
 from ..storage.objects.store import ObjectStore
 from ..system.atomic_file import close_folder
@@ -146,7 +146,7 @@ class Dataset:
 
     def __init__(
         self,
-        repository: LocalRepository,
+        repository: Repository,
         view: Snapshot,
         memory_bytes: int | None,
         compress: str,
@@ -389,7 +389,7 @@ class Dataset:
     def save_meta(self, file: str | os.PathLike[str]) -> None:
         """Write the snapshot of the version that this object shows (DL_save_meta)."""
         self._check_open()
-        self._repository.snapshots.save(self._view, Path(file))
+        save_snapshot(self._view, Path(file))
 
     def load_meta(self, file: str | os.PathLike[str]) -> bool:
         """Go by a saved snapshot from now on (DL_load_meta); whether it is the current version.
@@ -422,7 +422,7 @@ class Dataset:
         self._check_writable()
         self.flush()
         options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
-        report = purge(self._repository, self.name, options)
+        report = self._repository.purge(self.name, options)
         if not (dry_run or self._version_fixed):
             self.refresh()
         return report
@@ -506,7 +506,7 @@ class Dataset:
         return self._task
 
     def _forget_session(self) -> None:
-        self._session: LocalWriteSession | None = None
+        self._session: WriteSession | None = None
         self._packer: Packer | None = None
 
     def _forget_writes(self) -> None:

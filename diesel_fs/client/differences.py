@@ -23,7 +23,7 @@ from ..ingest.compare import FolderChanges, FolderComparer
 from ..ingest.options import Filter, PutOptions
 from ..ingest.put import open_source
 from ..ingest.sources.folder import walk
-from ..repository.local import index_of_path
+from ..repository.interface import index_of_path
 
 _BATCH = 4096
 

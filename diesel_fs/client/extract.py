@@ -37,7 +37,7 @@ from ..errors import (
 from ..format.entries import MODE_MASK, Kind, Stat, name_fault
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Indices, Snapshot, same_content
-from ..repository.local import index_of_path
+from ..repository.interface import index_of_path
 from ..system.atomic_file import check_links, close_folder, remove_leftovers, temporary_name
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -14,7 +14,7 @@ from ..errors import ConfigError, UsageError
 from ..format.snapshot.reader import Snapshot
 from ..peers.options import TaskOptions
 from ..remote.open import open_repository, same_view
-from ..repository.local import LocalRepository
+from ..repository.interface import Repository
 from ..settings import load_settings
 from ..urls import RepositoryUrl, parse_url
 
@@ -33,7 +33,7 @@ class DatasetReference:
     has_task_key: bool
 
     @classmethod
-    def of(cls, repository: LocalRepository, view: Snapshot, joins: TaskOptions) -> Self:
+    def of(cls, repository: Repository, view: Snapshot, joins: TaskOptions) -> Self:
         """This view of a repository. Raises UsageError where another process that has our
         environment would not find the secrets that this takes."""
         url, credentials = repository.url, repository.credentials
@@ -68,12 +68,12 @@ class DatasetReference:
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
         return replace(self.task_options, task_key=key)
 
-    def repository(self) -> LocalRepository:
+    def repository(self) -> Repository:
         """The repository, open. Raises ConfigError where a secret is missing, and as
         `open_repository`."""
         return open_repository(*self._address())
 
-    def snapshot(self, repository: LocalRepository) -> Snapshot:
+    def snapshot(self, repository: Repository) -> Snapshot:
         """The same version. Raises as `open_same_version`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 

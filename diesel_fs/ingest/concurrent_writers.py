@@ -27,7 +27,8 @@ from ..format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..format.snapshot.build import build_snapshot
 from ..format.snapshot.reader import Snapshot
 from ..names import shown
-from ..repository.local import LocalRepository, LocalWriteSession
+from ..repository.interface import Repository
+from ..repository.writing import WriteSession
 from .options import PutReport
 from .packer import Packer
 
@@ -51,7 +52,7 @@ class _Entry(NamedTuple):
 
 
 def finish_put(
-    repository: LocalRepository, session: LocalWriteSession, report: PutReport, prefix: bytes = b""
+    repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
     """`session.finish`; names the paths at which a file had to be put again in the report.
 
@@ -73,7 +74,7 @@ def finish_put(
 
 
 def _put_again(
-    repository: LocalRepository, session: LocalWriteSession, lost: dict[bytes, list[_Entry]]
+    repository: Repository, session: WriteSession, lost: dict[bytes, list[_Entry]]
 ) -> None:
     log.warning("files that folders replaced are put again: %s", ", ".join(map(shown, lost)))
     view = _view(session, lost)
@@ -97,12 +98,12 @@ def _put_again(
         reader.close()
 
 
-def _commit(session: LocalWriteSession, preamble: bytes, header: bytes) -> None:
+def _commit(session: WriteSession, preamble: bytes, header: bytes) -> None:
     session.commit(preamble, header)
 
 
 def _files_replaced_by_folders(
-    repository: LocalRepository, session: LocalWriteSession
+    repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
     """The extents of each file that a folder has replaced, one of the two by this session."""
     before, after = session.view, repository.view(session.name)
@@ -131,7 +132,7 @@ def _files_replaced_by_folders(
     return {path: extents for path, extents in sorted(lost.items()) if extents}
 
 
-def _possible_conflicts(header: Header, session: LocalWriteSession) -> Iterator[bytes]:
+def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes]:
     """Of a chunk of another writer: its files and links, and the folders that are next to
     something of ours."""
     kinds = header.records["kind"]
@@ -166,7 +167,7 @@ def _replaced(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _headers(
-    repository: LocalRepository, session: LocalWriteSession, chunks: Iterable[ChunkId]
+    repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
 ) -> Iterator[Header]:
     for chunk in sorted(chunks):
         try:
@@ -175,7 +176,7 @@ def _headers(
             log.warning("chunk %s cannot be looked at: %s", chunk_id_text(chunk), error.message)
 
 
-def _view(session: LocalWriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
+def _view(session: WriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
     """A snapshot of nothing but these files."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}

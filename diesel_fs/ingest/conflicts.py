@@ -13,7 +13,9 @@ from ..errors import DieselError, FormatError, NoSuchDataset, ObjectMissing
 from ..format.entries import Kind, Stat, join, split
 from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
-from ..repository.local import LocalRepository, LocalWriteSession
+from ..repository.interface import Repository
+from ..repository.versions import empty_snapshot
+from ..repository.writing import WriteSession
 from .options import Filter, PutOptions, PutReport
 
 log = logging.getLogger("diesel.put")
@@ -22,15 +24,15 @@ _MEMORY_BYTES = 64 << 20  # some chunks, for what lies near each other in the so
 
 
 def begin_put(
-    repository: LocalRepository, dataset: str, options: PutOptions
-) -> "tuple[LocalWriteSession | None, Snapshot, ReadabilityCheck]":
+    repository: Repository, dataset: str, options: PutOptions
+) -> "tuple[WriteSession | None, Snapshot, ReadabilityCheck]":
     """A put begins: its session, the dataset as it is, and what of that can be read. A dry run has
     no session; to it a dataset that is not there is empty, and is not made. Raises DieselError."""
     session = None if options.dry_run else repository.begin(dataset)
     try:
         view = session.view if session else repository.view(dataset)
     except NoSuchDataset:
-        view = repository.snapshots.empty(uuid4(), dataset)
+        view = empty_snapshot(uuid4(), dataset)
     return session, view, ReadabilityCheck(repository, dataset, view, options)
 
 
@@ -43,7 +45,7 @@ class ReadabilityCheck:
     """
 
     def __init__(
-        self, repository: LocalRepository, dataset: str, view: Snapshot, options: PutOptions
+        self, repository: Repository, dataset: str, view: Snapshot, options: PutOptions
     ) -> None:
         try:
             paths = repository.unreadable_paths(dataset) if view.entry_count > 1 else ()
@@ -133,8 +135,8 @@ def folder_conflict(
 
 
 def delete_shadowed_files(
-    repository: LocalRepository,
-    session: LocalWriteSession,
+    repository: Repository,
+    session: WriteSession,
     before: Snapshot,
     report: PutReport,
     why: str,

@@ -23,8 +23,9 @@ import msgpack
 from ..errors import DieselError, NotFoundError, PermissionDenied, UsageError, error_by_class_name
 from ..format.chunk import ENTRIES_MAX
 from ..format.entries import ChunkId
-from ..repository.local import LocalRepository, LocalWriteSession
+from ..repository.interface import Repository
 from ..repository.validation import StaleChunk, ValidatedChunk
+from ..repository.writing import WriteSession
 from ..system.atomic_file import close_folder
 from .compare import FolderChanges, FolderComparer
 from .concurrent_writers import finish_put
@@ -134,7 +135,7 @@ class _FolderPut:
 
     def __init__(
         self,
-        session: LocalWriteSession,
+        session: WriteSession,
         prefix: bytes,
         batches: Iterator[_Batch],
         report: PutReport,
@@ -253,7 +254,7 @@ class _FolderPut:
 
 
 def put_tree(
-    repository: LocalRepository,
+    repository: Repository,
     dataset: str,
     source: Path,
     prefix: bytes = b"",

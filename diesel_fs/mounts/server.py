@@ -23,7 +23,7 @@ from ..errors import DieselError
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, error_message
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
-from ..repository.versions import snapshot_descriptor
+from ..repository.private_copies import snapshot_descriptor
 from ..settings import runtime_folder
 from ..system import syscalls
 from .attributes import Owner

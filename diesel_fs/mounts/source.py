@@ -24,9 +24,9 @@ from ..format.snapshot.reader import Snapshot
 from ..peers.client import MASTER_END_WAIT_S, TaskStore, master_request
 from ..remote.open import open_repository
 from ..repository.catalog import DatasetInfo
+from ..repository.interface import Repository
 from ..repository.leases import ReadLease
-from ..repository.local import LocalRepository
-from ..repository.versions import open_snapshot_file
+from ..repository.private_copies import open_snapshot_file
 from ..storage.objects.store import ObjectStore
 from ..system.available_memory import default_memory_bytes
 from .options import MountRequest
@@ -192,7 +192,7 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def _objects(
-        self, request: MountRequest, repository: LocalRepository, snapshot: Snapshot
+        self, request: MountRequest, repository: Repository, snapshot: Snapshot
     ) -> ObjectStore:
         """Where contents are read from: the repository, or the task's cache before that."""
         if not request.task_options or snapshot.version < self._shown_version:
@@ -242,13 +242,11 @@ def map_snapshot(descriptor: int) -> Snapshot:
     return Snapshot(memoryview(mapped), verify=False)
 
 
-def _opened(request: MountRequest) -> LocalRepository:
+def _opened(request: MountRequest) -> Repository:
     return open_repository(request.url, request.credentials)
 
 
-def _staleness_warning(
-    repository: LocalRepository, request: MountRequest, snapshot: Snapshot
-) -> str:
+def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
     """What a snapshot from a file is beside the current version, where that must be told.
 
     One that is older is stale, and one that is newer says that the metadata store has lost
@@ -277,7 +275,7 @@ def _staleness_warning(
     return "" if request.stale == "allow" else text
 
 
-def _known(repository: LocalRepository, request: MountRequest) -> DatasetInfo | None:
+def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:
     """What is known of the dataset; None only where `offline` and the store cannot tell."""
     try:
         if repository.meta_problem is not None and not request.offline:

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from ..format.object_names import chunk_of_object, identity_of_object
 from ..format.snapshot.reader import Snapshot
-from ..repository.local import LocalRepository
-from ..repository.versions import snapshot_descriptor
+from ..repository.interface import Repository
+from ..repository.private_copies import snapshot_descriptor
 from ..storage.objects.store import ObjectStore, Part, StoreWrapper, batched_parts, check_range
 from . import wire
 from .client_connection import WINDOW_BYTES
@@ -65,7 +65,7 @@ MASTER_END_WAIT_S = 1.0
 
 
 def master_request(
-    options: TaskOptions, repository: LocalRepository, snapshot: Snapshot, *, memory_bytes: int
+    options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
     """The master that these options mean, for a version of a dataset."""
     credentials = repository.credentials

@@ -23,7 +23,7 @@ from ..errors import (
     UsageError,
 )
 from ..remote.repository import RemoteRepository
-from ..repository.local import LocalRepository
+from ..repository.interface import Repository
 from ..storage.objects.store import ObjectStore
 from ..urls import RepositoryUrl
 from .membership import (
@@ -95,7 +95,7 @@ def open_registrations(
 
 
 def open_registry(
-    repository: LocalRepository,
+    repository: Repository,
     task: TaskName,
     *,
     key: bytes | None = None,

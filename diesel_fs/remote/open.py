@@ -5,8 +5,9 @@ from uuid import UUID
 from ..credentials import Credentials, no_user_named
 from ..errors import ConflictError
 from ..format.snapshot.reader import Snapshot
+from ..repository.interface import Repository
 from ..repository.local import LocalRepository
-from ..repository.versions import open_private_copy
+from ..repository.private_copies import open_private_copy
 from ..settings import Settings
 from ..urls import SERVER_SCHEMES, RepositoryUrl, parse_url
 from .repository import RemoteRepository
@@ -14,7 +15,7 @@ from .repository import RemoteRepository
 
 def open_repository(
     url: RepositoryUrl | str, credentials: Credentials | None = None, *, create: bool = False
-) -> LocalRepository:
+) -> Repository:
     """The repository at an address; `create` makes one where there is none and that can be made.
 
     `credentials` are for a server. Raises ConfigError for an address that this process cannot open,
@@ -29,12 +30,12 @@ def open_repository(
     return RemoteRepository.at(where, credentials)
 
 
-def open_configured(settings: Settings, *, create: bool = False) -> LocalRepository:
+def open_configured(settings: Settings, *, create: bool = False) -> Repository:
     """The repository that settings name, as whom they name. Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 
-def same_view(repository: LocalRepository, dataset: str, identity: str, version: int) -> Snapshot:
+def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
     """A version that another process of this user shows; most often it has just been fetched.
 
     Raises NotFoundError where it is kept no longer, and ConflictError where the name is another

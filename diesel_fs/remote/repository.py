@@ -5,13 +5,13 @@ same version is not fetched again). Not owned: connections (`net/client.py`), th
 operations and all checks on what a client may do (the server's). Nothing is connected before
 something is asked.
 
-May be used from several threads and in forked children, as any `LocalRepository`.
+May be used from several threads and in forked children, as any `Repository`.
 """
 
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Self
@@ -23,6 +23,7 @@ from ..credentials import Credentials
 from ..errors import (
     ConflictError,
     CorruptError,
+    DieselError,
     MetadataBehind,
     MetadataError,
     NoSuchDataset,
@@ -32,24 +33,32 @@ from ..errors import (
 from ..format.chunk import parse_header, parse_preamble
 from ..format.chunk_id import IdSource
 from ..format.entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
-from ..format.snapshot.entry_digest import EntryDigest
 from ..format.snapshot.reader import Snapshot, Stats
 from ..names import check_dataset_name, shown
 from ..net.client import Answer, RpcClient, ServerLink
 from ..net.messages import Fields, Message
 from ..repository.catalog import DatasetInfo
-from ..repository.local import LocalRepository, LocalWriteSession, ReportProgress, staleness_text
-from ..repository.retention import Deletion
-from ..repository.validation import ValidatedChunk, as_validated
-from ..repository.versions import (
-    NO_TALLIES,
-    KeptVersion,
-    VersionStore,
+from ..repository.interface import (
+    Findings,
+    PurgeOptions,
+    PurgeReport,
+    ReportProgress,
+    Repository,
+    check_recover_options,
+    no_progress,
+    staleness_text,
+    version_not_kept,
+)
+from ..repository.private_copies import (
     newest_private_copy,
     open_private_copy,
     write_private_copy,
 )
-from ..storage.metadata.store import DatasetHead, MetadataStore
+from ..repository.retention import Deletion
+from ..repository.validation import ValidatedChunk, as_validated
+from ..repository.versions import KeptVersion
+from ..repository.writing import WriteSession
+from ..storage.metadata.store import DatasetHead
 from ..urls import RepositoryUrl
 from .objects import RemoteObjects
 from .snapshot_transfer import SnapshotAssembler
@@ -63,34 +72,33 @@ _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _IDS_AT_ONCE = 65_536
 
 
-class RemoteRepository(LocalRepository):
+class RemoteRepository(Repository):
     """Datasets behind a server."""
 
     def __init__(
         self, link: RpcClient, url: RepositoryUrl, credentials: Credentials | None
     ) -> None:
         objects = RemoteObjects(link)
-        super().__init__(objects, None, url=url)
+        super().__init__(objects, url, IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid))
         self.credentials = credentials
+        self.snapshots = RemoteSnapshots(link)
         self._link = link
-        self._versions = self.snapshots = RemoteVersionStore(objects, link)
         self._identities: dict[str, UUID] = {}
-        self.metadata_error = (
-            ""  # why the server could not tell the last marker that it was asked for
-        )
-        self._clock_offset_s = 0.0  # by how much the server's clock is before ours
-        self.ids = IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid)
+        self.metadata_error = ""
+        """Why the server could not tell the last dataset's head; empty where it could."""
+        self._clock_offset_s = 0.0  # by how much the server's clock is ahead of ours
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
         """The repository behind the servers of a URL. Raises ConfigError."""
         return cls(ServerLink.open(url, credentials), url, credentials)
 
-    def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
-        """The server's own affair."""
-
     def close(self) -> None:
         self._link.close_idle()
+
+    @property
+    def meta_problem(self) -> DieselError | None:
+        return None
 
     def _now_s(self) -> float:
         """The time by the clock of the server, which judges the IDs that are made here."""
@@ -125,10 +133,24 @@ class RemoteRepository(LocalRepository):
         check_dataset_name(name)
         return self._identities.get(name) or self.dataset(name).identity
 
+    def newest_known(self, info: DatasetInfo) -> int:
+        known = info.head.version if info.head else 0
+        return max(known, self.snapshots.newest(info.identity))
+
     # Reading
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
-        return self._versions.current(info.identity)
+        return self.snapshots.current(info.identity)
+
+    def view_at(self, name: str, version: int) -> Snapshot:
+        identity = self.dataset(name).identity
+        kept = [each.version for each in self.snapshots.kept(identity)]
+        if version not in kept:  # this user may have a private copy of a version that is not kept
+            raise version_not_kept(name, version)
+        return self.snapshots.load(identity, version)
+
+    def kept_versions(self, name: str) -> Sequence[KeptVersion]:
+        return self.snapshots.kept(self.dataset(name).identity)
 
     def staleness_warning(self, view: Snapshot) -> str:
         return (
@@ -213,14 +235,46 @@ class RemoteRepository(LocalRepository):
     def publish(self, name: str, *, full: bool = False) -> int:
         return self.finish(self.dataset(name).identity)
 
-    def run_job(self, job: str, name: str, fields: Message, tell: ReportProgress) -> Message:
-        message: Message = {"do": job, "dataset": check_dataset_name(name), **fields}
+    def recover(
+        self,
+        name: str,
+        since_s: float | None = None,
+        progress: ReportProgress = no_progress,
+        *,
+        forget_lost: bool = False,
+    ) -> Findings:
+        check_recover_options(since_s, forget_lost=forget_lost)
+        options: Message = {"since_s": since_s, "forget_lost": forget_lost}
+        return Findings.from_message(self._run_job("recover", name, options, progress))
+
+    def verify(
+        self, name: str, *, headers_only: bool = False, progress: ReportProgress = no_progress
+    ) -> Findings:
+        options: Message = {"headers_only": headers_only}
+        return Findings.from_message(self._run_job("verify", name, options, progress))
+
+    def purge(
+        self,
+        name: str,
+        options: PurgeOptions | None = None,
+        progress: ReportProgress = no_progress,
+    ) -> PurgeReport:
+        message = (options or PurgeOptions()).to_message()
+        return PurgeReport.from_message(self._run_job("purge", name, message, progress))
+
+    def reclaimable_bytes(self, name: str, view: Snapshot) -> int:
+        result = self._run_job("reclaimable", name, {}, no_progress)
+        return Fields(result, "what is reclaimable").integer("bytes")
+
+    def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
+        """Have the server do a long job on a dataset, and report its progress; its result."""
+        message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         answers = self._link.stream(message, deadline_s=_JOB_ANSWER_S)
         result: Message | None = None
         for answer in answers:
             if answer.message.get("more") is True:
-                progress = Fields(answer.message, "progress")
-                tell(progress.integer("done"), progress.integer("total"))
+                sent = Fields(answer.message, "progress")
+                progress(sent.integer("done"), sent.integer("total"))
             else:
                 found = answer.message.get("result")
                 result = found if isinstance(found, dict) else None
@@ -232,9 +286,6 @@ class RemoteRepository(LocalRepository):
         """The answer to a request about a task that reads a dataset (`peers/registration.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
-    def check_no_overlap(self, source: object) -> None:
-        """The store is not here."""
-
     def delete_dataset(self, name: str) -> Deletion:
         self._identities.pop(name, None)
         answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
@@ -244,30 +295,28 @@ class RemoteRepository(LocalRepository):
         return done
 
 
-class RemoteWriteSession(LocalWriteSession):
+class RemoteWriteSession(WriteSession):
     """One writer on one dataset behind a server, which commits each chunk that is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
-        super().__init__(repository, info)
-        self._remote = repository
-        self._finished = 0  # of `_own`, how many the server has acknowledged
+        super().__init__(info, repository.objects, repository.ids, repository.view_of)
+        self._repository = repository
+        self._finished = 0  # how many of `_committed_ids` the server has acknowledged
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
         """What a chunk brought that has been put: the server has checked and committed it."""
         front = parse_preamble(preamble, identity=self.identity)
         chunk = as_validated(parse_header(front, header))
-        self._committed(chunk)
+        self._remember([chunk])
         return chunk
 
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
+        """Nothing is left to do: the server has committed each chunk when it was put."""
         return 0
-
-    def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        return self.validate_chunk(preamble, header)
 
     def finish(self) -> int:
         own = list(self._committed_ids)
-        version = self._remote.finish(self.identity, own[self._finished :])
+        version = self._repository.finish(self.identity, own[self._finished :])
         self._finished = len(own)
         return version
 
@@ -275,29 +324,28 @@ class RemoteWriteSession(LocalWriteSession):
         end_s, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S
         while True:
             try:
-                info = self._remote.dataset(self.name)
+                info = self._repository.dataset(self.name)
             except NoSuchDataset:
                 info = None
             if info is None or info.identity != self.identity:
                 raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
             if info.head is not None:
                 return info.head
-            if not self._remote.metadata_error:
+            if not self._repository.metadata_error:
                 raise MetadataBehind(
                     f"the server's metadata of {self.name!r} is behind its chunks",
                     advice=f"run `dlcmd recover {self.name}`",
                 )
             if time.monotonic() > end_s:
-                raise MetadataError(self._remote.metadata_error, advice="put again to go on")
+                raise MetadataError(self._repository.metadata_error, advice="put again to go on")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
-class RemoteVersionStore(VersionStore):
+class RemoteSnapshots:
     """Snapshots of the datasets behind a server, and this user's private copies of them."""
 
-    def __init__(self, objects: RemoteObjects, link: RpcClient) -> None:
-        super().__init__(objects)
+    def __init__(self, link: RpcClient) -> None:
         self._link = link
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
@@ -311,6 +359,7 @@ class RemoteVersionStore(VersionStore):
         return sorted(found)
 
     def newest(self, identity: UUID) -> int:
+        """The greatest version that is published; 0 for none."""
         message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
         return Fields(self._link.call(message).message, "an answer").integer("newest")
 
@@ -319,31 +368,8 @@ class RemoteVersionStore(VersionStore):
         return self._fetched(identity, 0, newest_private_copy(identity))
 
     def load(self, identity: UUID, version: int) -> Snapshot:
+        """The snapshot of a version that is kept."""
         return open_private_copy(identity, version) or self._fetched(identity, version, 0)
-
-    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
-        return self.load(identity, version)
-
-    def versions(self, identity: UUID) -> list[int]:
-        return [each.version for each in self.kept(identity)]
-
-    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
-        return self._fetched(identity, version, 0)
-
-    def load_current(
-        self, meta: MetadataStore, marker: DatasetHead, *, full: bool = False
-    ) -> Snapshot:
-        return self.current(marker.identity)
-
-    def publish(
-        self,
-        meta: MetadataStore,
-        marker: DatasetHead,
-        *,
-        full: bool = False,
-        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
-    ) -> int:
-        raise UsageError("the server publishes its snapshots itself")
 
     def _fetched(self, identity: UUID, version: int, have: int) -> Snapshot:
         """A version (0: the current one) from the server, unless it is the one that we `have`."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -41,9 +41,9 @@ from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Indices, Snapshot
 from ..names import shown
-from ..net.messages import Fields, Message
 from ..storage.metadata.store import DIGEST_MODULUS, Batch, DatasetHead, MetadataStore, chunk_digest
 from ..storage.objects.store import ObjectStore
+from .interface import Findings, ReportProgress, no_progress
 from .leases import purge_is_under_way
 from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
 from .versions import VersionStore
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class ChunkReader(Protocol):
-    """What of a repository is needed here."""
+    """The part of a repository that this module needs."""
 
     objects: ObjectStore
     snapshots: VersionStore
@@ -101,12 +101,12 @@ class ExpectedChunks:
 
 
 def expected_chunks(
-    shelf: VersionStore, meta: MetadataStore | None, identity: UUID
+    versions: VersionStore, meta: MetadataStore | None, identity: UUID
 ) -> ExpectedChunks:
     """What live metadata and the newest readable snapshot name. `meta` is None where the metadata
     store does not know the dataset. Raises ObjectStoreError, MetadataError.
     """
-    published, damaged = newest_readable(shelf, identity)  # first: what comes later is live, too
+    published, damaged = newest_readable(versions, identity)  # first: what comes later is live, too
     live, empty = set[ChunkId](), set[ChunkId]()
     if meta is not None:
         try:
@@ -117,12 +117,14 @@ def expected_chunks(
     return ExpectedChunks(frozenset(live), frozenset(empty), published, damaged)
 
 
-def newest_readable(shelf: VersionStore, identity: UUID) -> tuple[Snapshot | None, dict[int, str]]:
+def newest_readable(
+    versions: VersionStore, identity: UUID
+) -> tuple[Snapshot | None, dict[int, str]]:
     """The newest published snapshot that can be read; and why newer ones cannot."""
     damaged = dict[int, str]()
-    for version in reversed(shelf.versions(identity)):
+    for version in reversed(versions.versions(identity)):
         try:
-            return shelf.load_without_copy(identity, version), damaged
+            return versions.load_without_copy(identity, version), damaged
         except ObjectMissing:  # removed since it was listed: there is a newer one
             continue
         except FormatError as error:
@@ -258,53 +260,6 @@ def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> Lost
 # Folding
 
 
-def silent(done: int, total: int) -> None:
-    """No progress."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a look at all chunks found: damage (`problems`), what the store would not give
-    (`unreachable`), and what is no damage (`notes`)."""
-
-    chunks: int = 0  # whose headers were read, or could not be
-    entries: int = 0
-    files: int = 0
-    bytes: int = 0
-    folded: int = 0  # chunks that the metadata store did not know
-    problems: list[str] = field(default_factory=list)
-    unreachable: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def sound(self) -> bool:
-        """Whether all of it could be looked at, and nothing is damaged or lost."""
-        return not (self.problems or self.unreachable)
-
-    def to_message(self) -> Message:
-        """These findings as they travel."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return {
-            **counts,
-            "problems": [*self.problems],
-            "unreachable": [*self.unreachable],
-            "notes": [*self.notes],
-        }
-
-    @classmethod
-    def from_message(cls, message: Message) -> Self:
-        """The findings that were sent. Raises UsageError for anything else."""
-        fields = Fields(message, "findings")
-        chunks, entries, files, content_bytes, folded = map(fields.integer, _COUNTS)
-        problems, notes = fields.texts("problems"), fields.texts("notes")
-        # Servers of version 0.1.0 and before do not tell it
-        unreachable = fields.texts("unreachable") if "unreachable" in message else []
-        return cls(chunks, entries, files, content_bytes, folded, problems, unreachable, notes)
-
-
-_COUNTS = ("chunks", "entries", "files", "bytes", "folded")
-
-
 class RebuildSource:
     """Chunks on their way from the object store into a state that is built anew.
 
@@ -322,7 +277,7 @@ class RebuildSource:
         head: DatasetHead | None,
         *,
         forget_lost: bool = False,
-        progress: Callable[[int, int], None] = silent,
+        progress: ReportProgress = no_progress,
         report: Findings | None = None,
     ) -> None:
         self._reader = reader

@@ -26,7 +26,6 @@ from uuid import UUID
 
 from ..errors import (
     BusyError,
-    CorruptError,
     DieselError,
     ObjectExists,
     ObjectMissing,
@@ -420,45 +419,3 @@ def _lost() -> BusyError:
         "the purge has lost its lease to another, or could not renew it in time",
         advice="nothing is lost; run it again",
     )
-
-
-# Policies
-
-KEEP_MAX = 1 << 20
-GRACE_S_MAX = 1 << 31
-"""Beyond these, times and counts would no longer be what clocks and files can hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """How many published versions of a dataset are kept, and those that were current for how long.
-
-    `grace_s` may lengthen the usual grace period, never shorten it.
-    """
-
-    keep: int = 0
-    grace_s: int = 0
-
-
-def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPolicy:
-    """A dataset's policy: the usual one where it has none of its own. Raises CorruptError."""
-    try:
-        values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
-        policy = RetentionPolicy(values["keep"], values["grace_s"])
-        if type(policy.keep) is not int or type(policy.grace_s) is not int:
-            raise TypeError("numbers of another kind")
-        if not (0 <= policy.keep <= KEEP_MAX and 0 <= policy.grace_s <= GRACE_S_MAX):
-            raise ValueError("numbers that no policy has")
-    except ObjectMissing:
-        return RetentionPolicy()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(
-            f"the dataset's policy is damaged: {error}", advice="`dlcmd purge --keep N` writes it"
-        ) from error
-    return policy
-
-
-def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
-    """Set a dataset's policy. Durable on return."""
-    text = json.dumps(asdict(policy)).encode() + b"\n"
-    objects.replace(lease_object(identity, POLICY), [text])

@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from typing import Self
+from dataclasses import replace
 from uuid import UUID
 
 from ..errors import (
@@ -21,52 +20,59 @@ from ..errors import (
     NoSpaceError,
     NoSuchDataset,
     ObjectMissing,
-    UsageError,
 )
-from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header
+from ..format.chunk import (
+    CHUNK_BYTES_DEFAULT,
+    CHUNK_BYTES_MAX,
+    Header,
+    damaged_places,
+    parse_header,
+    parse_preamble,
+)
+from ..format.chunk_builder import ChunkBuilder
 from ..format.chunk_id import LOWEST, chunk_id_text
 from ..format.entries import ChunkId
 from ..format.object_names import chunk_object, dataset_prefix
 from ..format.snapshot.reader import Snapshot
-from ..net.messages import Fields, Message, Value
+from ..names import shown
 from ..storage.metadata.store import ChunkRecord
 from .catalog import DatasetInfo
 from .expected_chunks import (
     ExpectedChunks,
     absent_chunks,
+    chunk_exists,
     expected_chunks,
     losses_in,
     lost_chunks_error,
     lost_text,
 )
+from .interface import PurgeOptions, PurgeReport, ReportProgress
 from .leases import (
     EVERY_VERSION,
-    GRACE_S_MAX,
-    KEEP_MAX,
     PurgeLease,
-    RetentionPolicy,
     is_abandoned,
     leased_versions,
     leases,
-    read_retention_policy,
-    write_retention_policy,
 )
-from .local import LocalRepository, LocalWriteSession, ReportProgress, no_progress
-from .retention import DeletableChunks, Usage, chunk_usage
-from .rewriting import Rewriter
-from .tombstones import (
+from .retention import (
+    GRACE_S,
     ActiveTombstone,
+    DeletableChunks,
+    RetentionPolicy,
+    Usage,
     active_tombstones,
-    all_gone,
+    chunk_usage,
     droppable_tombstones,
     old_enough,
+    read_retention_policy,
+    retained_versions,
+    write_retention_policy,
 )
-from .versions import GRACE_S
+from .stored import StoredRepository
+from .validation import batch_of
+from .writing import WriteSession, seal_and_store
 
 log = logging.getLogger("diesel.housekeeping")
-
-MAX_UNUSED_PPM = 50_000
-"""5 %: of a chunk that many parts in a million may be unused."""
 
 UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
 """Smaller chunks are merged: requests and listings cost by the chunk."""
@@ -76,103 +82,12 @@ LEFTOVER_AGE_S = 86_400
 
 _ENDED_LEASE_AGE_S = 86_400
 _LOOK_AT_LEASES_S = 10.0
-_AS_POLICY = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PurgeOptions:
-    """What to purge. `keep` and `grace_s` of -1: as the dataset's policy says."""
-
-    max_unused_ppm: int = MAX_UNUSED_PPM
-    keep: int = _AS_POLICY  # versions
-    grace_s: int = _AS_POLICY
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if self.keep > KEEP_MAX or self.grace_s > GRACE_S_MAX:
-            raise UsageError(f"at most {KEEP_MAX} versions are kept, and {GRACE_S_MAX} s of grace")
-
-    def to_message(self) -> Message:
-        """These options as they travel."""
-        return dict(asdict(self))
-
-    @classmethod
-    def from_message(cls, message: Message) -> Self:
-        """The options that were sent. Raises UsageError for anything else."""
-        found = Fields(message, "options of a purge")
-        options = cls(
-            found.integer("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
-            found.integer("keep", _AS_POLICY, low=_AS_POLICY, high=KEEP_MAX),
-            found.integer("grace_s", _AS_POLICY, low=_AS_POLICY, high=GRACE_S_MAX),
-            found.flag("dry_run", False),
-        )
-        found.end()
-        return options
-
-
-@dataclass(frozen=True, slots=True)
-class PurgeReport:
-    """What a purge did, or would have done; sizes in bytes."""
-
-    rewritten: int = 0  # chunks whose entries were copied
-    unused_bytes: int = 0  # in them
-    written: int = 0  # new chunks
-    copied_bytes: int = 0
-    deleted: int = 0  # chunks
-    deleted_bytes: int = 0
-    waiting: int = 0  # empty chunks that the grace period, a version or a reader still needs
-    waiting_bytes: int = 0
-    tombstones: int = 0  # that were dropped
-    versions_removed: int = 0
-    versions_kept: int = 0
-    leftovers: int = 0
-    notes: tuple[str, ...] = ()
-
-    def to_message(self) -> Message:
-        """This report as it travels."""
-        notes: list[Value] = [*self.notes]
-        return {**{name: getattr(self, name) for name in _COUNTS}, "notes": notes}
-
-    @classmethod
-    def from_message(cls, message: Message) -> Self:
-        """The report that was sent. Raises UsageError for anything else."""
-        found = Fields(message, "the report of a purge")
-        return cls(
-            rewritten=found.integer("rewritten"),
-            unused_bytes=found.integer("unused_bytes"),
-            written=found.integer("written"),
-            copied_bytes=found.integer("copied_bytes"),
-            deleted=found.integer("deleted"),
-            deleted_bytes=found.integer("deleted_bytes"),
-            waiting=found.integer("waiting"),
-            waiting_bytes=found.integer("waiting_bytes"),
-            tombstones=found.integer("tombstones"),
-            versions_removed=found.integer("versions_removed"),
-            versions_kept=found.integer("versions_kept"),
-            leftovers=found.integer("leftovers"),
-            notes=tuple(found.texts("notes")),
-        )
-
-
-_COUNTS = tuple(each.name for each in fields(PurgeReport) if each.name != "notes")
 
 
 def purge(
-    repository: LocalRepository,
-    name: str,
-    options: PurgeOptions | None = None,
-    tell: ReportProgress = no_progress,
+    repository: StoredRepository, name: str, options: PurgeOptions, progress: ReportProgress
 ) -> PurgeReport:
-    """Purge a dataset; what was done before an error is done, and nothing is lost.
-
-    Raises NoSuchDataset, BusyError where another purge goes on, CorruptError before anything is
-    done where chunks that are named are not seen, NoSpaceError where new chunks find no room (old
-    ones that can go have been deleted then).
-    """
-    options = options or PurgeOptions()
-    there = repository.run_job("purge", name, options.to_message(), tell)
-    if there is not None:
-        return PurgeReport.from_message(there)
+    """`Repository.purge` over stores that this process has opened."""
     dying = list(repository.catalogue.deleted_named(name))
     removed = 0 if options.dry_run else _remove_deleted(repository, name, dying)
     try:
@@ -180,16 +95,16 @@ def purge(
     except NoSuchDataset:
         if not dying:
             raise
-        return PurgeReport(notes=(f"{name} is deleted: {removed} of its objects were removed",))
+        return PurgeReport(notes=[f"{name} is deleted: {removed} of its objects were removed"])
     if options.dry_run:
-        return _Purge(repository, info, options, tell).run()
+        return _Purge(repository, info, options, progress).run()
     session = repository.begin(name, create=False)  # folds orphans in, as long as no lease stands
     _refuse_unseen(repository, info)
     with PurgeLease.take(repository.objects, info.identity) as lease:
-        return _Purge(repository, repository.dataset(name), options, tell, session, lease).run()
+        return _Purge(repository, repository.dataset(name), options, progress, session, lease).run()
 
 
-def _refuse_unseen(repository: LocalRepository, info: DatasetInfo) -> None:
+def _refuse_unseen(repository: StoredRepository, info: DatasetInfo) -> None:
     """Raise CorruptError where a chunk that is named is lost, or not listed: then nobody knows what
     else the store does not show, and what looks replaced may be the only copy."""
     identity = info.identity
@@ -210,17 +125,12 @@ def _refuse_unseen(repository: LocalRepository, info: DatasetInfo) -> None:
         )
 
 
-def _remove_deleted(repository: LocalRepository, name: str, dying: Sequence[UUID]) -> int:
+def _remove_deleted(repository: StoredRepository, name: str, dying: Sequence[UUID]) -> int:
     return sum(repository.remove_deleted(name, identity).removed for identity in dying)
 
 
-def reclaimable_bytes(repository: LocalRepository, name: str, view: Snapshot) -> int:
-    """About how many bytes of chunks no file of the current version is in (`view`), beyond what
-    headers take. Raises NoSuchDataset, MetadataError.
-    """
-    told = repository.run_job("reclaimable", name, {}, no_progress)
-    if told is not None:
-        return Fields(told, "what is reclaimable").integer("bytes")
+def reclaimable_bytes(repository: StoredRepository, view: Snapshot) -> int:
+    """`Repository.reclaimable_bytes` over stores that this process has opened."""
     used, found = chunk_usage(view), 0
     for record in repository.meta.chunks(view.identity):
         if record.holes == record.entries:
@@ -237,33 +147,16 @@ _HEADER_ENTRY_BYTES = 60
 """Of a chunk's header, with a name of some 20 bytes."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    """A report in the making."""
-
-    rewritten: int = 0
-    unused_bytes: int = 0
-    deleted: int = 0
-    deleted_bytes: int = 0
-    waiting: int = 0
-    waiting_bytes: int = 0
-    tombstones: int = 0
-    versions_removed: int = 0
-    versions_kept: int = 0
-    leftovers: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
 class _Purge:
     """One purge; without a session and a lease it only looks."""
 
     def __init__(
         self,
-        repository: LocalRepository,
+        repository: StoredRepository,
         info: DatasetInfo,
         options: PurgeOptions,
-        tell: ReportProgress,
-        session: LocalWriteSession | None = None,
+        progress: ReportProgress,
+        session: WriteSession | None = None,
         lease: PurgeLease | None = None,
     ) -> None:
         self._repository = repository
@@ -273,10 +166,10 @@ class _Purge:
         self._info = info
         self._identity = info.identity
         self._options = options
-        self._progress = tell
+        self._progress = progress
         self._session = session
         self._lease = lease
-        self._counts = _Counts()
+        self._report = PurgeReport()
         self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
         self._due: dict[ChunkId, set[int]] = {}
         self._copied: set[ChunkId] = set()  # would be, if this did more than look
@@ -321,25 +214,15 @@ class _Purge:
         self._publish()
         self._reclaim()
         self._sweep()
-        counts = self._counts
+        if rewriter is not None:
+            self._report.written, self._report.copied_bytes = (
+                rewriter.written,
+                rewriter.copied_bytes,
+            )
         if full is not None:
-            full.advice = "what could go was deleted: run it again" if counts.deleted else ""
+            full.advice = "what could go was deleted: run it again" if self._report.deleted else ""
             raise full
-        return PurgeReport(
-            rewritten=counts.rewritten,
-            unused_bytes=counts.unused_bytes,
-            written=rewriter.written if rewriter else 0,
-            copied_bytes=rewriter.copied_bytes if rewriter else 0,
-            deleted=counts.deleted,
-            deleted_bytes=counts.deleted_bytes,
-            waiting=counts.waiting,
-            waiting_bytes=counts.waiting_bytes,
-            tombstones=counts.tombstones,
-            versions_removed=counts.versions_removed,
-            versions_kept=counts.versions_kept,
-            leftovers=counts.leftovers,
-            notes=tuple(counts.notes),
-        )
+        return self._report
 
     def _publish(self) -> None:
         """From now on nobody who opens the dataset is sent where it was before."""
@@ -356,7 +239,7 @@ class _Purge:
 
     def _note(self, text: str) -> None:
         log.info("%s: %s", self._info.name, text)
-        self._counts.notes.append(text)
+        self._report.notes.append(text)
 
     def _header(self, chunk: ChunkId) -> Header:
         return self._repository.read_header(self._identity, chunk)
@@ -414,14 +297,12 @@ class _Purge:
         the store was put back to what it was: then an empty chunk may hold the only copies."""
         for record in records:
             text = chunk_id_text(record.id)
-            try:
-                self._objects.stat(chunk_object(self._identity, record.id))
-            except ObjectMissing:
-                if record.holes == record.entries:
-                    continue  # of a deletion that was interrupted
-                self._note(f"chunk {text} is lost: nothing is deleted; run `dlcmd verify`")
-            else:
+            if chunk_exists(self._objects, self._identity, record.id):
                 self._note(f"the listing lacks chunk {text}: nothing is deleted")
+            elif record.holes == record.entries:
+                continue  # a deletion of it was interrupted
+            else:
+                self._note(f"chunk {text} is lost: nothing is deleted; run `dlcmd verify`")
             return False
         return True
 
@@ -434,7 +315,9 @@ class _Purge:
             except (FormatError, ObjectMissing):
                 return False
             forgotten.update(set(view.chunk_ids).difference(known))
-        return all_gone(self._objects, self._identity, sorted(forgotten))
+        return not any(
+            chunk_exists(self._objects, self._identity, chunk) for chunk in sorted(forgotten)
+        )
 
     def _dead(self, record: ChunkRecord) -> int:
         return record.holes + len(self._due.get(record.id, ()))
@@ -458,7 +341,7 @@ class _Purge:
         apart = len(small) - -left // CHUNK_BYTES_DEFAULT
         if -(-together // CHUNK_BYTES_DEFAULT) < apart:
             chosen += small
-        self._counts.rewritten = len(chosen)
+        self._report.rewritten = len(chosen)
         return sorted(chosen)
 
     def _allowed(self, record: ChunkRecord) -> int:
@@ -474,7 +357,7 @@ class _Purge:
         share = header.preamble.header_stored * len(dead) // max(len(header), 1)
         if bodies + share <= self._allowed(record):
             return False
-        self._counts.unused_bytes += bodies + share
+        self._report.unused_bytes += bodies + share
         return True
 
     def _dropped(self, chunk: ChunkId) -> set[int]:
@@ -484,17 +367,17 @@ class _Purge:
 
     # Writing
 
-    def _rewrite(self, chosen: Sequence[ChunkRecord]) -> Rewriter:
+    def _rewrite(self, chosen: Sequence[ChunkRecord]) -> "_Rewriter":
         assert self._session is not None
         largest = max((record.object_bytes for record in chosen), default=0)
         chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
-        rewriter = Rewriter(self._repository, self._session, chunk_bytes, self._check)
+        rewriter = _Rewriter(self._repository, self._session, chunk_bytes, self._check)
         for done, record in enumerate(chosen):
             self._progress(done, len(chosen))
             try:
                 rewriter.copy(record.id, self._dropped(record.id))
             except (FormatError, ObjectMissing) as error:
-                self._counts.rewritten -= 1
+                self._report.rewritten -= 1
                 self._leave_alone(record.id, error.message)
         rewriter.finish()
         self._progress(len(chosen), len(chosen))
@@ -536,27 +419,25 @@ class _Purge:
         if going:  # another has been published since
             leased = leased_versions(self._objects, self._identity, time.time())
             self._expire(leased, {**coming, now_us + 1: now_us} if self._session is None else {})
-        self._counts.deleted = len(going)
-        self._counts.deleted_bytes = sum(empty[chunk].object_bytes for chunk in going)
-        self._counts.tombstones = sum(len(self._due.get(chunk, ())) for chunk in going)
-        self._counts.waiting = len(empty) - len(going)
-        self._counts.waiting_bytes = (
-            sum(record.object_bytes for record in empty.values()) - self._counts.deleted_bytes
+        self._report.deleted = len(going)
+        self._report.deleted_bytes = sum(empty[chunk].object_bytes for chunk in going)
+        self._report.tombstones = sum(len(self._due.get(chunk, ())) for chunk in going)
+        self._report.waiting = len(empty) - len(going)
+        self._report.waiting_bytes = (
+            sum(record.object_bytes for record in empty.values()) - self._report.deleted_bytes
         )
 
     def _may_go(self, chunk: ChunkId) -> bool:
         """Whether an empty chunk can be read, so that it is known what goes with it; or is lost."""
-        try:
-            self._objects.stat(chunk_object(self._identity, chunk))
-        except ObjectMissing:
+        if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._readable(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
         """Remove versions that need not be kept; those that are left, and when they came."""
         there = self._versions.published(self._identity)
-        stay = self._versions.retained_versions(
-            self._identity, there, self._policy, self._grace_s, planned
+        stay = retained_versions(
+            self._versions, self._identity, there, self._policy, self._grace_s, planned
         )
         stay.update(leased)
         left = {**there, **planned}
@@ -569,8 +450,8 @@ class _Purge:
                 self._versions.remove(self._identity, version)
             del left[version]
         self._removed |= going
-        self._counts.versions_removed = len(self._removed & self._versions_before)
-        self._counts.versions_kept = len(left)
+        self._report.versions_removed = len(self._removed & self._versions_before)
+        self._report.versions_kept = len(left)
         return left
 
     def _delete(
@@ -586,10 +467,10 @@ class _Purge:
         for chunk in self._still_unreferenced(sorted(forgotten), free):
             self._check()
             self._objects.delete(chunk_object(self._identity, chunk))
-            if all_gone(self._objects, self._identity, [chunk]):
-                done.append(chunk)
-            else:
+            if chunk_exists(self._objects, self._identity, chunk):
                 self._note(f"chunk {chunk_id_text(chunk)} was deleted, and is still there")
+            else:
+                done.append(chunk)
         again = {record.id for record in self._meta.chunks(self._identity)}.intersection(done)
         if again:  # a rebuild had read them before they went
             self._forget(again)
@@ -622,7 +503,7 @@ class _Purge:
         now_s = time.time()
         for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
-                self._counts.leftovers += 1
+                self._report.leftovers += 1
                 if self._session is not None:
                     self._check()
                     self._objects.discard(leftover)
@@ -633,3 +514,69 @@ class _Purge:
                 self._check()
                 with suppress(DieselError):
                     self._objects.delete(name)
+
+
+class _Rewriter:
+    """Fills new chunks with what is left in old ones; `finish` writes the last.
+
+    `before_commit` may raise: then the chunk just written is not committed, and nothing is lost.
+    """
+
+    def __init__(
+        self,
+        repository: StoredRepository,
+        session: WriteSession,
+        chunk_bytes: int,
+        before_commit: Callable[[], None],
+    ) -> None:
+        self.written = 0
+        self.copied_bytes = 0
+        self._repository = repository
+        self._session = session
+        self._about_to_commit = before_commit
+        self._builder = ChunkBuilder(session.identity, chunk_bytes, "none")
+
+    def copy(self, chunk: ChunkId, dropped: Collection[int]) -> None:
+        """Copy the entries of a chunk, except those at the places `dropped`.
+
+        Raises CorruptError where one of them is damaged; then none has been copied.
+        """
+        identity = self._session.identity
+        data = memoryview(self._repository.objects.get(chunk_object(identity, chunk)))
+        preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
+        start = preamble.body_start - preamble.header_stored
+        header = parse_header(preamble, data[start : preamble.body_start])
+        if header.faults:
+            raise CorruptError("it has entries that are skipped")
+        for place in damaged_places(header, data[preamble.body_start :]):
+            if place not in dropped:
+                raise CorruptError(f"the bytes of {shown(header.path(place))} are damaged")
+        for place in range(len(header)):
+            if place in dropped:
+                continue
+            record = header.records[place]
+            at, size = int(record["offset"]), int(record["stored"])
+            self._builder.add_copy(header, place, data[at : at + size] if size else data[:0])
+            self.copied_bytes += size
+            if self._builder.full:
+                self._write()
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if len(self._builder):
+            self._write()
+
+    def _write(self) -> None:
+        """Store a chunk, then commit it as written by a purge: its entries take the places of
+        entries with equal stamps, and no others."""
+        session = self._session
+        chunk, _, header = seal_and_store(
+            self._builder, session.objects, session.identity, session.new_id
+        )
+        self._about_to_commit()
+        self._repository.meta.commit(
+            session.identity, replace(batch_of(header, stored=True), by_purge=True)
+        )
+        log.debug("%d entries have moved into %s", len(header), chunk_id_text(chunk))
+        self.written += 1
+        self._builder.clear()

@@ -1,27 +1,33 @@
-"""What kept versions and leases pin: which chunks may go, and the end of a whole dataset.
+"""Which versions and chunks of a dataset must be kept, and which nothing needs any more.
 
-Owned here: the rule of FORMAT.md, section 6, "When a chunk may go", 2 and 3. Not owned: which
-chunks are empty (the metadata store), which versions are kept (`versions.py`), when anything is
-deleted (`housekeeping.py`). Blocking; one thread.
+The rules are those of FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace
+period keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of
+them hides an older entry. This module only decides, except that it removes expired versions and the
+objects of a deleted dataset; `purge.py` does the rest. Blocking; one thread.
 """
 
+import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import FormatError, ObjectMissing
-from ..format.entries import ChunkId, Kind
+from ..errors import CorruptError, DieselError, FormatError, ObjectMissing
+from ..format.chunk import Header
+from ..format.chunk_id import chunk_id_text, id_seconds, stamp_fields
+from ..format.entries import ChunkId, Kind, Stamp
 from ..format.object_names import (
     chunk_of_object,
     chunk_prefix,
     dataset_object,
     dataset_prefix,
+    lease_object,
     lease_prefix,
     snapshot_prefix,
     version_of_object,
@@ -29,10 +35,139 @@ from ..format.object_names import (
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Indices, Snapshot
 from ..storage.objects.store import ObjectStore
-from .leases import EVERY_VERSION, is_abandoned, leased_versions
+from .leases import EVERY_VERSION, LEASE_S, POLICY, is_abandoned, leased_versions
+from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
 from .versions import VersionStore
 
-log = logging.getLogger("diesel.pins")
+log = logging.getLogger("diesel.retention")
+
+# Which versions are kept
+
+GRACE_S = 86_400
+"""For how long a version that is not current any more is kept for readers without a lease."""
+
+_RECENT = 8
+_PERIODS = 8
+"""Of the versions that a grace period has seen, so many of the newest are kept, and of the others
+the last of so many parts of it: a dataset may be put to every second."""
+
+KEEP_MAX = 1 << 20
+GRACE_S_MAX = 1 << 31
+"""Beyond these, times and counts would no longer be what clocks and files can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """How many published versions of a dataset are kept, and those that were current for how long.
+
+    `grace_s` may lengthen the usual grace period, never shorten it.
+    """
+
+    keep: int = 0
+    grace_s: int = 0
+
+
+def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPolicy:
+    """A dataset's policy: the usual one where it has none of its own. Raises CorruptError."""
+    try:
+        values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
+        policy = RetentionPolicy(values["keep"], values["grace_s"])
+        if type(policy.keep) is not int or type(policy.grace_s) is not int:
+            raise TypeError("numbers of another kind")
+        if not (0 <= policy.keep <= KEEP_MAX and 0 <= policy.grace_s <= GRACE_S_MAX):
+            raise ValueError("numbers that no policy has")
+    except ObjectMissing:
+        return RetentionPolicy()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(
+            f"the dataset's policy is damaged: {error}", advice="`dlcmd purge --keep N` writes it"
+        ) from error
+    return policy
+
+
+def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
+    """Set a dataset's policy. Durable on return."""
+    text = json.dumps(asdict(policy)).encode() + b"\n"
+    objects.replace(lease_object(identity, POLICY), [text])
+
+
+NONE_PLANNED: Mapping[int, int] = MappingProxyType({})
+
+
+def retained_versions(
+    versions: VersionStore,
+    identity: UUID,
+    published: Mapping[int, int],
+    policy: RetentionPolicy,
+    grace_s: float,
+    planned: Mapping[int, int] = NONE_PLANNED,
+) -> set[int]:
+    """The published versions that are kept, whether somebody reads them or not. `published` has
+    the versions, ascending, and when each was published (us since 1970).
+
+    `planned`: as if these, with the content of the newest one, had been published by now.
+    """
+    last = _last_distinct(versions, identity, [*published], policy.keep)
+    if planned:
+        last.difference_update([*published][-1:])  # the last planned version takes its place
+    return last | _current_within({**published, **planned}, time.time(), grace_s)
+
+
+def _last_distinct(
+    versions: VersionStore, identity: UUID, published: Sequence[int], count: int
+) -> set[int]:
+    """The last `count` of some versions (ascending). Of neighbours with equal content, only the
+    newest counts."""
+    found, before, left = set[int](), b"", count
+    for version in reversed(published):
+        if not left:
+            break
+        try:
+            _, content = versions.front(identity, version)
+        except ObjectMissing:
+            continue
+        except FormatError:
+            content = b""
+        if content != before or not content:
+            left -= 1
+            found.add(version)
+        before = content
+    return found
+
+
+def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
+    """Of versions (ascending, with the time in us when each was published), those that were the
+    current one within the grace period, thinned."""
+    versions = [*published]
+    horizon = (now_s - grace_s) * 1e6
+    period = max(int(grace_s * 1e6) // _PERIODS, 1)
+    young = [version for version in versions if published[version] > horizon]
+    last_of = {published[version] // period: version for version in young}
+    before = [version for version in versions if published[version] <= horizon]
+    return {*young[-_RECENT:], *last_of.values(), *before[-1:], *versions[-1:]}
+
+
+def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identity: UUID) -> None:
+    """Remove versions that need not be kept, but not the one before the newest. An error is only
+    logged: the next publication tries again."""
+    try:
+        published = versions.published(identity)
+        if len(published) <= 2:
+            return
+        policy = read_retention_policy(objects, identity)
+        grace_s = max(GRACE_S, policy.grace_s)
+        stay = retained_versions(versions, identity, published, policy, grace_s)
+        expired = [old for old in [*published][:-2] if old not in stay]
+        leased = leased_versions(objects, identity, time.time()) if expired else ()
+    except DieselError as error:
+        log.info("no version is removed: %s", error.message)
+        return
+    for old in expired:
+        if old not in leased and EVERY_VERSION not in leased:
+            versions.remove(identity, old)
+
+
+# Which chunks versions and leases keep
 
 
 class Usage(NamedTuple):
@@ -79,12 +214,12 @@ class DeletableChunks:
 
     def __init__(
         self,
-        shelf: VersionStore,
+        versions: VersionStore,
         identity: UUID,
         candidates: Iterable[ChunkId],
         planned_version: int = 0,
     ) -> None:
-        self._versions = shelf
+        self._versions = versions
         self._identity = identity
         self._candidates = frozenset(candidates)
         self._known = {planned_version: (self._candidates, frozenset[ChunkId]())}
@@ -120,6 +255,79 @@ class DeletableChunks:
         return self._known[version]
 
 
+# Which tombstones nothing needs any more
+
+TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
+"""So old a tombstone must be: whatever was sealed before it and comes later is refused."""
+
+ReadHeader = Callable[[ChunkId], Header]
+
+
+class ActiveTombstone(NamedTuple):
+    """A tombstone that stands."""
+
+    stamp: Stamp
+    chunk: ChunkId
+    place: int
+
+
+def active_tombstones(
+    header: Header, holes: Collection[int]
+) -> Iterator[tuple[bytes, ActiveTombstone]]:
+    """The tombstones in a chunk that are no holes, by path."""
+    for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
+        if place not in holes:
+            yield (
+                header.path(place),
+                ActiveTombstone(header.stamp(place), header.preamble.id, place),
+            )
+
+
+def old_enough(
+    tombstones: Mapping[bytes, ActiveTombstone], began_s: float
+) -> dict[bytes, ActiveTombstone]:
+    """Those that nothing on its way can be older than; `began_s` is from before the listing."""
+    limit_s = began_s - TOMBSTONE_AGE_S
+    return {
+        path: each
+        for path, each in tombstones.items()
+        if id_seconds(stamp_fields(each.stamp)[0]) < limit_s
+    }
+
+
+def droppable_tombstones(
+    tombstones: Mapping[bytes, ActiveTombstone],
+    suspects: Iterable[ChunkId],
+    read_header: ReadHeader,
+) -> dict[ChunkId, set[int]]:
+    """By chunk, the places of the tombstones (`old_enough`) that have nothing left to hide.
+
+    `suspects` are all chunks that may hold an older entry: those with holes, and those that are
+    not known. Where one of them cannot be read, none is due.
+    """
+    left = dict(tombstones)
+    for chunk in suspects if left else ():
+        try:
+            header = read_header(chunk)
+        except ObjectMissing:
+            continue
+        except DieselError as error:
+            log.info("no tombstone is dropped: %s: %s", chunk_id_text(chunk), error.message)
+            return {}
+        for place in range(len(header)):
+            path = header.path(place)
+            found = left.get(path)
+            if found is not None and found.chunk != chunk and header.stamp(place) < found.stamp:
+                del left[path]
+    by_chunk: dict[ChunkId, set[int]] = {}
+    for each in left.values():
+        by_chunk.setdefault(each.chunk, set()).add(each.place)
+    return by_chunk
+
+
+# The end of a dataset
+
+
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """What became of a deleted dataset: objects that are removed, and that readers still hold."""
@@ -137,14 +345,14 @@ class Deletion:
             )
 
 
-def remove_dataset(objects: ObjectStore, shelf: VersionStore, identity: UUID) -> Deletion:
+def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID) -> Deletion:
     """Remove the objects of a dataset that is marked as deleted; what leases pin is left, and what
     somebody is writing.
 
     Repeatable: the object with its name goes last, by which the rest is found.
     """
     leased = leased_versions(objects, identity, time.time())
-    kept, everything = _pinned(shelf, identity, leased)
+    kept, everything = _pinned(versions, identity, leased)
     removed = left = 0
     for name in list(objects.names(dataset_prefix(identity))):
         if name == dataset_object(identity):
@@ -171,7 +379,7 @@ def remove_dataset(objects: ObjectStore, shelf: VersionStore, identity: UUID) ->
 
 
 def _pinned(
-    shelf: VersionStore, identity: UUID, leased: Collection[int]
+    versions: VersionStore, identity: UUID, leased: Collection[int]
 ) -> tuple[frozenset[ChunkId], bool]:
     """The chunks that leases pin, and whether that may be all of them."""
     found = frozenset[ChunkId]()
@@ -179,7 +387,7 @@ def _pinned(
         return found, True
     for version in leased:
         try:
-            view = shelf.load_without_copy(identity, version)
+            view = versions.load_without_copy(identity, version)
         except (FormatError, ObjectMissing):
             return found, True
         found |= used_chunks(view)

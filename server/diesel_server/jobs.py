@@ -14,7 +14,7 @@ import trio
 
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.net.messages import Message
-from diesel_fs.repository.local import ReportProgress
+from diesel_fs.repository.interface import ReportProgress
 
 from .requests import Reply
 

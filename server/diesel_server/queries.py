@@ -46,7 +46,6 @@ from diesel_fs.remote.values import (
 )
 from diesel_fs.repository.catalog import DatasetInfo
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import reclaimable_bytes
 from diesel_fs.storage.metadata.store import DatasetHead
 
 from .directory import DatasetRef, Directory, hide_store_address, no_such_dataset
@@ -345,7 +344,7 @@ class QueryHandlers:
             return Reply({"result": {"bytes": await self._counting.run(name)}})
 
     def _reclaimable(self, name: str) -> int:
-        return reclaimable_bytes(self._repository, name, self._repository.view(name))
+        return self._repository.reclaimable_bytes(name, self._repository.view(name))
 
     # Bytes
 

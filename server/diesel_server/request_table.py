@@ -13,10 +13,8 @@ from diesel_fs.names import check_dataset_name
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
 from diesel_fs.remote.values import parse_identity
-from diesel_fs.repository import purge as housekeeping
-from diesel_fs.repository import recover as recovery
-from diesel_fs.repository.local import LocalRepository, ReportProgress
-from diesel_fs.repository.purge import PurgeOptions
+from diesel_fs.repository.interface import PurgeOptions, ReportProgress
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import TEXT_BYTES_MAX, Account, Role
 
 from .directory import DatasetRef, Directory, check_role, hide_store_address
@@ -144,7 +142,7 @@ class RequestTable:
         headers_only = Fields(request.message, "verify").flag("headers_only", default=False)
 
         def work(tell: ReportProgress) -> Message:
-            found = recovery.verify(self._repository, name, headers_only=headers_only, tell=tell)
+            found = self._repository.verify(name, headers_only=headers_only, progress=tell)
             return found.to_message()
 
         how: Message = {"headers_only": headers_only}
@@ -160,7 +158,7 @@ class RequestTable:
         forget_lost = message_fields.flag("forget_lost", default=False)
 
         def work(tell: ReportProgress) -> Message:
-            found = recovery.recover(self._repository, name, since_s, tell, forget_lost=forget_lost)
+            found = self._repository.recover(name, since_s, tell, forget_lost=forget_lost)
             return found.to_message()
 
         how: Message = {"since_s": since_s, "forget_lost": forget_lost}
@@ -173,7 +171,7 @@ class RequestTable:
         options = PurgeOptions.from_message({each: request.message[each] for each in names})
 
         def work(tell: ReportProgress) -> Message:
-            return housekeeping.purge(self._repository, name, options, tell).to_message()
+            return self._repository.purge(name, options, tell).to_message()
 
         async for reply in self._job("purge", name, options.to_message(), work):
             yield reply

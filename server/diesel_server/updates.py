@@ -40,8 +40,9 @@ from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.singleflight import GroupCommit, ThreadSingleFlight
 from diesel_fs.remote.values import info_message
 from diesel_fs.repository.leases import LEASE_S, write_lease_for
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.retention import Deletion
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import (
     StaleChunk,
     ValidatedChunk,

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover
 from tests.ingest.test_put import dataset_state
 from tests.trees import Facts, facts, write
 
@@ -108,7 +107,7 @@ def whole(dlcmd: Dlcmd, there: Facts) -> int:
         showing = dataset_state(repository)
         for path, fact in showing.items():
             assert there[path] == fact or there[path][0] == fact[0] == "folder"
-        recover(repository, "ds")
+        repository.recover("ds")
         assert dataset_state(repository).items() >= showing.items()
     return sum(fact[0] == "file" for fact in showing.values())
 

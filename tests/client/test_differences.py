@@ -14,6 +14,7 @@ from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.versions import empty_snapshot
 from tests.format.snapshot.oracle import OwnEntry, ShownEntry, build, shown
 from tests.format.snapshot.test_model import apply, batches, chunks_of
 
@@ -159,9 +160,7 @@ def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) ->
 def test_paths_are_a_collection(repository: LocalRepository, tmp_path: Path) -> None:
     put_tree(repository, "ds", write(tmp_path / "source", {"a": b"1"}))
     view = repository.view("ds")
-    added: Collection[bytes] = compare_versions(
-        repository.snapshots.empty(view.identity, "ds"), view
-    ).added
+    added: Collection[bytes] = compare_versions(empty_snapshot(view.identity, "ds"), view).added
     assert b"a" in added
     assert b"b" not in added
     assert (len(added), view.stat(1).kind) == (1, Kind.FILE)

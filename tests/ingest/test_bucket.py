@@ -11,7 +11,6 @@ from diesel_fs.errors import ConflictError, NotFoundError, ObjectStoreError, Usa
 from diesel_fs.ingest import BucketObject, PutOptions, PutReport, put_bucket
 from diesel_fs.ingest.sources.bucket import AHEAD_BYTES_MAX, PIECE_BYTES
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import verify
 
 from ..repository.conftest import repository as repository
 
@@ -80,7 +79,7 @@ def test_objects_become_files(repository: LocalRepository) -> None:
     view = repository.view("pets")
     found = view.stat(view.lookup(b"in/here/a"))
     assert (found.mode, found.mtime_ns) == (0o644, 7)
-    assert verify(repository, "pets").sound
+    assert repository.verify("pets").sound
 
 
 def test_what_is_there_unchanged_is_not_fetched(repository: LocalRepository) -> None:
@@ -120,7 +119,7 @@ def test_what_changes_meanwhile_is_left_out_and_named(repository: LocalRepositor
     report = put(repository, bucket)
     assert {path for path, _ in report.failed} == {b"large", b"b/d"}
     assert files(repository).keys() == CONTENTS.keys() - {b"large", b"b/d"}
-    assert verify(repository, "pets").sound
+    assert repository.verify("pets").sound
 
 
 def test_an_object_that_is_shorter_than_listed(repository: LocalRepository) -> None:

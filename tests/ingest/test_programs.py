@@ -14,7 +14,6 @@ from diesel_fs.errors import DieselError, ObjectStoreError, UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import PutOptions, PutReport, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import verify
 from diesel_fs.storage.objects.folder import FolderStore
 from dlcmd.packing import PROGRAM
 
@@ -46,7 +45,7 @@ def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> 
     source = odd_tree(tmp_path / "source")
     assert put(repository, source).failed == []
     assert dataset_state(repository) == facts(source)
-    assert verify(repository, "ds").sound
+    assert repository.verify("ds").sound
     assert not children()
 
 

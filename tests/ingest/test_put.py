@@ -23,7 +23,9 @@ from diesel_fs.ingest.options import PutReport
 from diesel_fs.ingest.put import _FolderPut, _WorkerHandle
 from diesel_fs.ingest.sources.file import new_packer
 from diesel_fs.ingest.sources.folder import open_folder
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
+from diesel_fs.repository.interface import Repository
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import PUT_WINDOW_S, ValidatedChunk
 from diesel_fs.storage.objects.folder import FolderStore
 
@@ -32,7 +34,7 @@ from ..trees import facts, odd_tree, write
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
 
 
-def dataset_state(repository: LocalRepository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
+def dataset_state(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
     """The dataset as `trees.facts` shows a folder."""
     view = repository.view(name)
     reader = EntryReader(view, repository.objects, 64 << 20)

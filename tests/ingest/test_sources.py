@@ -19,8 +19,8 @@ from diesel_fs.client.extract import get
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.entries import Kind, Stat
 from diesel_fs.ingest import PutOptions, put_file, put_tar, put_tree
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 
 from ..bench.memory import peak_pss_bytes
 from ..trees import Facts, facts, odd_tree, write
@@ -46,8 +46,8 @@ def got(repository: LocalRepository, dest: Path) -> Facts:
 
 def rebuilt(repository: LocalRepository) -> Facts:
     """The dataset, from its chunks alone."""
-    recover(repository, "ds")
-    assert verify(repository, "ds").problems == []
+    repository.recover("ds")
+    assert repository.verify("ds").problems == []
     return dataset_state(repository)
 
 

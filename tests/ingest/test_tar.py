@@ -21,7 +21,6 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, PutReport, put_tar, put_tree
 from diesel_fs.ingest.sources.tar import _ends
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import verify
 from tests.trees import odd_tree
 
 Entry = tuple[str, bytes | tarfile.TarInfo]
@@ -146,7 +145,7 @@ def test_hard_links_are_files_with_the_same_bytes(repository: LocalRepository) -
     assert found[b"in/one"] == found[b"in/two"] == found[b"in/big"] == b"x" * 200_000
     assert found[b"in/file"] == b"a file after all"
     assert sorted(reasons(report)) == [b"loop", b"lost", b"out"]
-    assert verify(repository, "pets").sound
+    assert repository.verify("pets").sound
 
 
 def test_M1_names_that_lead_out_are_refused(repository: LocalRepository) -> None:
@@ -244,7 +243,7 @@ def test_files_and_folders_do_not_hide_each_other(repository: LocalRepository) -
         b"new": "0o755",
         b"new/in": b"then a folder",
     }
-    assert verify(repository, "pets").problems == []
+    assert repository.verify("pets").problems == []
 
 
 def test_with_delete_files_and_folders_take_each_others_place(repository: LocalRepository) -> None:
@@ -258,7 +257,7 @@ def test_with_delete_files_and_folders_take_each_others_place(repository: LocalR
         b"f/in": b"a file was here",
         b"g": "0o700",
     }
-    assert verify(repository, "pets").notes == []
+    assert repository.verify("pets").notes == []
 
 
 def test_delete_and_filters(repository: LocalRepository) -> None:
@@ -291,7 +290,7 @@ def test_a_tar_that_breaks_off_gives_what_came_and_deletes_nothing(
     assert reason.startswith("the tar is damaged or cut off")
     whole = [name for name, end in ((b"a", 1112), (b"b", 2648), (b"c", 4184)) if length >= end]
     assert sorted(contents(repository)) == sorted([*whole, b"old"])
-    assert verify(repository, "pets").sound
+    assert repository.verify("pets").sound
 
 
 def test_damage_inside_is_not_the_end(repository: LocalRepository) -> None:
@@ -431,4 +430,4 @@ def test_names_in_any_order_and_again_in_another(repository: LocalRepository) ->
     expected |= {name.encode(): content for name, content in some}
     found = contents(repository)
     assert {path: what for path, what in found.items() if b"/" in path} == expected
-    assert verify(repository, "pets").sound
+    assert repository.verify("pets").sound

@@ -9,7 +9,8 @@ import sys
 import uuid
 from pathlib import Path
 
-from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.private_copies import save_snapshot
+from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.objects.folder import FolderStore
@@ -66,12 +67,10 @@ def commits(folder: Path, mode: str) -> None:
 
 
 def saves(folder: Path, what: str) -> None:
-    with LocalRepository.open(folder.as_uri(), create=True) as repository:
-        for name in ("old", "new"):
-            view = repository.snapshots.empty(IDENTITY, name)
-            repository.snapshots.save(view, folder / "saved")
-        tell(what)
-        os._exit(0)
+    for name in ("old", "new"):
+        save_snapshot(empty_snapshot(IDENTITY, name), folder / "saved")
+    tell(what)
+    os._exit(0)
 
 
 DRIVERS = {

@@ -21,7 +21,6 @@ from diesel_fs.errors import DieselError, FormatError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.objects.folder import FolderStore
@@ -105,14 +104,14 @@ def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None
             check_dataset(repository, old, new, exactly=acknowledged > 0 and not between)
         put_tree(repository, "ds", story.after, options=PutOptions(delete=True))
         assert dataset_state(repository) == story.states[2]
-        assert verify(repository, "ds").problems == []
+        assert repository.verify("ds").problems == []
 
 
 def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactly: bool) -> None:
     if exactly:
         assert dataset_state(repository) == old  # before any writer puts something right
     repository.begin("ds")  # what was cut off before it had a marker gets one
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
     showing = dataset_state(repository)
     if exactly:
         assert showing == old
@@ -121,7 +120,7 @@ def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactl
             assert showing.get(path) in (old.get(path), new.get(path)), path
         else:
             assert kinds or showing[path][0] == "folder", path
-    recover(repository, "ds")
+    repository.recover("ds")
     again = dataset_state(repository)
     for path in {**showing, **again}:  # rebuilt = live + orphans, which are of the new state
         assert again.get(path) in (showing.get(path), new.get(path)), path

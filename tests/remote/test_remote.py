@@ -33,7 +33,6 @@ from diesel_fs.remote.open import open_repository
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.repository.admin import open_administration
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
 from tests.storage.conftest import s3 as s3
@@ -82,12 +81,12 @@ def check_whole(servers: ServerWithRedis, name: str = "ds") -> None:
     """The metadata are what the chunks say, now and rebuilt."""
     with servers.open() as repository:
         live = state(repository.view(name))
-        assert verify(repository, name).problems == []
-        before = len(verify(repository, name).notes)
-        recover(repository, name)
+        assert repository.verify(name).problems == []
+        before = len(repository.verify(name).notes)
+        repository.recover(name)
         if not before:  # an orphan is folded in by a recovery
             assert state(repository.view(name)) == live
-        assert verify(repository, name).problems == []
+        assert repository.verify(name).problems == []
 
 
 # Kills
@@ -254,7 +253,7 @@ def test_C3_an_emptied_redis_is_never_an_empty_dataset(
                 repository.stat("ds", path)
         with pytest.raises(NoSuchDataset):
             repository.stat("other", b"a")
-        assert recover(repository, "ds").problems == []
+        assert repository.recover("ds").problems == []
         assert state(repository.view("ds")) == before
         assert repository.stat("ds", b"d0/f0000").size == 4096
 
@@ -385,7 +384,7 @@ def test_G3_a_corrupt_chunk_harms_its_own_files_alone(
                     reader.read(index)
             else:
                 assert bytes(reader.read(index)) == (source / f"f{i}").read_bytes()
-        assert [each for each in verify(repository, "ds").problems if "f3" in each]
+        assert [each for each in repository.verify("ds").problems if "f3" in each]
 
 
 def _text(view: Snapshot, number: int) -> str:
@@ -513,7 +512,7 @@ def test_S11_over_a_bucket_clients_know_nothing_of_it(
                 dataset.flush()
                 repository = dataset._repository
                 assert isinstance(repository, RemoteRepository)
-                assert verify(repository, "ds").problems == []
+                assert repository.verify("ds").problems == []
                 names = [f"d{i % 7}/f{i:04}" for i in range(400)]
                 for name, found in zip(names, dataset.read_many(names), strict=True):
                     assert found == (source / name).read_bytes()

@@ -12,7 +12,6 @@ import pytest
 from diesel_fs.errors import CorruptError, ObjectStoreRefused
 from diesel_fs.format.chunk_id import IdFields, id_seconds
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 
@@ -170,7 +169,7 @@ def test_K2_a_recovery_since_a_time_by_a_host_that_is_ahead(url: str) -> None:
     right.commit()
     right.seal()
     with ahead.clock(), LocalRepository.open(url) as repository:
-        recover(repository, "ds", since_s=ahead.now())
+        repository.recover("ds", since_s=ahead.now())
         assert right.sealed[-1].id in repository.view("ds").chunk_ids
-        assert verify(repository, "ds").problems == []
+        assert repository.verify("ds").problems == []
         rebuilt_equals_live(repository)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 
 from ..ingest.test_put import dataset_state
 from ..trees import Facts, facts, write
@@ -62,7 +61,7 @@ def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> Non
             assert not acknowledged
             return
         repository.begin("ds")  # what a kill left without a marker gets one
-        found = verify(repository, "ds")
+        found = repository.verify("ds")
         assert found.problems == []
         showing = dataset_state(repository)
         for path, fact in showing.items():
@@ -70,7 +69,7 @@ def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> Non
                 assert fact in [state.get(path) for state in states], path
         if acknowledged:
             assert showing == last
-        recover(repository, "ds")
+        repository.recover("ds")
         again = dataset_state(repository)
         for path, fact in showing.items():  # rebuilt = live + orphans, which are of the new state
             assert path in again
@@ -103,7 +102,7 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
         subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
         with LocalRepository.open(store.as_uri()) as repository:
             assert dataset_state(repository) == whole
-            assert verify(repository, "ds").problems == []
+            assert repository.verify("ds").problems == []
         shutil.rmtree(store)
     assert kills >= 3, f"A16: too little was killed at {call}: proves nothing"
 

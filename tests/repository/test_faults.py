@@ -16,8 +16,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, dataset_object, snapshot_object
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
-from diesel_fs.repository.versions import _boot
+from diesel_fs.repository.private_copies import _boot
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
 from ..ingest.test_put import dataset_state
@@ -55,7 +54,7 @@ def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
     monkeypatch.setattr(time, "time", lambda: later)
     sealed.commit()
     assert content(repository, b"f") == b"1"
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
 
 
 def test_B1_an_unreadable_orphan_blocks_no_writer(filled: LocalRepository, source: Path) -> None:
@@ -65,7 +64,7 @@ def test_B1_an_unreadable_orphan_blocks_no_writer(filled: LocalRepository, sourc
     write(source, {"more": b"3"})
     assert put_tree(filled, "ds", source, options=ONE).files == 1
     assert dataset_state(filled) == facts(source)
-    assert any("truncated" in problem for problem in verify(filled, "ds").problems)
+    assert any("truncated" in problem for problem in filled.verify("ds").problems)
 
 
 def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
@@ -121,7 +120,7 @@ def test_recover_since_reaches_back_over_the_put_window(repository: LocalReposit
     writer.add(b"f", b"1")
     sealed = id_fields(writer.session.new_id())
     writer.seal(replace(sealed, seconds=sealed.seconds - 1800).id())
-    recover(repository, "ds", since_s=time.time() - 60)
+    repository.recover("ds", since_s=time.time() - 60)
     assert content(repository, b"f") == b"1"
 
 
@@ -145,7 +144,7 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
 
     with monkeypatch.context() as patch:
         patch.setattr(repository.meta, "rebuild", rebuild)
-        recover(repository, "ds")
+        repository.recover("ds")
     assert content(repository, b"f") == b"1"
 
 
@@ -166,13 +165,13 @@ def test_C18_whole_puts_go_by_while_recover_reads_headers(
 
     with beside, FaultyStore(filled.objects, Fault("get", "/chunks/", act=put, skip=1)) as store:
         filled.objects = store
-        findings = recover(filled, "ds")
+        findings = filled.recover("ds")
         assert (findings.problems, findings.folded) == ([], 0)
     assert dataset_state(filled) == facts(source)
     info = filled.dataset("ds")
     assert info.head is not None
     assert info.head.chunks == len([*filled.chunk_ids(info.identity)])
-    assert verify(filled, "ds").problems == []
+    assert filled.verify("ds").problems == []
 
 
 def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
@@ -224,7 +223,7 @@ def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: LocalRep
     writer.add(b"f", b"stored by another program")
     writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
     writer.seal()
-    assert any("greater than its ID" in text for text in recover(repository, "ds").problems)
+    assert any("greater than its ID" in text for text in repository.recover("ds").problems)
     assert content(repository, b"f") is None
 
 
@@ -241,8 +240,8 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
     with LocalRepository.open(filled.url) as repository:
         assert dataset_state(repository) == facts(source)
     with LocalRepository.open(filled.url, create=True) as repository:
-        recover(repository, "ds")
-        assert verify(repository, "ds").sound
+        repository.recover("ds")
+        assert repository.verify("ds").sound
         assert put_tree(repository, "ds", source, options=ONE).files == 0
 
 
@@ -255,11 +254,11 @@ def test_a_damaged_snapshot_is_made_again(
     file.chmod(0o644)
     os.truncate(file, 1000)
     forget_private_copies()
-    assert any("snapshot" in problem for problem in verify(filled, "ds").problems)
+    assert any("snapshot" in problem for problem in filled.verify("ds").problems)
     forget_private_copies()
     assert dataset_state(filled) == facts(source)
     put_tree(filled, "ds", source, options=ONE)
-    assert verify(filled, "ds").sound
+    assert filled.verify("ds").sound
 
 
 def test_verify_beside_a_put_finds_nothing(
@@ -277,7 +276,7 @@ def test_verify_beside_a_put_finds_nothing(
         return real(identity)
 
     monkeypatch.setattr(filled, "chunk_ids", chunk_names)
-    assert verify(filled, "ds").problems == []
+    assert filled.verify("ds").problems == []
     assert hits[0]
 
 
@@ -296,14 +295,14 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
         return real(name, start, length)
 
     monkeypatch.setattr(filled.objects, "get", get)
-    findings = verify(filled, "ds")
+    findings = filled.verify("ds")
     assert findings.chunks == 2
     assert findings.problems == []
     (unreachable,) = findings.unreachable
     assert "Input/output error" in unreachable
     before = filled.meta.head("ds")
     with pytest.raises(ObjectStoreError, match="Input/output error"):
-        recover(filled, "ds")
+        filled.recover("ds")
     assert filled.meta.head("ds") == before
     assert content(filled, b"more") == b"3"
 

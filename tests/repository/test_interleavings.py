@@ -15,8 +15,8 @@ from diesel_fs.format.entries import ChunkId, Kind
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.ingest.concurrent_writers import finish_put
 from diesel_fs.ingest.options import PutReport
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import StaleChunk, batch_of
 
 UNIT = 65536
@@ -75,8 +75,8 @@ def content(repository: LocalRepository, path: bytes) -> bytes | None:
 def rebuilt_equals_live(repository: LocalRepository) -> None:
     before = repository.view("ds")
     live = [(before.path(i), before.stat(i), before.extents(i)) for i in range(len(before))]
-    assert verify(repository, "ds").problems == []
-    recover(repository, "ds")
+    assert repository.verify("ds").problems == []
+    repository.recover("ds")
     after = repository.view("ds")
     assert [(after.path(i), after.stat(i), after.extents(i)) for i in range(len(after))] == live
 
@@ -145,7 +145,7 @@ def test_Z6_purge_moves_an_entry(repository: LocalRepository) -> None:
     writer.builder.set_stamp(stamp(old.id, 0))
     moved = writer.seal()
     time_of_moved = id_fields(moved.id).seconds
-    recover(repository, "ds", since_s=time_of_moved)
+    repository.recover("ds", since_s=time_of_moved)
     view = repository.view("ds")
     (extent,) = view.extents(view.lookup(b"keep"))
     assert view.chunk_ids[extent.chunk] == moved.id
@@ -218,7 +218,7 @@ def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalReposi
     view = repository.view("ds")
     assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
     assert content(repository, b"p/inside") == b"x"
-    assert any("p is a file and a folder" in text for text in verify(repository, "ds").notes)
+    assert any("p is a file and a folder" in text for text in repository.verify("ds").notes)
 
 
 def folder_of(writer: Writer, inside: bool) -> None:
@@ -274,7 +274,7 @@ def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
     view = repository.view("ds")
     assert view.stat(view.lookup(b"p")).kind == Kind.FOLDER
     assert content(repository, b"p/inside") == b"x"
-    assert any("p is a file and a folder" in text for text in verify(repository, "ds").notes)
+    assert any("p is a file and a folder" in text for text in repository.verify("ds").notes)
     named = [path for report in reports.values() for path, _ in report.failed]
     assert named == ([] if order == "finished last" else [b"p"])
     repository.begin("ds").delete([b"p/inside"])
@@ -306,4 +306,4 @@ def test_Z4_a_file_that_somebody_meant_to_replace_stays_replaced(
     report = PutReport()
     finish_put(repository, writer.session, report)
     assert report.failed == []
-    assert verify(repository, "ds").notes == []
+    assert repository.verify("ds").notes == []

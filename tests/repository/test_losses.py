@@ -38,9 +38,9 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository import expected_chunks as folding
 from diesel_fs.repository.expected_chunks import LostChunks
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.recover import recover
 
 from ..ingest.test_put import dataset_state
 from ..storage.metadata.redis_servers import emptied_server
@@ -134,22 +134,22 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
     if not is_known:
         repository = emptied(repository)
     for _ in range(2):
-        problems = "\n".join(recover(repository, "ds").problems)
+        problems = "\n".join(repository.recover("ds").problems)
         assert chunk_id_text(lost) in problems
         assert all(f": d/{name}" in problems for name in ("a", "b", "e/empty"))
         assert "more/c" not in problems
         after = repository.view("ds")
         assert (after.version, bytes(after.buffer)) == (before.version, bytes(before.buffer))
-    assert verify(repository, "ds").problems
+    assert repository.verify("ds").problems
     assert read(repository, b"more/c") == b"333"
-    findings = recover(repository, "ds", forget_lost=True)
+    findings = repository.recover("ds", forget_lost=True)
     assert findings.problems == []
     assert all(f": d/{name}" in "\n".join(findings.notes) for name in ("a", "b", "e/empty"))
     view = repository.view("ds")
     assert view.version > before.version
     assert [view.path(i) for i in view.files().tolist()] == [b"more/c"]
     if damage is lose:
-        assert verify(repository, "ds").sound
+        assert repository.verify("ds").sound
 
 
 def read(repository: LocalRepository, path: bytes) -> bytes:
@@ -177,7 +177,7 @@ def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_
     with pytest.raises(LostChunks):
         repository.begin("ds", create=False)
     with pytest.raises(LostChunks):
-        purge(repository, "ds", NOW)
+        repository.purge("ds", NOW)
     assert repository.view("ds").lookup(b"d/a") > 0
     assert repository.snapshots.versions(repository.dataset("ds").identity) == published
 
@@ -188,19 +188,19 @@ def test_a_recovery_since_a_time_goes_by_the_same_rule(
     """Of metadata that are empty it makes all anew; it never publishes a part of the dataset."""
     everything = dataset_state(repository)
     repository = emptied(repository)
-    assert recover(repository, "ds", since_s=4e9).sound
+    assert repository.recover("ds", since_s=4e9).sound
     assert dataset_state(repository) == everything
     lose(object_file(repository, lost))
     repository = emptied(repository)
-    assert recover(repository, "ds", since_s=4e9).problems
+    assert repository.recover("ds", since_s=4e9).problems
     assert repository.view("ds").lookup(b"d/a") > 0
 
 
 def test_an_older_database_that_was_put_back_is_a_problem(second_put: LocalRepository) -> None:
-    problems = verify(second_put, "ds").problems
+    problems = second_put.verify("ds").problems
     assert any("behind the published version" in problem for problem in problems)
-    assert recover(second_put, "ds").sound
-    assert verify(second_put, "ds").sound
+    assert second_put.recover("ds").sound
+    assert second_put.verify("ds").sound
 
 
 def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
@@ -212,7 +212,7 @@ def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
     lose(object_file(second_put, last))
     with pytest.raises(LostChunks, match="b"):
         put_tree(second_put, "ds", write(tmp_path / "third", {"c": b"3"}), options=ONE)
-    assert any("lost with chunk" in problem for problem in recover(second_put, "ds").problems)
+    assert any("lost with chunk" in problem for problem in second_put.recover("ds").problems)
     assert second_put.view("ds").lookup(b"b") > 0
 
 
@@ -250,14 +250,14 @@ def test_one_bad_moment_of_the_store_decides_nothing(
     name = chunk_object(before.identity, lost)
     with FaultyStore(repository.objects, Fault("get", name, error=error)) as store:
         repository.objects = store
-        assert recover(repository, "ds").sound
+        assert repository.recover("ds").sound
     assert dataset_state(repository) == everything
     before = repository.meta.head("ds")
     monkeypatch.setattr(folding, "_PAUSES_S", (0.0, 0.0))
     with FaultyStore(store, Fault("get", name, error=error, times=3)) as failing:
         repository.objects = failing
         with pytest.raises(ObjectStoreError):
-            recover(repository, "ds")
+            repository.recover("ds")
     assert repository.meta.head("ds") == before
     assert dataset_state(repository) == everything
 
@@ -270,10 +270,10 @@ def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
         fault = Fault("get", name, flip=bit, times=1)
         with FaultyStore(repository.objects, fault) as store:
             repository.objects = store
-            assert recover(repository, "ds").sound
+            assert repository.recover("ds").sound
         with FaultyStore(repository.objects, replace(fault)) as store:
             repository.objects = store
-            assert verify(repository, "ds").sound
+            assert repository.verify("ds").sound
 
 
 def test_what_a_newer_program_wrote_is_never_forgotten(
@@ -289,7 +289,7 @@ def test_what_a_newer_program_wrote_is_never_forgotten(
     before = repository.meta.head("ds")
     monkeypatch.setattr(repository, "read_header", read_header)
     for forget_lost in (False, True):
-        findings = recover(repository, "ds", forget_lost=forget_lost)
+        findings = repository.recover("ds", forget_lost=forget_lost)
         assert any("needs format version 2" in problem for problem in findings.problems)
         assert repository.meta.head("ds") == before
 
@@ -306,7 +306,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     session.finish()
     for chunk in set(repository.chunk_ids(identity)) - {lost}:
         lose(object_file(repository, chunk))
-    notes = recover(repository, "ds", forget_lost=True).notes
+    notes = repository.recover("ds", forget_lost=True).notes
     assert "an older version shows now: d/a" in notes
     assert "it had been deleted, and is back: d/b" in notes
     assert read(repository, b"d/a") == b"1"
@@ -316,7 +316,7 @@ def test_a_version_never_has_two_contents(repository: LocalRepository, lost: Chu
     """A rebuild that folds nothing, as one that folds something, makes another version."""
     before = repository.view("ds")
     lose(object_file(repository, lost))
-    assert recover(repository, "ds", forget_lost=True).problems == []
+    assert repository.recover("ds", forget_lost=True).problems == []
     after = repository.view("ds")
     assert after.version > before.version
     assert len(after.files()) == 0
@@ -337,18 +337,18 @@ def test_putting_the_source_again_heals_what_is_gone(
     """Files, empty ones, links and folders: then the dataset is sound, and can be rebuilt."""
     everything = dataset_state(repository)
     damage(object_file(repository, lost))
-    assert recover(repository, "ds").problems
+    assert repository.recover("ds").problems
     assert put_tree(repository, "ds", first, options=replace(ONE, dry_run=True)).entries_found == 7
     report = put_tree(repository, "ds", first, options=ONE)
     assert (report.files, report.failed) == (3, [])
     assert dataset_state(repository) == everything
     if damage is empty:
         object_file(repository, lost).unlink()
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
     assert put_tree(repository, "ds", first, options=ONE).files == 0
-    purge(repository, "ds", NOW)
+    repository.purge("ds", NOW)
     again = emptied(repository)
-    assert recover(again, "ds").sound
+    assert again.recover("ds").sound
     assert dataset_state(again) == everything
 
 
@@ -376,11 +376,11 @@ def test_a_short_listing_is_made_up_for_and_ends_a_purge(
     repository.objects = ShortListing(real, hidden)
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     with pytest.raises(CorruptError, match="listing lacks"):
-        purge(repository, "ds", NOW)
+        repository.purge("ds", NOW)
     repository.objects = real
     assert dataset_state(repository) == everything
     assert set(published) <= set(repository.snapshots.versions(repository.dataset("ds").identity))
-    assert verify(repository, "ds").sound
+    assert repository.verify("ds").sound
 
 
 def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
@@ -395,8 +395,8 @@ def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
     file.write_bytes(content)
     forget_private_copies()
     repository = emptied(repository)
-    assert any(str(newest) in problem for problem in recover(repository, "ds").problems)
-    assert recover(repository, "ds", forget_lost=True).problems == []
+    assert any(str(newest) in problem for problem in repository.recover("ds").problems)
+    assert repository.recover("ds", forget_lost=True).problems == []
     assert repository.view("ds").version > newest
 
 
@@ -418,7 +418,7 @@ def test_a_version_is_not_published_with_another_content(
     file.write_bytes(forged(view, b"d/b", "mtime_ns"))
     with pytest.raises(CorruptError, match="another content"):
         repository.publish("ds", full=True)
-    assert recover(repository, "ds").sound
+    assert repository.recover("ds").sound
     assert repository.publish("ds", full=True) > view.version
 
 
@@ -432,10 +432,10 @@ def test_verify_compares_the_published_snapshot_column_by_column(
     file.chmod(0o644)
     file.write_bytes(forged(view, b"d/b", field))
     forget_private_copies()
-    problems = verify(repository, "ds").problems
+    problems = repository.verify("ds").problems
     assert any(f"version {view.version} differs from the metadata" in each for each in problems)
-    assert recover(repository, "ds").problems == []
-    assert verify(repository, "ds").problems == []
+    assert repository.recover("ds").problems == []
+    assert repository.verify("ds").problems == []
 
 
 class Absence(RuleBasedStateMachine):
@@ -529,13 +529,13 @@ class Absence(RuleBasedStateMachine):
     @rule()
     def recover(self) -> None:
         with LocalRepository.open(self.url, create=True) as repository:
-            recover(repository, "ds")
+            repository.recover("ds")
 
     @precondition(lambda self: self.taken)
     @rule()
     def accept_the_loss(self) -> None:
         with LocalRepository.open(self.url, create=True) as repository:
-            assert recover(repository, "ds", forget_lost=True).problems == []
+            assert repository.recover("ds", forget_lost=True).problems == []
             view = repository.view("ds")
             left = {view.path(i) for i in view.files().tolist()}
             found = {path: read(repository, path) for path in left}
@@ -548,7 +548,7 @@ class Absence(RuleBasedStateMachine):
     def purge(self) -> None:
         opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind, BusyError):
-            purge(repository, "ds", NOW)
+            repository.purge("ds", NOW)
 
     @invariant()
     def nothing_that_was_acknowledged_is_absent(self) -> None:

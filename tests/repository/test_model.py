@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "f\n/\udcff", "large"])
 CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) * (n << 16))
@@ -105,9 +104,9 @@ class DatasetModel(RuleBasedStateMachine):
                 file.unlink()
         with LocalRepository.open(self.url, create=True) as repository:
             before = repository.view("ds").stat(0) if not lose_everything else None
-            recover(repository, "ds")
+            repository.recover("ds")
             assert before is None or repository.view("ds").stat(0) == before
-            assert verify(repository, "ds").problems == []
+            assert repository.verify("ds").problems == []
         self.dataset = connect("ds", self.url)
 
     @invariant()

@@ -24,8 +24,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.ingest import PutOptions, put_tree
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import MetadataStore
@@ -88,7 +88,7 @@ def test_C3_no_metadata_and_no_snapshot_is_never_empty(
     with LocalRepository.open(filled.url, create=True) as writer:
         with pytest.raises(MetadataBehind):
             writer.view("ds")
-        recover(writer, "ds")
+        writer.recover("ds")
         assert dataset_state(writer) == facts(tmp_path / "source")
 
 
@@ -98,7 +98,7 @@ def test_C3_a_writer_folds_everything_in_at_once(filled: LocalRepository, tmp_pa
         report = put_tree(writer, "ds", tmp_path / "source", options=PutOptions(jobs=1))
         assert report.files == 0
         assert dataset_state(writer) == facts(tmp_path / "source")
-        assert verify(writer, "ds").problems == []
+        assert writer.verify("ds").problems == []
 
 
 def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: 
             assert dataset_state(reader) == expected
             with pytest.raises(DieselError):
                 reader.begin("ds")
-            found = verify(reader, "ds")  # what it may read
+            found = reader.verify("ds")  # what it may read
             assert found.problems == []
             assert found.chunks > 0
             assert any("the metadata were not looked at" in note for note in found.notes)
@@ -196,7 +196,7 @@ def test_a_deleted_dataset_is_never_brought_back(filled: LocalRepository, tmp_pa
     with LocalRepository.open(filled.url, create=True) as writer:
         assert writer.datasets() == []
         with pytest.raises(NoSuchDataset):
-            recover(writer, "ds")
+            writer.recover("ds")
 
 
 @pytest.mark.parametrize("damage", ["gone", "not a database"])
@@ -208,7 +208,7 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
     if damage != "gone":
         (tmp_path / "store/meta.sqlite").write_bytes(b"x" * 9000)
     with LocalRepository.open(filled.url) as blind:
-        findings = verify(blind, "ds")
+        findings = blind.verify("ds")
         assert any("recover ds" in problem for problem in findings.problems)
         assert (findings.chunks, findings.files) == (1, 3)  # they are looked at all the same
         assert blind.delete_dataset("ds").left == 0
@@ -246,7 +246,7 @@ def test_a_metadata_store_of_a_newer_program_is_not_lost(
     with closing(sqlite3.connect(tmp_path / "store/meta.sqlite")) as db:
         db.execute("PRAGMA user_version=99")
     with LocalRepository.open(filled.url) as blind:
-        for work in (verify, LocalRepository.delete_dataset):
+        for work in (LocalRepository.verify, LocalRepository.delete_dataset):
             with pytest.raises(NewerVersionError):
                 work(blind, "ds")
         assert [info.name for info in blind.datasets()] == ["ds"]
@@ -312,8 +312,8 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
     for path in wanted[0].keys() | wanted[1].keys():
         if found[path][0] == "file":
             assert found[path] in [facts.get(path) for facts in wanted], path
-    assert verify(repository, "ds").problems == []
-    recover(repository, "ds")
+    assert repository.verify("ds").problems == []
+    repository.recover("ds")
     assert dataset_state(repository) == found
 
 
@@ -346,4 +346,4 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
         with pytest.raises(NoSpaceError):
             put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
         assert dataset_state(repository)[b"a"][3] == b"1"
-        assert verify(repository, "ds").sound
+        assert repository.verify("ds").sound

@@ -9,9 +9,8 @@ import pytest
 from diesel_fs.errors import ConflictError, MetadataBehind, NoSuchDataset
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import Bytes, Kind
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
-from diesel_fs.repository.purge import purge
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.storage.metadata.redis_servers import RedisServer, free_port
@@ -158,7 +157,7 @@ def test_C4_a_metadata_store_that_comes_back_empty_is_no_deletion(
             go_on()
         assert raised.value.exit_code == 14
         monkeypatch.undo()
-        recover(one, NAME)
+        one.recover(NAME)
         assert b"base" in names(url)
 
 
@@ -201,7 +200,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
         problem = blind.meta_problem
         assert problem is not None
         assert problem.exit_code == 14
-        for work in (verify, LocalRepository.delete_dataset):
+        for work in (LocalRepository.verify, LocalRepository.delete_dataset):
             with pytest.raises(type(problem)) as raised:
                 work(blind, NAME)
             assert raised.value.message == problem.message
@@ -213,7 +212,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
     else:
         client.config_set("requirepass", "")  # it has logged in, as far as that was needed
     with LocalRepository.open(url) as whole:
-        assert verify(whole, NAME).sound
+        assert whole.verify(NAME).sound
         whole.delete_dataset(NAME)
         assert whole.meta.heads() == []
 
@@ -234,7 +233,7 @@ def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
             one.delete_dataset(NAME)
         monkeypatch.undo()
         if by == "purge":
-            assert "is deleted" in purge(one, NAME).notes[0]
+            assert "is deleted" in one.purge(NAME).notes[0]
         else:
             one.delete_dataset(NAME)
         assert one.meta.heads() == []

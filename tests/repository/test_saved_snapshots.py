@@ -12,7 +12,7 @@ from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.versions import open_snapshot_file
+from diesel_fs.repository.private_copies import open_snapshot_file, save_snapshot
 
 from ..small_disks import small_disk
 from ..trees import write
@@ -29,7 +29,7 @@ def view(repository: LocalRepository, tmp_path: Path) -> Snapshot:
 @pytest.fixture
 def saved(repository: LocalRepository, view: Snapshot, tmp_path: Path) -> Path:
     file = tmp_path / "ds.snapshot"
-    repository.snapshots.save(view, file)
+    save_snapshot(view, file)
     return file
 
 
@@ -52,7 +52,7 @@ def _overwrite(file: Path) -> None:
 READ_ALL = """
 import os, sys
 from pathlib import Path
-from diesel_fs.snapshots import open_snapshot_file
+from diesel_fs.repository.private_copies import open_snapshot_file
 view = open_snapshot_file(Path(sys.argv[1]))
 print("read", flush=True)
 sys.stdin.readline()
@@ -93,12 +93,12 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
     repository: LocalRepository, view: Snapshot, small: Path, tmp_path: Path
 ) -> None:
     file = small / "ds.snapshot"
-    repository.snapshots.save(view, file)
+    save_snapshot(view, file)
     before = file.read_bytes()
     more = write(tmp_path / "more", {f"more-{i}": b"x" for i in range(500)})
     put_tree(repository, "ds", more, options=PutOptions(jobs=1))
     with pytest.raises(NoSpaceError, match=r"ds\.snapshot"):
-        repository.snapshots.save(repository.view("ds"), file)
+        save_snapshot(repository.view("ds"), file)
     assert [each.name for each in small.iterdir()] == [file.name]
     assert file.read_bytes() == before
     assert open_snapshot_file(file).version == view.version

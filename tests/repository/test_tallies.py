@@ -13,7 +13,6 @@ from diesel_fs.format.entries import EXTENT, Kind, Rows
 from diesel_fs.format.snapshot import build as snapshot_merge
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import verify
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import MetadataChanges
 from tests.trees import write
@@ -100,7 +99,7 @@ def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
             put_tree(repository, "ds", source, options=SMALL)
     assert repository.snapshots.versions(repository.dataset("ds").identity) == published
     put_tree(repository, "ds", source, options=SMALL)
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
 
 
 def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
@@ -124,7 +123,7 @@ def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
     for path in (b"first", b"d1/1"):
         assert view.lookup(path) > 0
     assert view.stat(view.lookup(b"d1/1")).mtime_ns == (source / "d1/1").stat().st_mtime_ns
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
 
 
 def _newest(repository: LocalRepository) -> tuple[UUID, int]:
@@ -143,4 +142,4 @@ def test_files_that_are_replaced_before_they_are_published_are_no_damage(
     second.finish()
     write(source, {"d1/1": b"again"})
     put_tree(repository, "ds", source, options=SMALL)
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []

@@ -18,9 +18,9 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository import expected_chunks as folding
-from diesel_fs.repository.expected_chunks import HEADERS_AHEAD, Findings
+from diesel_fs.repository.expected_chunks import HEADERS_AHEAD
+from diesel_fs.repository.interface import Findings
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.storage.metadata.sqlite.runs import split_runs
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
@@ -51,7 +51,7 @@ def damaged_by(filled: LocalRepository, tmp_path: Path, change: Callable[[Path],
     victim = chunks(tmp_path / "store")[1]
     victim.chmod(0o644)
     change(victim)
-    findings = verify(filled, "ds")
+    findings = filled.verify("ds")
     assert not findings.sound
     assert any(victim.name in problem for problem in findings.problems)
     return findings
@@ -65,7 +65,7 @@ def edit(victim: Path, at: int, change: Callable[[int], int]) -> None:
 
 def test_an_intact_store(filled: LocalRepository) -> None:
     for headers_only in (True, False):
-        findings = verify(filled, "ds", headers_only=headers_only)
+        findings = filled.verify("ds", headers_only=headers_only)
         assert findings.sound
         assert findings.notes == []
         assert (findings.files, findings.bytes) == (40, 320_000)
@@ -79,7 +79,7 @@ def test_B1_truncated(filled: LocalRepository, tmp_path: Path, keep: int) -> Non
 
     findings = damaged_by(filled, tmp_path, change)
     assert any("truncated chunk" in problem for problem in findings.problems)
-    found = recover(filled, "ds", forget_lost=True)
+    found = filled.recover("ds", forget_lost=True)
     assert found.problems == []
     assert any("truncated chunk" in note for note in found.notes)
     left = dataset_state(filled)
@@ -92,7 +92,7 @@ def test_B3_a_bit_of_a_body(filled: LocalRepository, tmp_path: Path) -> None:
     findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, -10, lambda b: b ^ 1))
     (problem,) = findings.problems
     assert "the bytes of f" in problem
-    assert verify(filled, "ds", headers_only=True).sound
+    assert filled.verify("ds", headers_only=True).sound
 
 
 def test_B2_a_bit_of_a_header(filled: LocalRepository, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_B9_a_newer_chunk_is_left_as_it_is(filled: LocalRepository, tmp_path: Pa
 
     findings = damaged_by(filled, tmp_path, change)
     assert any("needs format version 2" in problem for problem in findings.problems)
-    recover(filled, "ds")
+    filled.recover("ds")
     assert chunks(tmp_path / "store")[1].exists()
 
 
@@ -128,10 +128,10 @@ def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: 
     (folder / "README").write_text("hello")
     (folder / ".DS_Store").write_text("")
     (folder.parent / "x").mkdir()
-    findings = verify(filled, "ds")
+    findings = filled.verify("ds")
     assert findings.sound
     assert any("foreign" in note for note in findings.notes)
-    recover(filled, "ds")
+    filled.recover("ds")
     assert dataset_state(filled) == facts(tmp_path / "source")
     assert (folder / "README").exists()
 
@@ -148,7 +148,7 @@ def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
     young = writer.seal()
     writer.add(b"old", b"2")
     old = writer.seal(IdFields(int(time.time()) - 7200, 1, 1, 0).id())
-    findings = verify(filled, "ds")
+    findings = filled.verify("ds")
     assert findings.sound
     assert len(findings.notes) == 2
     assert any("under way" in note and chunk_id_text(young.id) in note for note in findings.notes)
@@ -156,7 +156,7 @@ def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
     view = filled.begin("ds").view
     assert view.lookup(b"old") > 0
     assert view.lookup(b"young") < 0
-    assert recover(filled, "ds").folded == 1
+    assert filled.recover("ds").folded == 1
     assert filled.view("ds").lookup(b"young") > 0
 
 
@@ -170,11 +170,11 @@ def test_metadata_that_differs_from_its_chunks(filled: LocalRepository, tmp_path
         db.execute("UPDATE entry SET record = ? WHERE name = ?", (b"\1" + record[1:], b"f09"))
     db.close()
     with LocalRepository.open(filled.url) as repository:
-        problems = verify(repository, "ds").problems
+        problems = repository.verify("ds").problems
         assert "metadata lacks f07" in problems
         assert "metadata of f09 differs from its chunk's" in problems
-        recover(repository, "ds")
-        assert verify(repository, "ds").sound
+        repository.recover("ds")
+        assert repository.verify("ds").sound
         assert dataset_state(repository) == facts(tmp_path / "source")
 
 
@@ -184,10 +184,10 @@ def test_recover_since_brings_the_tail_back(filled: LocalRepository, tmp_path: P
     writer.add(b"later", b"1")
     sealed = writer.seal()
     since = int.from_bytes(sealed.id[:4], "big")
-    findings = recover(filled, "ds", since_s=since)
+    findings = filled.recover("ds", since_s=since)
     assert findings.folded == 1
     assert filled.view("ds").lookup(b"later") > 0
-    assert verify(filled, "ds").sound
+    assert filled.verify("ds").sound
 
 
 def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
@@ -205,7 +205,7 @@ def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(
         return real(name, start, length)
 
     monkeypatch.setattr(filled.objects, "get", get)
-    findings = verify(filled, "ds")
+    findings = filled.verify("ds")
     assert hits
     assert not findings.sound
 
@@ -249,13 +249,13 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
 
     monkeypatch.setattr(filled, "read_header", slowly)
     monkeypatch.setattr(filled.meta, "rebuild", noted)
-    recover(filled, "ds")
+    filled.recover("ds")
     assert orders == [there]
     assert HEADERS_AHEAD // 2 < most <= HEADERS_AHEAD
     most = 0
     monkeypatch.setattr(folding, "ENTRIES_MAX", 4)
     monkeypatch.setattr(folding, "_ENTRIES_AHEAD", 4 * 3)
-    assert recover(filled, "ds").chunks == len(there)
+    assert filled.recover("ds").chunks == len(there)
     assert 1 < most <= 3
     assert dataset_state(filled) == facts(tmp_path / "source")
 
@@ -271,6 +271,6 @@ def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(filled, "read_header", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            recover(filled, "ds")
+            filled.recover("ds")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("header")]
     assert filled.meta.head("ds") == before

@@ -22,7 +22,7 @@ from diesel_fs.net import frames as wire
 from diesel_fs.net.client_connection import PAYLOAD_BYTES_MAX
 from diesel_fs.net.messages import Message, parse_error
 from diesel_fs.remote.values import columns_message, parts_message
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server import limits, supervisor
 from diesel_server import metrics_endpoint as scrape
@@ -252,20 +252,20 @@ def test_S12_readers_leave_room_for_administrators_jobs(
     for i in range(4):
         ChunkMaker(filled.admin, f"ds{i}").file(b"a", b"1")
     go = threading.Event()
-    real = verify
+    real = LocalRepository.verify
 
     def slow(*arguments: object, **named: object) -> object:
         assert go.wait(5)
         return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr("diesel_server.request_table.recovery.verify", slow)
+    monkeypatch.setattr(LocalRepository, "verify", slow)
     with ThreadPoolExecutor(2) as threads:
-        under_way = [threads.submit(verify, filled.admin, f"ds{i}") for i in range(2)]
+        under_way = [threads.submit(filled.admin.verify, f"ds{i}") for i in range(2)]
         time.sleep(0.3)
         try:
             with pytest.raises(BusyError, match="jobs are under way"):
-                verify(filled.admin, "ds2")
-            assert recover(filled.admin, "ds3").problems == []
+                filled.admin.verify("ds2")
+            assert filled.admin.recover("ds3").problems == []
         finally:
             go.set()
         assert all(each.result(20).sound for each in under_way)

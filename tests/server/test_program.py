@@ -23,6 +23,7 @@ from diesel_fs.errors import DieselError, MetadataError
 from diesel_fs.ingest.put import put_tree
 from diesel_fs.net.client import ServerLink
 from diesel_fs.remote.open import open_repository
+from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import parse_url
 from diesel_server import main, options
@@ -77,7 +78,7 @@ def metric(server: Server, name: str) -> float:
     return sum(map(float, values))
 
 
-def put(repository: LocalRepository, source: Path) -> None:
+def put(repository: Repository, source: Path) -> None:
     assert put_tree(repository, "pets", source).files
 
 

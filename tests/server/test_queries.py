@@ -23,7 +23,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.object_names import chunk_object
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
 from diesel_server import queries as asking
 
@@ -146,7 +146,7 @@ def test_C3_C4_ignorance_is_not_absence(filled: InProcessServer, tmp_path: Path)
         filled.admin.dataset("other")
     with pytest.raises(MetadataBehind):
         sealer.session.new_id()
-    assert recover(filled.admin, "ds").problems == []
+    assert filled.admin.recover("ds").problems == []
     assert filled.admin.stat("ds", b"later").size == 3
     with pytest.raises(NoSuchPath):
         filled.admin.stat("ds", b"nothing")
@@ -291,7 +291,7 @@ def test_a_lying_server_is_found_out(filled: InProcessServer, lie: object, tmp_p
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-        patch.setattr(client._versions, "_batches", sent)
+        patch.setattr(client.snapshots, "_pieces", sent)
         with pytest.raises(FormatError):
             client.view("ds")
         assert not list((tmp_path / "client's").rglob("*-*"))
@@ -307,7 +307,7 @@ def test_another_snapshot_than_was_asked_for_is_none(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
         for version, view in ((other.version, other), (true.version + 1, true)):
-            patch.setattr(client._versions, "_batches", lambda *_, v=version, b=view: (v, b.buffer))
+            patch.setattr(client.snapshots, "_pieces", lambda *_, v=version, b=view: (v, b.buffer))
             with pytest.raises(CorruptError):
                 client.view("ds")
         assert not list((tmp_path / "client's").rglob("*-*"))
@@ -319,26 +319,26 @@ def test_another_snapshot_than_was_asked_for_is_none(
 def test_a_job_is_joined_and_goes_on_alone(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, go, runs = verify, threading.Event(), []
+    real, go, runs = LocalRepository.verify, threading.Event(), []
 
     def slow(*arguments: object, **named: object) -> object:
         runs.append(1)
         assert go.wait(20)
         return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr("diesel_server.request_table.recovery.verify", slow)
+    monkeypatch.setattr(LocalRepository, "verify", slow)
     with ThreadPoolExecutor(3) as threads:
-        both = [threads.submit(verify, filled.admin, "ds") for _ in range(2)]
+        both = [threads.submit(filled.admin.verify, "ds") for _ in range(2)]
         until = time.monotonic() + 10
         while not runs:
             assert time.monotonic() < until
             time.sleep(0.01)
         with pytest.raises(BusyError):
-            verify(filled.admin, "ds", headers_only=True)
+            filled.admin.verify("ds", headers_only=True)
         go.set()
         assert [each.result(20).files for each in both] == [3, 3]
     assert len(runs) == 1
-    assert verify(filled.admin, "ds", headers_only=True).sound
+    assert filled.admin.verify("ds", headers_only=True).sound
 
 
 def test_a_job_that_fails_says_why_and_leaves_room(filled: InProcessServer) -> None:
@@ -348,11 +348,11 @@ def test_a_job_that_fails_says_why_and_leaves_room(filled: InProcessServer) -> N
     filled.store.objects.delete(name)
     content[-1] ^= 1
     filled.store.objects.put(name, [content])
-    findings = verify(filled.admin, "ds")
+    findings = filled.admin.verify("ds")
     assert [problem for problem in findings.problems if "damaged" in problem]
     with pytest.raises(NoSuchDataset):
-        verify(filled.admin, "other")
+        filled.admin.verify("other")
     told: list[tuple[int, int]] = []
-    assert recover(filled.admin, "ds", None, lambda *far: told.append(far)).problems == []
+    assert filled.admin.recover("ds", None, lambda *far: told.append(far)).problems == []
     with pytest.raises(UsageError):
         list(link_of(filled.admin).stream({"do": "recover", "dataset": "ds", "since_s": "x"}))

@@ -32,7 +32,6 @@ from diesel_fs.ingest import put_file
 from diesel_fs.net.messages import Message
 from diesel_fs.repository.leases import ReadLease, leased_versions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server.directory import Directory
@@ -251,7 +250,7 @@ def test_a_dying_dataset_is_not_the_one_of_its_name(filled: InProcessServer) -> 
     assert filled.admin.dataset("ds").identity == sealer.session.identity != old
     assert sorted(filled.admin.list("ds").names) == [b"new"]
     lease.close()
-    assert verify(filled.admin, "ds").sound
+    assert filled.admin.verify("ds").sound
 
 
 @pytest.mark.parametrize("do", ["begin", "verify", "delete_dataset"])
@@ -267,7 +266,7 @@ def test_C1_a_metadata_store_that_was_away_when_the_server_started(
     if do == "begin":
         filled.admin.begin("ds")
     elif do == "verify":
-        assert verify(filled.admin, "ds").sound
+        assert filled.admin.verify("ds").sound
     else:
         filled.admin.delete_dataset("ds")
         assert filled.store.meta.heads() == []
@@ -509,7 +508,7 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
     sealer.session.finish()
     assert filled.admin.stat("ds", b"lost").size == 1
     assert filled.admin.stat("ds", b"last").size == 2
-    assert verify(filled.admin, "ds").problems == []
+    assert filled.admin.verify("ds").problems == []
     assert store.exists()
 
 
@@ -522,7 +521,7 @@ def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
     files = [view.path(i) for i in view.files().tolist()]
     contents = read_all(view, filled.store)
     (tmp_path / "store" / chunk_object(identity, chunk)).unlink()
-    problems = "\n".join(recover(filled.admin, "ds").problems)
+    problems = "\n".join(filled.admin.recover("ds").problems)
     assert all(f": {os.fsdecode(path)}\n" in problems + "\n" for path in files)
     source = tmp_path / "source"
     for path, content in zip(files, contents, strict=True):
@@ -535,11 +534,11 @@ def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
         report = put_file(filled.admin, "ds", target, path)
         assert (report.files, report.unchanged) == (1, 0)
     assert read_all(filled.store.view("ds"), filled.store) == contents
-    assert verify(filled.admin, "ds").sound
+    assert filled.admin.verify("ds").sound
     for each in filled.chunks():
         (tmp_path / "store" / chunk_object(identity, each)).unlink()
-    assert not recover(filled.admin, "ds").sound
-    assert recover(filled.admin, "ds", forget_lost=True).sound
+    assert not filled.admin.recover("ds").sound
+    assert filled.admin.recover("ds", forget_lost=True).sound
     assert len(filled.store.view("ds").files()) == 0
 
 

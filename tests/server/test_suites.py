@@ -12,7 +12,7 @@ import pytest
 
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import PutOptions, put_tree
-from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.interface import Repository
 from tests.cli.conftest import Dlcmd
 from tests.cli.test_datasets import (  # noqa: F401
     test_delete_dataset_wants_to_be_sure,
@@ -99,7 +99,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedi
 
 
 @pytest.fixture
-def repository(servers: ServerWithRedis) -> Iterator[LocalRepository]:
+def repository(servers: ServerWithRedis) -> Iterator[Repository]:
     servers.empty()
     with servers.open() as opened:
         yield opened

@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 from ...errors import ConflictError, NotFoundError, UsageError
 from ...format.entries import Kind, Stat, join, path_fault, split
 from ...format.snapshot.reader import Snapshot, same_content
-from ...repository.local import LocalRepository, LocalWriteSession
+from ...repository.interface import Repository
+from ...repository.writing import WriteSession
 from ..compare import RESERVED_NAME
 from ..concurrent_writers import finish_put
 from ..conflicts import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
@@ -70,7 +71,7 @@ class Bucket(Protocol):
 
 
 def put_bucket(
-    repository: LocalRepository,
+    repository: Repository,
     dataset: str,
     bucket: Bucket,
     prefix: bytes = b"",
@@ -144,7 +145,7 @@ class BucketSource:
         self.comparer = EntryComparer(view, prefix, options, readable)
         self._progress = progress
 
-    def run(self, session: LocalWriteSession) -> None:
+    def run(self, session: WriteSession) -> None:
         """Pack all that is wanted. Raises DieselError; what was committed by then stays."""
         packer = new_packer(session, self._options, self.report)
         fetched = _ObjectFetcher(self._bucket, self.wanted())

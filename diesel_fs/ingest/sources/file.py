@@ -11,7 +11,8 @@ from pathlib import Path
 from ...errors import ConflictError, NotFoundError, PermissionDenied, UsageError
 from ...format.entries import MODE_MASK, Kind, Stat, check_path, split
 from ...format.snapshot.reader import Snapshot, same_content
-from ...repository.local import LocalRepository, LocalWriteSession
+from ...repository.interface import Repository
+from ...repository.writing import WriteSession
 from ...system.atomic_file import close_folder
 from ..compare import RESERVED_NAME
 from ..concurrent_writers import finish_put
@@ -22,7 +23,7 @@ from .folder import open_file
 
 
 def put_file(
-    repository: LocalRepository,
+    repository: Repository,
     dataset: str,
     source: Path,
     target: bytes,
@@ -83,7 +84,7 @@ def check_target(target: bytes) -> None:
         raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
 
 
-def new_packer(session: LocalWriteSession, options: PutOptions, report: PutReport) -> Packer:
+def new_packer(session: WriteSession, options: PutOptions, report: PutReport) -> Packer:
     """A packer in this process; its chunks are committed and counted when they are stored."""
 
     def stored(preamble: bytes, header: bytes, entries: int) -> None:

@@ -29,7 +29,8 @@ from ...errors import UsageError
 from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
 from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
-from ...repository.local import LocalRepository, LocalWriteSession
+from ...repository.interface import Repository
+from ...repository.writing import WriteSession
 from ..compare import RESERVED_NAME
 from ..concurrent_writers import finish_put
 from ..conflicts import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
@@ -64,7 +65,7 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
 
 
 def put_tar(
-    repository: LocalRepository,
+    repository: Repository,
     dataset: str,
     stream: BinaryIO,
     prefix: bytes = b"",
@@ -302,7 +303,7 @@ class TarSource:
         self,
         view: Snapshot,
         readable: ReadabilityCheck,
-        session: LocalWriteSession | None,
+        session: WriteSession | None,
         prefix: bytes,
         options: PutOptions,
         progress: PutProgress,

@@ -5,10 +5,10 @@ Prints "acknowledged" only when `purge` has returned.
 
 import sys
 
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
 
 if __name__ == "__main__":
     with LocalRepository.open(sys.argv[1]) as repository:
-        purge(repository, "ds", PurgeOptions(0, 0, 0))
+        repository.purge("ds", PurgeOptions(0, 0, 0))
     print("acknowledged", flush=True)

@@ -7,9 +7,8 @@ from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_prefix
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
 
 from ..test_interleavings import Writer
@@ -22,9 +21,9 @@ NO_FILES = 4096
 def sound(repository: LocalRepository) -> None:
     """Nothing is damaged, and metadata from the chunks alone are the same."""
     before = repository.view("ds")
-    assert verify(repository, "ds").problems == []
+    assert repository.verify("ds").problems == []
     live, ids = entries(before), list(before.chunk_ids)
-    recover(repository, "ds")
+    repository.recover("ds")
     after = repository.view("ds")
     assert entries(after) == live
     assert set(ids) <= set(after.chunk_ids)  # rebuilt = live + orphans

@@ -21,10 +21,9 @@ from diesel_fs.format.chunk_id import LOWEST
 from diesel_fs.format.object_names import chunk_object, lease_object, snapshot_object
 from diesel_fs.ingest import PutOptions, put_tree
 from diesel_fs.repository.expected_chunks import LostChunks
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 
@@ -54,21 +53,21 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
     expected = facts(tmp_path / "source")
-    purge(dataset_with_holes, "ds")
+    dataset_with_holes.purge("ds")
     shutil.rmtree(store / "datasets")
     shutil.copytree(tmp_path / "backup", store / "datasets")
     before = chunks(dataset_with_holes)
     with LocalRepository.open(dataset_with_holes.url) as again:
         for _ in range(2):
             with pytest.raises(LostChunks):
-                purge(again, "ds", NOW)
-            assert any("lost" in note for note in purge(again, "ds", LOOK).notes)
+                again.purge("ds", NOW)
+            assert any("lost" in note for note in again.purge("ds", LOOK).notes)
         assert set(before) <= set(chunks(again))
-        assert verify(again, "ds").problems
-        assert recover(again, "ds").problems
-        assert recover(again, "ds", forget_lost=True).sound
+        assert again.verify("ds").problems
+        assert again.recover("ds").problems
+        assert again.recover("ds", forget_lost=True).sound
         assert dataset_state(again) == expected
-        purge(again, "ds", NOW)
+        again.purge("ds", NOW)
         assert dataset_state(again) == expected
         sound(again)
 
@@ -82,12 +81,12 @@ def test_verify_beside_a_purge_finds_nothing_wrong(
 
     def purge_beside(_: str) -> None:
         with LocalRepository.open(dataset_with_holes.url) as other:
-            assert purge(other, "ds", NOW).deleted > 4
+            assert other.purge("ds", NOW).deleted > 4
 
     fault = Fault(operation, "/chunks/" if operation == "list" else last, act=purge_beside)
     with FaultyStore(dataset_with_holes.objects, fault) as store:
         dataset_with_holes.objects = store
-        findings = verify(dataset_with_holes, "ds", headers_only=operation == "stat")
+        findings = dataset_with_holes.verify("ds", headers_only=operation == "stat")
     assert findings.problems == []
     assert findings.files == 30
 
@@ -97,12 +96,13 @@ def test_verify_of_a_dataset_that_is_purged_all_the_time(
 ) -> None:
     known = type(dataset_with_holes.meta).chunks
     monkeypatch.setattr(type(dataset_with_holes.meta), "chunks", lambda *a: known(*a)[1:])
-    fault = Fault("get", chunk_object(dataset_with_holes.dataset("ds").identity, chunks(dataset_with_holes)[0]),
-                  error=ObjectMissing("gone"))  # fmt: skip
+    identity = dataset_with_holes.dataset("ds").identity
+    first = chunk_object(identity, chunks(dataset_with_holes)[0])
+    fault = Fault("get", first, error=ObjectMissing("gone"))
     with FaultyStore(dataset_with_holes.objects, fault) as store:
         dataset_with_holes.objects = store
         with pytest.raises(BusyError, match="purged"):
-            verify(dataset_with_holes, "ds")
+            dataset_with_holes.verify("ds")
 
 
 def test_O12_a_short_listing_is_no_loss(
@@ -113,12 +113,12 @@ def test_O12_a_short_listing_is_no_loss(
     dataset_with_holes.objects = ShortListing(
         real, chunk_object(dataset_with_holes.dataset("ds").identity, hidden)
     )
-    problems = verify(dataset_with_holes, "ds").problems
+    problems = dataset_with_holes.verify("ds").problems
     assert any("listing lacks" in problem for problem in problems)
     assert not any("lost" in problem for problem in problems)
     with pytest.raises(CorruptError, match="listing lacks"):
-        purge(dataset_with_holes, "ds", NOW)
-    recover(dataset_with_holes, "ds")
+        dataset_with_holes.purge("ds", NOW)
+    dataset_with_holes.recover("ds")
     dataset_with_holes.objects = real
     assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
     sound(dataset_with_holes)
@@ -131,21 +131,21 @@ def test_recover_beside_a_purge_that_drops_tombstones(
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
     with LocalRepository.open(repository.url) as late:
-        purge(late, "ds", NOW)
-        purge(late, "ds", PurgeOptions(1_000_000, -1, 0))
+        late.purge("ds", NOW)
+        late.purge("ds", PurgeOptions(1_000_000, -1, 0))
 
         def rebuild_beside(_: str) -> None:
             with LocalRepository.open(late.url) as other:
-                recover(other, "ds")
+                other.recover("ds")
 
         objects = late.objects
         with FaultyStore(objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
             late.objects = store
-            report = purge(late, "ds", PurgeOptions(0, -1, 0))
+            report = late.purge("ds", PurgeOptions(0, -1, 0))
             assert report.deleted, report
         late.objects = objects
         assert tombstones(late, b"f") == 0
-        assert verify(late, "ds").problems == []
+        assert late.verify("ds").problems == []
         sound(late)
 
 
@@ -164,7 +164,7 @@ def test_a_lease_that_is_renewed_while_it_is_looked_at(
         dataset_with_holes.objects = store
         if token == PURGE:
             with pytest.raises(BusyError, match="far"):
-                purge(dataset_with_holes, "ds", NOW)
+                dataset_with_holes.purge("ds", NOW)
         else:
             assert leased_versions(store, view.identity, time.time()) == {view.version}
 
@@ -203,13 +203,13 @@ def test_a_purge_of_a_host_whose_clock_is_wrong(
     """It keeps others off, and for no year if it was killed."""
     file = lease_file(dataset_with_holes, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     assert purge_is_under_way(dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity)
     written(file, 910)
     assert not purge_is_under_way(
         dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity
     )
-    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
+    assert dataset_with_holes.purge("ds", NOW).deleted > 4
 
 
 def test_a_purge_by_a_clock_that_is_ahead_is_refused(
@@ -223,16 +223,16 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     monkeypatch.setattr("diesel_fs.repository.leases.CLOCK_AHEAD_S_MAX", 300)
     monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
     with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     with monkeypatch.context() as patch:
         for store in (SqliteMetadata, RedisMetadata):  # is as wrong
             patch.setattr(store, "now_s", lambda _: time.time())
         with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     assert chunks(dataset_with_holes) == before
     for ahead_s in (200, -HOUR_S):
         monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
         assert read_all(view, dataset_with_holes) == expected
     lease.close()
 
@@ -241,7 +241,7 @@ def test_P10_a_full_store_gives_back_what_can_go(
     dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
     """Else it would stay full: the next purge finds no room to begin with either."""
-    purge(dataset_with_holes, "ds")
+    dataset_with_holes.purge("ds")
     writer = Writer(dataset_with_holes)
     for i in range(1, 20, 2):
         writer.add(b"more%d" % i, os.urandom(5000))
@@ -252,7 +252,7 @@ def test_P10_a_full_store_gives_back_what_can_go(
     with FaultyStore(dataset_with_holes.objects, full) as store:
         dataset_with_holes.objects = store
         with pytest.raises(NoSpaceError, match="run it again"):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     assert stored_bytes(dataset_with_holes) < before - 200_000
     sound(dataset_with_holes)
 
@@ -279,7 +279,7 @@ def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
             repository.begin("ds")
         chunk = repository.ids.next(LOWEST)
         repository.objects.put(chunk_object(identity, chunk), writer.builder.seal(chunk)[0])
-        purge(repository, "ds", NOW)
+        repository.purge("ds", NOW)
         assert [path for path in folder.rglob("*") if path.is_file()] == []
     assert repository.view("ds").identity != identity
     with pytest.raises(DieselError):
@@ -303,8 +303,8 @@ def test_a_dry_run_says_what_a_purge_does(
         (source / f"d{number % 3}/{number}").unlink()
         with LocalRepository.open(dataset_with_holes.url) as late:
             put_tree(late, "ds", source, options=PutOptions(jobs=1, delete=True))
-            said = purge(late, "ds", PurgeOptions(0, keep, grace_s, dry_run=True))
-            done = purge(late, "ds", PurgeOptions(0, keep, grace_s))
+            said = late.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
+            done = late.purge("ds", PurgeOptions(0, keep, grace_s))
             assert done.rewritten
             assert said == replace(done, written=0, copied_bytes=0)
 
@@ -332,4 +332,4 @@ def test_P2_the_grace_period_begins_when_the_next_version_is_published(
             assert newest > view.version
             written(folder / snapshot_object(view.identity, newest), hours * HOUR_S)
         assert read_all(view, repository) == [b"old"]
-        assert purge(repository, "ds").deleted == deleted
+        assert repository.purge("ds").deleted == deleted

@@ -21,10 +21,10 @@ from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, lease_object
 from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.interface import PurgeOptions, PurgeReport
 from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
-from diesel_fs.repository.local import LocalRepository, LocalWriteSession
-from diesel_fs.repository.purge import PurgeOptions, PurgeReport, purge
-from diesel_fs.repository.recover import recover, verify
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
 from ...ingest.test_put import dataset_state
@@ -51,12 +51,12 @@ def test_P1_space_comes_back_and_nothing_is_lost(
     dataset_with_holes: LocalRepository, tmp_path: Path
 ) -> None:
     before = stored_bytes(dataset_with_holes)
-    report = purge(dataset_with_holes, "ds", NOW)
+    report = dataset_with_holes.purge("ds", NOW)
     assert (report.rewritten, report.deleted > 4, report.waiting) == (report.deleted, True, 0)
     assert stored_bytes(dataset_with_holes) < before * 0.55
     assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
     sound(dataset_with_holes)
-    assert purge(dataset_with_holes, "ds", NOW).rewritten == 0
+    assert dataset_with_holes.purge("ds", NOW).rewritten == 0
 
 
 def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
@@ -79,7 +79,7 @@ def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
 
     with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=look)) as store:
         dataset_with_holes.objects = store
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     assert seen, "proves nothing"
 
 
@@ -88,7 +88,7 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(
 ) -> None:
     identity = dataset_with_holes.dataset("ds").identity
     with PurgeLease.take(dataset_with_holes.objects, identity), pytest.raises(BusyError):
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     name = lease_object(identity, PURGE)
     other = Lease("another", 0, time.time() + 600, "elsewhere", "", "", 1)
     before = chunks(dataset_with_holes)
@@ -99,10 +99,10 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(
     with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=lose)) as store:
         dataset_with_holes.objects = store
         with pytest.raises(BusyError):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     assert len(chunks(dataset_with_holes)) == len(before)  # one was written, and one deleted
     with pytest.raises(BusyError):  # the other has it still
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     dataset_with_holes.objects.delete(name)
     sound(dataset_with_holes)
 
@@ -142,19 +142,19 @@ def test_P1_P5_an_end_at_every_step(
 
             patch.setattr(dataset_with_holes.meta, step, commit if step == "commit" else forget)
         with pytest.raises(ObjectStoreError, match="killed"):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     dataset_with_holes.objects = dataset_with_holes.snapshots._objects = objects
     assert dataset_state(dataset_with_holes) == expected
-    assert verify(dataset_with_holes, "ds").problems == []
+    assert dataset_with_holes.verify("ds").problems == []
     clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
     with LocalRepository.open(dataset_with_holes.url) as again:
         again.begin("ds")
         assert dataset_state(again) == expected
         sound(again)
-        purge(again, "ds", NOW)
+        again.purge("ds", NOW)
         assert dataset_state(again) == expected
         sound(again)
-        assert purge(again, "ds", NOW).waiting == 0
+        assert again.purge("ds", NOW).waiting == 0
         assert stored_bytes(again) < 200_000
 
 
@@ -175,11 +175,11 @@ def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
         with LocalRepository.open(dataset_with_holes.url) as late:
             with FaultyStore(late.objects, Fault("delete", "/chunks/", act=write_beside)) as store:
                 late.objects = store
-                purge(late, "ds", NOW)
+                late.purge("ds", NOW)
             known = {record.id for record in late.meta.chunks(late.dataset("ds").identity)}
             assert known == set(chunks(late))
             assert len(known & set(old)) <= 1
-            assert verify(late, "ds").problems == []
+            assert late.verify("ds").problems == []
 
 
 def test_P5_a_rebuild_beside_the_deletions(
@@ -189,13 +189,13 @@ def test_P5_a_rebuild_beside_the_deletions(
 
     def rebuild_beside(_: str) -> None:
         with LocalRepository.open(dataset_with_holes.url) as other:
-            recover(other, "ds")
+            other.recover("ds")
 
     with FaultyStore(
         dataset_with_holes.objects, Fault("delete", "/chunks/", act=rebuild_beside)
     ) as store:
         dataset_with_holes.objects = store
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     known = {
         record.id
         for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
@@ -217,13 +217,13 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
         def then_purged() -> Iterator[Batch]:
             yield from batches
             with LocalRepository.open(dataset_with_holes.url) as other:
-                assert purge(other, "ds", NOW).deleted > 4
+                assert other.purge("ds", NOW).deleted > 4
 
         return rebuild(name, identity, then_purged(), late, newer_than)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_with_holes.meta, "rebuild", rebuild_slowly)
-        assert recover(dataset_with_holes, "ds").problems == []
+        assert dataset_with_holes.recover("ds").problems == []
     known = {
         record.id
         for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
@@ -246,7 +246,7 @@ def test_P6_what_is_written_while_purge_copies_wins(dataset_with_holes: LocalRep
         dataset_with_holes.objects, Fault("put", "/chunks/", act=write_beside)
     ) as store:
         dataset_with_holes.objects = store
-        purge(dataset_with_holes, "ds", NOW)
+        dataset_with_holes.purge("ds", NOW)
     assert content(dataset_with_holes, path) == b"new"
     sound(dataset_with_holes)
     assert content(dataset_with_holes, path) == b"new"
@@ -260,7 +260,7 @@ def test_P10_a_full_store_leaves_everything_as_it_was(
     with FaultyStore(dataset_with_holes.objects, full) as store:
         dataset_with_holes.objects = store
         with pytest.raises(NoSpaceError):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     assert chunks(dataset_with_holes) == before
     assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
     sound(dataset_with_holes)
@@ -272,10 +272,10 @@ def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
     with LocalRepository.open(repository.url) as late:
-        purge(late, "ds", NOW)
+        late.purge("ds", NOW)
         assert tombstones(late, b"f") == 1
-        report = purge(late, "ds", PurgeOptions(0, -1, 0))
-        purge(late, "ds", PurgeOptions(0, -1, 0))
+        report = late.purge("ds", PurgeOptions(0, -1, 0))
+        late.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 0, report
         sound(late)
         assert content(late, b"f") is None
@@ -290,7 +290,7 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
     backup = bytes(repository.objects.get(old))
     clock.ahead_s += 2 * HOUR_S
     with LocalRepository.open(repository.url) as late:
-        purge(late, "ds", NOW)
+        late.purge("ds", NOW)
         with pytest.raises(ObjectMissing):
             late.objects.stat(old)
         late.objects.put(old, [backup])
@@ -298,12 +298,12 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
             with FaultyStore(late.objects, Fault("delete", old, error=ObjectStoreError("no"))) as s:
                 late.objects, real = s, late.objects
                 with pytest.raises(ObjectStoreError):
-                    purge(late, "ds", PurgeOptions(0, -1, 0))
+                    late.purge("ds", PurgeOptions(0, -1, 0))
             late.objects = real
             assert tombstones(late, b"f") == 1
             assert content(late, b"f") is None
         for _ in range(3):
-            purge(late, "ds", PurgeOptions(0, -1, 0))
+            late.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 0
         assert content(late, b"f") is None
         sound(late)
@@ -318,13 +318,13 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
     first = chunks(repository)[0]
     clock.ahead_s += 2 * HOUR_S
     with LocalRepository.open(repository.url) as late:
-        purge(late, "ds", NOW)
+        late.purge("ds", NOW)
         writer = Writer(late)
         writer.add(b"f", b"content of f")
         writer.builder.set_stamp(stamp(first, 0))
         writer.seal()  # not committed
         for _ in range(2):
-            purge(late, "ds", PurgeOptions(0, -1, 0))
+            late.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 1
         clock.ahead_s += 2 * HOUR_S
         with LocalRepository.open(repository.url) as later:
@@ -348,7 +348,7 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     writer.add(b"g", b"1")
     writer.seal().commit()
     for _ in range(3):
-        purge(repository, "ds", PurgeOptions(0, -1, 0))
+        repository.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(repository, b"f") == 1
     if not is_durable:
         repository.objects.put(name, sealed.parts)
@@ -357,7 +357,7 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     clock.ahead_s += 2 * HOUR_S
     with LocalRepository.open(repository.url) as late:
         for _ in range(3):
-            purge(late, "ds", PurgeOptions(0, -1, 0))
+            late.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 0
         late.objects.put(name, sealed.parts)
         sealed.session = (
@@ -382,14 +382,14 @@ def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
         with FaultyStore(real, Fault("delete", old, error=ObjectStoreError("killed"))) as store:
             late.objects = store
             with pytest.raises(ObjectStoreError, match="killed"):
-                purge(late, "ds", NOW)
+                late.purge("ds", NOW)
         late.objects = ShortListing(real, old)
-        report = purge(late, "ds", NOW)
+        report = late.purge("ds", NOW)
         assert tombstones(late, b"f") == 1, report
         assert "still there" in report.notes[0]
         late.objects = real
         for _ in range(3):
-            purge(late, "ds", PurgeOptions(0, -1, 0))
+            late.purge("ds", PurgeOptions(0, -1, 0))
         assert tombstones(late, b"f") == 0
         assert content(late, b"f") is None
 
@@ -397,7 +397,7 @@ def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
 def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(
     dataset_with_holes: LocalRepository,
 ) -> None:
-    purge(dataset_with_holes, "ds")  # rewritten, and kept for now
+    dataset_with_holes.purge("ds")  # rewritten, and kept for now
     hidden = chunks(dataset_with_holes)[-1]
     real = dataset_with_holes.objects
     dataset_with_holes.objects = ShortListing(
@@ -406,10 +406,10 @@ def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(
     before = chunks(dataset_with_holes)
     for _ in range(2):
         with pytest.raises(CorruptError, match="listing lacks"):
-            purge(dataset_with_holes, "ds", NOW)
+            dataset_with_holes.purge("ds", NOW)
     dataset_with_holes.objects = real
     assert set(before) <= set(chunks(dataset_with_holes))
-    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
+    assert dataset_with_holes.purge("ds", NOW).deleted > 4
 
 
 def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(
@@ -423,16 +423,16 @@ def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(
     path.write_bytes(damaged)
     newer = chunk_object(identity, id_fields(ChunkId(b"\1" * 16)).id())
     dataset_with_holes.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
-    report = purge(dataset_with_holes, "ds", NOW)
+    report = dataset_with_holes.purge("ds", NOW)
     assert any("stays as it is" in note for note in report.notes)
     assert dataset_with_holes.objects.stat(newer).bytes
     assert path.read_bytes() == damaged
-    assert len(verify(dataset_with_holes, "ds").problems) == 2
+    assert len(dataset_with_holes.verify("ds").problems) == 2
 
 
 def test_a_dry_run_changes_nothing(dataset_with_holes: LocalRepository) -> None:
     version, before = dataset_with_holes.view("ds").version, chunks(dataset_with_holes)
-    report = purge(dataset_with_holes, "ds", PurgeOptions(grace_s=0, dry_run=True))
+    report = dataset_with_holes.purge("ds", PurgeOptions(grace_s=0, dry_run=True))
     assert report.rewritten > 4
     assert report.unused_bytes > 100_000
     assert (dataset_with_holes.view("ds").version, chunks(dataset_with_holes)) == (version, before)
@@ -445,11 +445,11 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
         write(source, {f"f{i}": b"%d" % i, f"d{i}/x": b"x" * i})
         put_tree(repository, "ds", source, options=PutOptions(jobs=1))
     assert len(chunks(repository)) == 7
-    assert purge(repository, "ds", NOW).deleted == 7
+    assert repository.purge("ds", NOW).deleted == 7
     assert len(chunks(repository)) == 1
     assert dataset_state(repository) == facts(source)
     sound(repository)
-    assert purge(repository, "ds", NOW).rewritten == 0
+    assert repository.purge("ds", NOW).rewritten == 0
 
 
 def test_A2_A13_leftovers_of_dead_writers_go(
@@ -471,13 +471,13 @@ def test_A2_A13_leftovers_of_dead_writers_go(
     everything = (dead, living, strange, foreign)
     for file in everything:
         file.write_bytes(b"half")
-    assert purge(dataset_with_holes, "ds").leftovers == 0
+    assert dataset_with_holes.purge("ds").leftovers == 0
     assert all(file.exists() for file in everything)
     clock.ahead_s += 25 * HOUR_S
-    assert purge(dataset_with_holes, "ds").leftovers == 1
+    assert dataset_with_holes.purge("ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, True, True]
     clock.ahead_s += 7 * 24 * HOUR_S
-    assert purge(dataset_with_holes, "ds").leftovers == 1
+    assert dataset_with_holes.purge("ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, False, True]
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
-from diesel_fs.repository.recover import recover, verify
 
 from ...ingest.test_put import dataset_state
 from ...trees import facts, write
@@ -53,7 +52,7 @@ def test_P1_purge_killed_at_every_step(
         killed, acknowledged = run_killed([store.as_uri()], call, when, DRIVER)
         assert killed != acknowledged
         with LocalRepository.open(store.as_uri()) as repository:
-            assert verify(repository, "ds").problems == []
+            assert repository.verify("ds").problems == []
             assert dataset_state(repository) == expected
         if not killed:
             break
@@ -69,12 +68,12 @@ def check_after_a_kill(store: Path, expected: object, *, rebuild: bool) -> None:
         clock.ahead_s = 2 * HOUR_S
         with LocalRepository.open(store.as_uri()) as repository:
             if rebuild:
-                recover(repository, "ds")
+                repository.recover("ds")
             repository.begin("ds")
             assert dataset_state(repository) == expected
-            purge(repository, "ds", PurgeOptions(0, 0, 0))
+            repository.purge("ds", PurgeOptions(0, 0, 0))
             assert dataset_state(repository) == expected
-            assert verify(repository, "ds").problems == []
+            assert repository.verify("ds").problems == []
             identity = repository.dataset("ds").identity
             listed = sum(i.bytes for i in repository.objects.list(f"datasets/{identity.hex}/chu"))
             assert listed < 900_000  # of which some 760,000 are contents

@@ -19,10 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import ReadLease
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
-from diesel_fs.repository.recover import recover, verify
 from diesel_fs.repository.versions import KeptVersion
 
 from ...storage.metadata.redis_servers import emptied_server
@@ -101,8 +100,8 @@ class PurgeModel(RuleBasedStateMachine):
     def purge(self, grace_s: int, keep: int, max_unused_ppm: int) -> None:
         with self._repository() as repository:
             before = repository.kept_versions("ds")
-            purge(repository, "ds", PurgeOptions(max_unused_ppm, keep, grace_s))
-            assert verify(repository, "ds").problems == []
+            repository.purge("ds", PurgeOptions(max_unused_ppm, keep, grace_s))
+            assert repository.verify("ds").problems == []
             self._published()
             was = [content for content, _ in groupby(self._content_of(each) for each in before)]
             left = [self._content_of(each) for each in repository.kept_versions("ds")]
@@ -140,8 +139,8 @@ class PurgeModel(RuleBasedStateMachine):
         for file in (self.folder / "store").glob("meta.sqlite*"):
             file.unlink()
         with LocalRepository.open(self.url, create=True) as repository:
-            recover(repository, "ds")
-            assert verify(repository, "ds").problems == []
+            repository.recover("ds")
+            assert repository.verify("ds").problems == []
         self.dataset = connect("ds", self.url)
         self._published()
 
@@ -152,7 +151,7 @@ class PurgeModel(RuleBasedStateMachine):
             lease.close()
         self.readers = []
         with self._repository() as repository:
-            purge(repository, "ds", PurgeOptions(0, 0, 0))
+            repository.purge("ds", PurgeOptions(0, 0, 0))
             identity = repository.dataset("ds").identity
             records = repository.meta.chunks(identity)
             listed = set(repository.chunk_ids(identity))

@@ -18,19 +18,18 @@ from diesel_fs.errors import (
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_prefix, lease_object, lease_prefix, snapshot_object
 from diesel_fs.repository import leases
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import (
     EVERY_VERSION,
     POLICY,
     PURGE,
     Lease,
     ReadLease,
-    RetentionPolicy,
     leased_versions,
     write_lease_for,
-    write_retention_policy,
 )
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.purge import PurgeOptions, purge
+from diesel_fs.repository.retention import RetentionPolicy, write_retention_policy
 
 from ...ingest.test_put import dataset_state
 from ...storage.objects.faulty_store import FaultyStore
@@ -52,14 +51,14 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     """Then its chunks go: an error, never other bytes."""
     view = dataset_with_holes.view("ds")
     expected = read_all(view, dataset_with_holes)
-    assert purge(dataset_with_holes, "ds").deleted == 0
+    assert dataset_with_holes.purge("ds").deleted == 0
     for hours in (23, 0):
         clock.ahead_s += hours * HOUR_S
-        report = purge(dataset_with_holes, "ds")
+        report = dataset_with_holes.purge("ds")
         assert (report.rewritten, report.deleted, report.waiting > 4) == (0, 0, True)
         assert read_all(view, dataset_with_holes) == expected
     clock.ahead_s += 2 * HOUR_S
-    assert purge(dataset_with_holes, "ds").deleted > 4
+    assert dataset_with_holes.purge("ds").deleted > 4
     with pytest.raises(ObjectMissing):
         read_all(view, dataset_with_holes)
     assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
@@ -73,9 +72,9 @@ def test_P2_the_grace_period_begins_when_a_version_ends(
     clock.ahead_s += 7 * 24 * HOUR_S
     view = dataset_with_holes.view("ds")
     expected = read_all(view, dataset_with_holes)
-    purge(dataset_with_holes, "ds")
+    dataset_with_holes.purge("ds")
     clock.ahead_s += 23 * HOUR_S
-    purge(dataset_with_holes, "ds")
+    dataset_with_holes.purge("ds")
     assert read_all(view, dataset_with_holes) == expected
 
 
@@ -86,11 +85,11 @@ def test_a_lease_holds_what_its_version_needs(
     expected = read_all(view, dataset_with_holes)
     lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
     assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
-    assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+    assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
     assert read_all(view, dataset_with_holes) == expected
     assert read_all(dataset_with_holes.view_at("ds", view.version), dataset_with_holes) == expected
     lease.switch_version(dataset_with_holes.view("ds").version)
-    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
+    assert dataset_with_holes.purge("ds", NOW).deleted > 4
     lease.close()
     assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
 
@@ -101,7 +100,7 @@ def test_a_lease_on_a_version_that_is_not_published_holds_too(
     view = dataset_with_holes.view("ds")
     expected = read_all(view, dataset_with_holes)
     lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version + 1)
-    assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+    assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
     assert read_all(view, dataset_with_holes) == expected
     lease.close()
 
@@ -120,7 +119,7 @@ def test_a_lease_that_comes_between_the_choice_and_the_deletion(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_with_holes.meta, "forget", late)
-        assert purge(dataset_with_holes, "ds", NOW).deleted_bytes < NO_FILES
+        assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
     assert read_all(view, dataset_with_holes) == expected
     for lease in taken:
         lease.close()
@@ -128,7 +127,7 @@ def test_a_lease_that_comes_between_the_choice_and_the_deletion(
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
         with LocalRepository.open(dataset_with_holes.url) as again:
-            assert purge(again, "ds", NOW).deleted > 4
+            assert again.purge("ds", NOW).deleted > 4
             assert {info.name for info in again.objects.list(chunk_prefix(view.identity))} < old
             sound(again)
 
@@ -156,9 +155,9 @@ def test_a_lease_ends_with_its_time_or_its_process(
     assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {
         EVERY_VERSION
     }
-    assert purge(dataset_with_holes, "ds", NOW).deleted == 0
+    assert dataset_with_holes.purge("ds", NOW).deleted == 0
     clock.ahead_s += 25 * HOUR_S
-    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
+    assert dataset_with_holes.purge("ds", NOW).deleted > 4
 
 
 def test_a_lease_on_nothing_holds_nothing(dataset_with_holes: LocalRepository) -> None:
@@ -166,7 +165,7 @@ def test_a_lease_on_nothing_holds_nothing(dataset_with_holes: LocalRepository) -
     view = dataset_with_holes.view("ds")
     lease = ReadLease.take(dataset_with_holes.objects, view.identity, 0)
     assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
-    assert purge(dataset_with_holes, "ds", NOW).deleted > 4
+    assert dataset_with_holes.purge("ds", NOW).deleted > 4
     lease.close()
 
 
@@ -178,7 +177,7 @@ def test_a_lease_on_no_version_at_all_cannot_be_read(
     lease = Lease.own("0" * 32, version)
     dataset_with_holes.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
     assert leased_versions(dataset_with_holes.objects, identity, time.time()) == {EVERY_VERSION}
-    assert purge(dataset_with_holes, "ds", NOW).deleted == 0
+    assert dataset_with_holes.purge("ds", NOW).deleted == 0
     dataset_with_holes.delete_dataset("ds")
     assert any(dataset_with_holes.chunk_ids(identity))
 
@@ -266,13 +265,13 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
         for i in range(5):
             ds.put(b"content %d" % i, "f")
             versions[ds.flush()] = b"content %d" % i
-    purge(repository, "ds", PurgeOptions(0, 3, 0))
+    repository.purge("ds", PurgeOptions(0, 3, 0))
     kept = [each.version for each in repository.kept_versions("ds")]
     assert kept[:-1] == list(versions)[2:4]
     for _ in range(2):
         clock.ahead_s += 48 * HOUR_S
         with LocalRepository.open(repository.url) as late, dataset_of(late) as ds:
-            purge(late, "ds")  # goes by the policy
+            late.purge("ds")  # goes by the policy
             for version in list(versions)[2:4]:
                 view = late.view_at("ds", version)
                 assert read_all(view, late) == [versions[version]]
@@ -284,7 +283,7 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
                 late.view_at("ds", next(iter(versions)))
             assert ds.get("f") == b"content 4"
     with LocalRepository.open(repository.url) as late:
-        purge(late, "ds", PurgeOptions(0, 0, 0))
+        late.purge("ds", PurgeOptions(0, 0, 0))
         assert len(late.kept_versions("ds")) == 1
         assert len(chunks(late)) == 1
 
@@ -305,9 +304,9 @@ def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
         lease_object(dataset_with_holes.dataset("ds").identity, "policy"), [policy]
     )
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
-        purge(dataset_with_holes, "ds")
-    purge(dataset_with_holes, "ds", PurgeOptions(keep=1, grace_s=0))
-    assert purge(dataset_with_holes, "ds").versions_kept
+        dataset_with_holes.purge("ds")
+    dataset_with_holes.purge("ds", PurgeOptions(keep=1, grace_s=0))
+    assert dataset_with_holes.purge("ds").versions_kept
 
 
 @pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
@@ -353,7 +352,7 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
     dataset_with_holes.delete_dataset("ds")
     assert read_all(view, dataset_with_holes) == expected
     lease.close()
-    assert "is deleted" in purge(dataset_with_holes, "ds").notes[0]
+    assert "is deleted" in dataset_with_holes.purge("ds").notes[0]
     assert list(dataset_with_holes.objects.names(f"datasets/{view.identity.hex}/")) == []
     with pytest.raises(NoSuchDataset):
-        purge(dataset_with_holes, "ds")
+        dataset_with_holes.purge("ds")

@@ -1,0 +1,162 @@
+"""Snapshots in files: this user's private mapped copies, and files that a user saved.
+
+Only files in the user's own private folder are mapped: another file can be truncated or changed
+after the check, and a process that has a truncated file mapped is killed. So a snapshot from the
+object store or from a user's file is read into memory, checked whole, and written to the private
+folder once per node, user and version. Thread-safe; files are replaced by rename only.
+"""
+
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from uuid import UUID
+
+from ..errors import (
+    ConfigError,
+    DieselError,
+    FormatError,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
+from ..format.entries import Bytes
+from ..format.snapshot.layout import MAGIC_BYTES, check_magic
+from ..format.snapshot.reader import Snapshot
+from ..settings import cache_folder, private_folder
+from ..system.atomic_file import atomic_file, write_error
+
+log = logging.getLogger("diesel.repository")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+PRIVATE_KEPT = 2
+"""Copies kept per dataset, node and user: the newest, and one for its readers."""
+
+
+def save_snapshot(view: Snapshot, file: Path) -> None:
+    """Write a snapshot to a file of the user's: whole or not at all, durable on return.
+
+    Raises PermissionDenied, NoSpaceError; UsageError for a folder.
+    """
+    try:
+        _write_whole(file, [view.buffer], sync=True)
+    except OSError as error:
+        raise write_error(file, error) from error
+
+
+def open_snapshot_file(file: Path) -> Snapshot:
+    """The snapshot in a file of somebody's, checked whole; then only our own copy is used.
+
+    Raises FormatError, NotFoundError, PermissionDenied, UsageError.
+    """
+    try:
+        with file.open("rb") as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+                raise UsageError(f"{file} is not a regular file")
+            check_magic(handle.read(MAGIC_BYTES))  # before gigabytes of something else are read
+            handle.seek(0)
+            data = memoryview(handle.read())
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no file {file}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
+    checked = Snapshot(data, verify=True)
+    return write_private_copy(checked.identity, checked.version, [data]) or checked
+
+
+def _write_whole(file: Path, parts: Sequence[Bytes], *, sync: bool) -> None:
+    """Write a file whole or not at all; `sync`: durably. Raises OSError, UsageError."""
+    with atomic_file(file, sync=sync) as handle:
+        for part in parts:
+            handle.write(part)
+
+
+def map_private(path: Path) -> Snapshot:
+    """Map a snapshot file of this user's private folder, and compare its checksums. Raises OSError,
+    ValueError for an empty file, FormatError."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return Snapshot(memoryview(mapped), verify=False)
+
+
+@cache
+def _boot() -> str:
+    """Since when this machine runs: what was not synced is gone after that."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def _private_path(identity: UUID, version: int) -> Path:
+    name = f"{identity.hex}-{version:016x}.{_boot()}"
+    return private_folder(cache_folder() / "snapshots") / name
+
+
+def private_file(identity: UUID, version: int) -> int:
+    """A descriptor of this user's private copy. Raises OSError where there is none."""
+    try:
+        return os.open(_private_path(identity, version), os.O_RDONLY | os.O_CLOEXEC)
+    except DieselError as error:
+        raise FileNotFoundError(error.message) from error
+
+
+def snapshot_descriptor(snapshot: Snapshot) -> int:
+    """A descriptor of a file that holds the snapshot, for another process on this machine.
+    Raises OSError."""
+    try:
+        return private_file(snapshot.identity, snapshot.version)
+    except OSError:  # there is no private folder, or it has newer versions
+        descriptor = os.memfd_create("diesel-snapshot", os.MFD_CLOEXEC)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(snapshot.buffer)
+        return descriptor
+
+
+def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
+    """This user's private copy of a version, mapped; None where there is none.
+
+    A process compares all checksums of a copy before it uses any of it. It removes one that does
+    not match, and the caller loads the version again.
+    """
+    try:
+        path = _private_path(identity, version)
+        found = map_private(path)
+    except FormatError as error:
+        log.warning("a private copy is removed, and made again: %s", error.message)
+        with suppress(OSError):
+            path.unlink()
+        return None
+    except (OSError, ValueError, DieselError):
+        return None
+    return found if (found.identity, found.version) == (identity, version) else None
+
+
+def newest_private_copy(identity: UUID) -> int:
+    """The greatest version of which this user has a private copy; 0 for none."""
+    try:
+        folder = _private_path(identity, 0).parent
+    except (DieselError, OSError):
+        return 0
+    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{_boot()}"))
+    return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
+
+
+def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:
+    """Write a checked snapshot to the private folder and map it; None where that is impossible.
+
+    It is not synced, which would take as long as making it. So it counts only until the machine
+    boots again.
+    """
+    try:
+        path = _private_path(identity, version)
+        _write_whole(path, parts, sync=False)
+        copies = sorted(path.parent.glob(f"{identity.hex}-*"))
+        for old in copies[:-PRIVATE_KEPT]:
+            if old != path:  # it may be older than those: a kept version
+                old.unlink(missing_ok=True)
+        return map_private(path)
+    except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
+        return None  # no place of our own, or a bad one: the caller keeps it in memory

@@ -1,0 +1,530 @@
+"""A repository over an object store and a metadata store: all that is no long job.
+
+The chunks in the object store are the only truth; metadata and snapshots can be made from them
+again. This module keeps the order of writing (FORMAT.md, section 5): which chunks may be committed,
+how the metadata store gets what it lacks, and which snapshot a reader gets. Readers never need the
+metadata store: where it cannot be used they get the newest snapshot in the object store.
+
+A `StoredRepository` may be used from several threads and in forked children. `LocalRepository`
+(`local.py`) adds the long jobs, which are built on this class.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Self
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DieselError,
+    FormatError,
+    MetadataBehind,
+    MetadataError,
+    NewerVersionError,
+    NoSuchDataset,
+    NoSuchPath,
+    ObjectMissing,
+    PermissionDenied,
+)
+from ..format.chunk_id import LOWEST, IdSource, chunk_id_text
+from ..format.entries import ChunkId, Kind, Rows, Stat, check_path
+from ..format.object_names import chunk_prefix
+from ..format.snapshot.entry_digest import EntryDigest, entry_digest
+from ..format.snapshot.reader import Snapshot
+from ..names import check_dataset_name
+from ..storage.metadata.store import (
+    Batch,
+    DatasetHead,
+    MetadataStore,
+    StoreRestarted,
+)
+from ..storage.objects.store import ObjectStore
+from ..storage.open_stores import open_metadata, open_objects, rename_unusable_metadata
+from ..urls import RepositoryUrl, parse_url
+from .catalog import Catalogue, DatasetInfo
+from .expected_chunks import (
+    RebuildSource,
+    UnknownChunks,
+    find_unknown_chunks,
+    losses_in,
+    lost_chunks_error,
+    read_with_retries,
+    unreadable_paths,
+)
+from .interface import Repository, index_of_path, staleness_text, version_not_kept
+from .retention import Deletion, remove_dataset, remove_expired_versions
+from .validation import StoreClock, ValidatedChunk, batch_of, validate_chunk
+from .versions import KeptVersion, VersionStore, empty_snapshot
+from .writing import WriteSession
+
+log = logging.getLogger("diesel.repository")
+
+_TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
+_TALLIES_MAX = 1 << 16  # of a dataset, some 200 bytes each: of more chunks the last are compared
+_RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
+
+
+class StoredRepository(Repository):
+    """Datasets over an object store and a metadata store. Without a metadata store (None) it can
+    only be read."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        meta: MetadataStore | None,
+        *,
+        url: RepositoryUrl,
+    ) -> None:
+        super().__init__(objects, url, IdSource(uuid.getnode(), time.time, os.urandom, os.getpid))
+        self._meta = meta
+        self._meta_problem: DieselError | None = None
+        self.catalogue = Catalogue(objects)
+        self.snapshots = VersionStore(objects)
+        self.clock = StoreClock(self._store_now_s)
+        # Of chunks that this process has committed and nobody has published yet
+        self._tallies: dict[UUID, dict[ChunkId, EntryDigest]] = {}
+
+    @classmethod
+    def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
+        """Open the repository at `url`; `create` makes a new one in a new or empty folder.
+
+        Raises ConfigError for an address that this process cannot open, ObjectStoreError where
+        there is no repository.
+        """
+        where = parse_url(url) if isinstance(url, str) else url
+        found = cls(open_objects(where, create=create), None, url=where)
+        found.open_metadata(create=create)
+        return found
+
+    def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
+        """Open the metadata store; `replace_damaged` moves an embedded one that cannot be used
+        aside first.
+
+        Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
+        """
+        self._close_metadata()
+        self._meta = None  # a problem that is known stays until it is over: other threads look
+        if replace_damaged:
+            rename_unusable_metadata(self.url)
+        try:
+            self._meta = open_metadata(self.url, self.objects, create=create)
+            self._meta.heads()  # a damaged file opens, and fails when it is read
+        except ConfigError:
+            raise
+        except DieselError as error:
+            self._close_metadata()
+            self._meta, self._meta_problem = None, error
+        else:
+            self._meta_problem = None
+
+    def close(self) -> None:
+        """Let go of the metadata store, and of what the object store does not need now."""
+        self._close_metadata()
+        self.objects.close_idle()
+
+    def _close_metadata(self) -> None:
+        if self._meta is not None:
+            self._meta.close()
+
+    @property
+    def meta(self) -> MetadataStore:
+        """The metadata store. Raises why it cannot be had."""
+        if self._meta is None:
+            raise self._meta_problem or MetadataError("there is no metadata store")
+        return self._meta
+
+    def _store_now_s(self) -> float:
+        return self.meta.now_s()
+
+    @property
+    def meta_problem(self) -> DieselError | None:
+        """Why the metadata store cannot be had; None where it can."""
+        return self._meta_problem
+
+    @property
+    def meta_is_lost(self) -> bool:
+        """Whether an embedded metadata store has gone or is damaged: `recover` makes another."""
+        is_lost = isinstance(self._meta_problem, MetadataBehind | FormatError)
+        return is_lost and not (self.url.meta or isinstance(self._meta_problem, NewerVersionError))
+
+    # Finding datasets
+
+    def datasets(self) -> list[DatasetInfo]:
+        """All datasets that are not deleted, by name. The object store is the truth here."""
+        found, damaged = self.catalogue.all(self._heads())
+        for error in damaged:
+            log.warning("%s", error.message)
+        return found
+
+    def _heads(self) -> dict[UUID, DatasetHead]:
+        markers = self._meta.heads() if self._meta is not None else []
+        return {marker.identity: marker for marker in markers}
+
+    def dataset(self, name: str) -> DatasetInfo:
+        """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
+        check_dataset_name(name)
+        if self._meta is not None:
+            try:
+                head = self._meta.head(name)
+            except (NoSuchDataset, MetadataBehind):
+                pass
+            else:
+                with suppress(CorruptError):  # then the metadata store's word is as good
+                    info = self.catalogue.describe(head.identity, head)
+                    if info is not None and info.name == name:
+                        return info
+        known, damaged = self.catalogue.all(self._heads())
+        same = [info for info in known if info.name == name]
+        if not same and damaged:
+            raise damaged[0]  # it may be the one that is asked for: absence needs proof
+        if not same:
+            raise NoSuchDataset(f"no dataset {name!r} in {self.url}")
+        if len(same) > 1:
+            raise MetadataError(
+                f"two datasets are named {name!r}: {same[0].identity} and {same[1].identity}"
+            )
+        return same[0]
+
+    # Reading
+
+    def newest_known(self, info: DatasetInfo) -> int:
+        """The greatest version that anybody knows of; 0 for none. The metadata store may have lost
+        what a snapshot has."""
+        known = info.head.version if info.head else 0
+        return max(known, self.snapshots.newest(info.identity))
+
+    def staleness_warning(self, view: Snapshot) -> str:
+        """Why a `view` may not be of the current version, with its own and its age; else nothing.
+        Who may read a repository but not its metadata store always goes by snapshots."""
+        problem = self._meta_problem
+        if problem is None or isinstance(problem, PermissionDenied):
+            return ""
+        return staleness_text(view, problem.message)
+
+    def view_of(self, info: DatasetInfo) -> Snapshot:
+        """`view` of a dataset that has been found."""
+        try:
+            return self._view_of(info)
+        except ObjectMissing:  # two publishes went by between looking and loading
+            return self._view_of(info)
+
+    def _view_of(self, info: DatasetInfo) -> Snapshot:
+        newest = self.snapshots.newest(info.identity)
+        if self._meta is not None and info.head is not None and newest <= info.head.version:
+            try:
+                return self.snapshots.load_current(self._meta, info.head)
+            except (CorruptError, MetadataError):
+                if not newest:
+                    raise
+                log.warning("the metadata store fails: going by the snapshot of %d", newest)
+        if newest:  # the metadata store cannot be had, or lost what the snapshot has
+            return self.snapshots.load(info.identity, newest)
+        if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
+            return empty_snapshot(info.identity, info.name)
+        raise self.behind_error(info.name)
+
+    def view_at(self, name: str, version: int) -> Snapshot:
+        """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
+        identity = self.dataset(name).identity
+        if version not in self.snapshots.versions(identity):  # whatever private copies there are
+            raise version_not_kept(name, version)
+        return self.snapshots.load(identity, version)
+
+    def kept_versions(self, name: str) -> Sequence[KeptVersion]:
+        """The versions of a dataset that can be read, ascending. Raises NoSuchDataset."""
+        return self.snapshots.kept(self.dataset(name).identity)
+
+    def behind_error(self, name: str) -> MetadataBehind:
+        why = f" ({self._meta_problem.message})" if self._meta_problem else ""
+        return MetadataBehind(
+            f"the metadata of {name!r} is behind its chunks{why}",
+            advice=f"run `dlcmd recover {name}`",
+        )
+
+    def stat(self, name: str, path: bytes) -> Stat:
+        """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""
+        check_path(path)
+        info = self.dataset(name)
+        meta = self._current_meta(info)
+        if meta is not None and path:
+            with suppress(CorruptError, MetadataBehind):  # it says that it does not know
+                return self._stat(meta, info, path)
+        view = self.view_of(info)
+        return view.stat(index_of_path(view, path))
+
+    def _stat(self, meta: MetadataStore, info: DatasetInfo, path: bytes) -> Stat:
+        rows = meta.lookup(info.identity, [path])
+        record = rows.records[0] if len(rows) else None
+        if record is not None and record["kind"] == Kind.FOLDER:
+            return _stat_of(record)
+        if len(meta.children(info.identity, path)):
+            return Stat(Kind.FOLDER, 0o755, 0, 0)  # only its entries imply it
+        if record is None:
+            raise NoSuchPath(f"no {path!r} in dataset {info.name!r}")
+        return _stat_of(record)
+
+    def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
+        """The metadata store, if it knows all that was ever acknowledged of a dataset."""
+        if info.head is None or self.snapshots.newest(info.identity) > info.head.version:
+            return None
+        return self._meta
+
+    def list(self, name: str, folder: bytes = b"") -> Rows:
+        """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
+        info = self.dataset(name)
+        meta = self._current_meta(info)
+        if meta is None:
+            raise self.behind_error(name)
+        rows = meta.children(info.identity, check_path(folder))
+        if not len(rows) and folder and self.stat(name, folder).kind != Kind.FOLDER:
+            raise NoSuchPath(f"{folder!r} in dataset {name!r} is not a folder")
+        return rows
+
+    # Writing
+
+    def begin(self, name: str, *, create: bool = True) -> "LocalWriteSession":
+        """A writer's session on a dataset, which is made if it is missing and `create`.
+
+        Folds in what the metadata store does not know and no put under way can own. Raises
+        NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where this host's clock
+        is ahead, before anything is written; LostChunks where that would make a state without
+        something that the newest snapshot has.
+        """
+        check_dataset_name(name)
+        meta = self.meta
+        self.clock.check_local_clock()
+        try:
+            info = self.dataset(name)
+        except NoSuchDataset:
+            if not create:
+                raise
+            info = self._create(name)
+        if info.head is None:
+            self.rebuild(RebuildSource(self, meta, name, info.identity, None), info)
+        else:
+            self.repair_metadata(info.identity)
+            compared = find_unknown_chunks(self, meta, info.head, needs_repair=False)
+            for batch in self._batches_of(info.head, compared):
+                self.commit_batches(info.identity, batch)
+        return LocalWriteSession(self, self.dataset(name))
+
+    def rebuild(self, folding: RebuildSource, info: DatasetInfo) -> int:
+        """Replace what the metadata store knows of a dataset by the fold over its chunks; the new
+        version, greater than any that is published. Raises as `MetadataStore.rebuild`, LostChunks.
+        """
+        version = self.meta.rebuild(
+            info.name,
+            info.identity,
+            folding.since(LOWEST),
+            folding.late,
+            newer_than=self.snapshots.newest(info.identity),
+        )
+        folding.forget_deleted()
+        return version
+
+    def unreadable_paths(self, name: str) -> Sequence[bytes]:
+        """The paths of a dataset whose chunk is gone or too short, as far as that can be told
+        without reading: whoever has them can heal them by putting them again. Raises NoSuchDataset,
+        MetadataError.
+        """
+        return unreadable_paths(self, self.meta, self.dataset(name).identity)
+
+    def _create(self, name: str) -> DatasetInfo:
+        """Make a dataset. Of several that do it at once, the metadata store lets one win."""
+        try:
+            marker = self.meta.create(name, uuid.uuid4())
+        except ConflictError:
+            marker = self.meta.head(name)
+            if self.catalogue.is_deleted(marker.identity):  # by somebody who came no further
+                self.meta.drop(marker.identity)
+                return self._create(name)
+        created_ns = time.time_ns()
+        self.catalogue.add(name, marker.identity, created_ns)
+        return DatasetInfo(name, marker.identity, created_ns, marker)
+
+    def repair_metadata(self, identity: UUID, run: str = "") -> None:
+        """Mend the metadata store if it is another run than the one that was vouched for."""
+        run = run or self.meta.needs_repair(identity)
+        marker = self._heads().get(identity) if run else None  # of that run, not from before
+        if marker is not None:
+            compared = find_unknown_chunks(self, self.meta, marker, needs_repair=True)
+            self.meta.repair(identity, run, self._batches_of(marker, compared))
+
+    def _batches_of(self, marker: DatasetHead, compared: UnknownChunks) -> Iterator[Batch]:
+        """What the chunks bring that the metadata store does not know. An orphan that cannot be
+        read is named and left out: it must not keep all others, and every put, from going in.
+        Raises LostChunks for one that was acknowledged."""
+        for chunk in compared.unknown:
+            batch, why = self._batch(marker.identity, chunk)
+            if batch is not None:
+                yield batch
+            elif chunk in compared.acknowledged:
+                newest = self.snapshots.newest(marker.identity)
+                view = self.snapshots.load_without_copy(marker.identity, newest)
+                raise lost_chunks_error(marker.name, losses_in({chunk: why}, [view]))
+
+    def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[Batch | None, str]:
+        """What a chunk of the store brings; None where it cannot be read, and why."""
+        try:
+            header = read_with_retries(lambda: self.read_header(identity, chunk))
+            return batch_of(header, stored=True), ""
+        except (FormatError, ObjectMissing) as error:
+            log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
+            return None, error.message
+
+    def commit_batches(self, identity: UUID, *batches: Batch) -> int:
+        """Commit; where the metadata store has been restarted, after it has been mended."""
+        for _ in range(_RESTARTS_MAX):
+            try:
+                return self.meta.commit(identity, *batches)
+            except StoreRestarted as restarted:
+                with suppress(StoreRestarted):  # once more
+                    self.repair_metadata(identity, restarted.run_id)
+        return self.meta.commit(identity, *batches)
+
+    def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
+        """Commit again what the metadata store has lost of a writer's chunks, as the store has
+        them; how many those were. Raises NoSuchDataset.
+        """
+        lost = self.meta.missing(identity, chunks) if chunks else []
+        done = 0
+        for chunk in lost:
+            batch, _ = self._batch(identity, chunk)
+            if batch is not None:
+                log.warning("chunk %s is committed again", chunk_id_text(chunk))
+                self.commit_batches(identity, batch)
+                done += 1
+        return done
+
+    def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """A durable chunk, checked (`commits.validate_chunk`), for `commit_all`."""
+        return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
+
+    def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
+        """Commit chunks together: all of them or none. Idempotent; the version comes back."""
+        batches = [chunk.batch for chunk in chunks]
+        version = self.commit_batches(identity, *batches)
+        tallies = self._tallies.setdefault(identity, {})
+        tallies.update((batch.chunk.id, entry_digest(batch.rows)) for batch in batches)
+        while len(tallies) > _TALLIES_MAX:
+            tallies.pop(next(iter(tallies)), None)
+        return version
+
+    def publish(self, name: str, *, full: bool = False) -> int:
+        """Leave the snapshot of the current version beside the chunks; the version comes back.
+
+        Everything committed so far is durable on return. `full` starts from nothing rather than
+        from the previous snapshot. What is said of the chunks that this process has committed is
+        compared with their headers; raises CorruptError, and publishes nothing, where it differs.
+        """
+        info = self.dataset(name)
+        if info.head is None:
+            raise self.behind_error(name)
+        self.meta.sync()
+        tallies = dict(self._tallies.get(info.identity, {}))
+        version = self.snapshots.publish(self.meta, info.head, full=full, tallies=tallies)
+        remove_expired_versions(self.objects, self.snapshots, info.identity)
+        left = self._tallies.get(info.identity, {})
+        for chunk in tallies:
+            left.pop(chunk, None)
+        return version
+
+    def delete_dataset(self, name: str) -> Deletion:
+        """Delete a dataset for ever.
+
+        What leases pin is left, and named in the log. Repeatable: a deletion that was interrupted
+        goes on. Raises NoSuchDataset, and MetadataError where its metadata would be left for ever.
+        """
+        try:
+            identities = [self.dataset(name).identity]
+        except NoSuchDataset:
+            identities = list(self.catalogue.deleted_named(name))
+            if not identities:
+                raise
+        if not self.meta_is_lost:
+            _ = self.meta  # before anything is done
+        removed = left = 0
+        for identity in identities:
+            self.catalogue.mark_deleted(name, identity)
+            done = self.remove_deleted(name, identity)
+            removed, left = removed + done.removed, left + done.left
+        return Deletion(removed, left)
+
+    def remove_deleted(self, name: str, identity: UUID) -> Deletion:
+        """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
+        if not self.meta_is_lost:
+            self.meta.drop(identity)  # first: with the last object goes what it is found by
+        done = remove_dataset(self.objects, self.snapshots, identity)
+        done.tell_left(name)
+        return done
+
+
+class LocalWriteSession(WriteSession):
+    """One writer on one dataset, who commits to the metadata store."""
+
+    def __init__(self, repository: StoredRepository, info: DatasetInfo) -> None:
+        super().__init__(info, repository.objects, repository.ids, repository.view_of)
+        self._repository = repository
+
+    def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        with self._explain_missing_dataset():
+            return self._repository.validate_chunk(self.identity, preamble, header)
+
+    def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
+        committed = list(chunks)
+        with self._explain_missing_dataset():
+            version = self._repository.commit_all(self.identity, committed)
+        self._remember(committed)
+        return version
+
+    def finish(self) -> int:
+        own = list(self._committed_ids)
+        self._head()
+        with self._explain_missing_dataset():
+            self._repository.repair_metadata(self.identity)
+            self._repository.recommit_missing(self.identity, own)
+            while True:
+                version = self._acknowledge()
+                if not self._repository.recommit_missing(self.identity, own):
+                    return version
+
+    def _acknowledge(self) -> int:
+        version = self._head().version
+        if self._repository.snapshots.newest(self.identity) != version:
+            return self._repository.publish(self.name)
+        self._repository.meta.sync()
+        return version
+
+    def _head(self) -> DatasetHead:
+        with self._explain_missing_dataset():
+            head = self._repository.meta.head(self.name)
+        if head.identity != self.identity:
+            raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile")
+        return head
+
+    @contextmanager
+    def _explain_missing_dataset(self) -> Iterator[None]:
+        """Turn NoSuchDataset into the reason: the dataset is deleted, or its metadata are lost."""
+        try:
+            yield
+        except NoSuchDataset:
+            if not self._repository.catalogue.is_deleted(self.identity):
+                raise self._repository.behind_error(self.name) from None
+            raise ConflictError(f"dataset {self.name!r} has been deleted meanwhile") from None
+
+
+def _stat_of(record: np.void) -> Stat:
+    return Stat(
+        Kind(int(record["kind"])),
+        int(record["mode"]),
+        int(record["size"]),
+        int(record["mtime_ns"]),
+    )

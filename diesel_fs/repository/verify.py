@@ -1,0 +1,515 @@
+"""`verify`: does every chunk have the bytes it should, and do the metadata say what the chunks say?
+
+The chunks are the truth. `verify` folds them into a state of its own beside the live metadata, and
+compares the live metadata and the newest published snapshot with it. It changes nothing.
+`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, beside which others
+read headers ahead.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from uuid import UUID
+
+import numpy as np
+
+from ..errors import (
+    BusyError,
+    DieselError,
+    FormatError,
+    ObjectMissing,
+    ObjectStoreError,
+    PermissionDenied,
+    UsageError,
+)
+from ..format.chunk import Header, damaged_places, parse_header, parse_preamble
+from ..format.chunk_id import chunk_id_text, id_seconds
+from ..format.entries import ChunkId
+from ..format.object_names import STORE_MARKER, chunk_object, dataset_prefix
+from ..format.snapshot.build import build_snapshot
+from ..format.snapshot.diff import diff_snapshots
+from ..format.snapshot.layout import Columns, content_mark
+from ..format.snapshot.reader import Snapshot
+from ..names import shown
+from ..storage.metadata.sqlite.store import SqliteMetadata
+from ..storage.metadata.store import MetadataChanges
+from .catalog import DatasetInfo
+from .expected_chunks import (
+    ExpectedChunks,
+    Outcome,
+    absent_chunks,
+    chunk_exists,
+    expected_chunks,
+    loss_lines,
+    losses_in,
+    lost_text,
+    prefetch_headers,
+    read_with_retries,
+    skipped_entries,
+)
+from .interface import Findings, ReportProgress, no_progress
+from .retention import used_chunks
+from .stored import StoredRepository
+from .validation import PUT_WINDOW_S, batch_of, future_ids_note
+
+
+def verify(
+    repository: StoredRepository,
+    name: str,
+    *,
+    headers_only: bool = False,
+    progress: ReportProgress = no_progress,
+) -> Findings:
+    """`Repository.verify` over stores that this process has opened."""
+    if not (repository.meta_is_lost or _metadata_forbidden(repository)):
+        _ = repository.meta
+    info = repository.dataset(name)
+    findings = Findings()
+    published = _published(repository, info.identity, findings)  # before the metadata: see below
+    with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
+        scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
+        try:
+            scratch.create(name, info.identity)
+            check = _Check(repository, info, findings, scratch, headers_only=headers_only)
+            check.run(progress)
+            lost = _report_lost_chunks(repository, info, check, findings)
+            if check.live is not None and check.is_whole:
+                folded = partial(scratch.changes, info.identity, 0)
+                _compare(check.live, check.live_mark, folded, lost, findings)
+            counts = scratch.head(name)
+        finally:
+            scratch.close()
+    if check.live is not None and published is not None:
+        _check_published(repository, published, check.live, check.live_mark, findings)
+    if published is not None and not headers_only:
+        _check_kept(repository, info.identity, published.version, check.seen, findings)
+    findings.files, findings.bytes = counts.files, counts.bytes
+    _check_leftovers(repository, info, findings)
+    with suppress(DieselError):  # without a metadata store there is no clock to go by
+        if note := future_ids_note(check.seen, repository.clock):
+            findings.notes.append(note)
+    return findings
+
+
+_ATTEMPTS = 5
+
+
+class _Check:
+    """Reads each chunk once, and folds those that the metadata store knows into `scratch`.
+
+    A purge that goes on meanwhile deletes what the metadata store knew at the beginning. What it
+    knows then counts, and what has come since is read, too.
+    """
+
+    def __init__(
+        self,
+        repository: StoredRepository,
+        info: DatasetInfo,
+        findings: Findings,
+        scratch: SqliteMetadata,
+        *,
+        headers_only: bool,
+    ) -> None:
+        self.live: MetadataChanges | None = None
+        self.live_mark = b""
+        self.seen: set[ChunkId] = set()  # listed
+        self.unusable: dict[ChunkId, str] = {}  # and why
+        self._repository = repository
+        self._info = info
+        self._findings = findings
+        self._scratch = scratch
+        self._headers_only = headers_only
+        self._entries: dict[ChunkId, int] = {}  # of unknown chunks
+        self._folded: set[ChunkId] = set()
+        self._unreached: set[ChunkId] = set()
+
+    def run(self, progress: ReportProgress) -> None:
+        """Raises BusyError where purges go by faster than this."""
+        for _ in range(_ATTEMPTS):
+            # Before the listing: what comes later is no orphan
+            self.live = _live(self._repository, self._info, self._findings)
+            self.live_mark = _mark_of(partial(_as_it_is, self.live)) if self.live else b""
+            known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
+            self._read(known, progress)
+            absent = known - self._folded
+            if not absent or not self._are_forgotten(absent):
+                break
+        else:
+            raise BusyError(f"{self._info.name!r} is being purged", advice="verify it afterwards")
+        for chunk, entries in sorted(self._entries.items()):
+            _unindexed(chunk, entries, self._findings)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each chunk that is there could be read."""
+        return not self._unreached
+
+    def _read(self, known: Collection[ChunkId], progress: ReportProgress) -> None:
+        identity, findings = self._info.identity, self._findings
+        for chunk in sorted(self._entries.keys() & known):  # of a put under way, then
+            with suppress(FormatError, ObjectMissing):
+                self._fold(self._repository.read_header(identity, chunk))
+                del self._entries[chunk]
+        listed = self._repository.chunk_ids(identity)
+        chunks = [chunk for chunk in listed if chunk not in self.seen]
+        self.seen.update(chunks)
+        outcomes = _outcomes(self._repository, identity, chunks, findings, self._headers_only)
+        with closing(outcomes):
+            for done, (chunk, outcome) in enumerate(outcomes):
+                progress(done, len(chunks))
+                findings.chunks += 1
+                header = self._header(chunk, outcome)
+                if header is None:
+                    continue
+                findings.notes += skipped_entries(header)
+                findings.entries += len(header)
+                if self.live is None or chunk in known:
+                    self._fold(header)
+                else:
+                    self._entries[chunk] = len(header)
+
+    def _header(self, chunk: ChunkId, outcome: Outcome) -> Header | None:
+        """A header; None where it cannot be had, which is noted."""
+        try:
+            return outcome()
+        except ObjectMissing:
+            return None  # lost, or removed since it was listed
+        except FormatError as error:
+            self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
+        except ObjectStoreError as error:
+            self._repository.objects.stat(
+                STORE_MARKER
+            )  # where all of the store is gone, that is it
+            self._unreached.add(chunk)
+            self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
+        return None
+
+    def _fold(self, header: Header) -> None:
+        self._scratch.commit(self._info.identity, batch_of(header))
+        self._folded.add(header.preamble.id)
+
+    def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
+        """Whether the metadata store does not know all of these any more."""
+        known = self._repository.meta.chunks(self._info.identity)
+        return not {record.id for record in known}.issuperset(chunks)
+
+
+def _outcomes(
+    repository: StoredRepository,
+    identity: UUID,
+    chunks: list[ChunkId],
+    findings: Findings,
+    headers_only: bool,
+) -> Generator[tuple[ChunkId, Outcome]]:
+    """How each chunk's header is had; whole chunks, which are large, one by one."""
+    if headers_only:
+        return prefetch_headers(repository, identity, chunks)
+    return (
+        (chunk, partial(_check_bodies, repository, identity, findings, chunk)) for chunk in chunks
+    )
+
+
+def _report_lost_chunks(
+    repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
+) -> Collection[ChunkId]:
+    """Name what the metadata or the newest snapshot say there is, and the store has not, or not
+    sound; the chunks."""
+    identity = info.identity
+    meta = None if check.live is None else repository.meta
+
+    def ask() -> ExpectedChunks:
+        return expected_chunks(repository.snapshots, meta, identity)
+
+    expected = ask()
+    absent = absent_chunks(repository, identity, expected, check.seen, ask)
+    for chunk in sorted(absent.unlisted):
+        if check.live is None or chunk in {each.id for each in check.live.chunks}:
+            findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
+    why = {chunk: lost_text(chunk) for chunk in absent.lost} | check.unusable
+    if why:
+        views = [view for view in (expected.published,) if view is not None]
+        with suppress(DieselError):
+            views.append(repository.view_of(info))
+        findings.problems += loss_lines(losses_in(why, views))
+    gone = expected.empty - check.seen
+    for chunk in sorted(gone if meta is not None else ()):
+        findings.notes.append(
+            f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
+        )
+    return why.keys()
+
+
+def _check_bodies(
+    repository: StoredRepository, identity: UUID, findings: Findings, chunk: ChunkId
+) -> Header:
+    """A chunk's header; what of its bodies is damaged, at a second look too, is a problem."""
+    name = chunk_object(identity, chunk)
+    places: list[int] = []
+
+    def read() -> Header:
+        data = memoryview(repository.objects.get(name))
+        preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
+        start = preamble.body_start - preamble.header_stored
+        header = parse_header(preamble, data[start : preamble.body_start])
+        places[:] = damaged_places(header, data[preamble.body_start :])
+        return header
+
+    header = read_with_retries(read)
+    if places:
+        header = read_with_retries(read)
+    for place in places:
+        findings.problems.append(
+            f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
+        )
+    return header
+
+
+def _live(
+    repository: StoredRepository, info: DatasetInfo, findings: Findings
+) -> MetadataChanges | None:
+    """What the metadata store says, of one moment; None where it cannot."""
+    if info.head is None:
+        problem = repository.meta_problem
+        why = problem.message if problem else "the metadata store does not know the dataset"
+        if _metadata_forbidden(repository):
+            findings.notes.append(f"the metadata were not looked at: {why}")
+            return None
+        findings.problems.append(f"{why}: run `dlcmd recover {info.name}`")
+        return None
+    return repository.meta.changes(info.identity, 0)
+
+
+def _metadata_forbidden(repository: StoredRepository) -> bool:
+    """Whether this user may read the chunks, and not the metadata beside them."""
+    return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
+
+
+def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
+    text = f"unindexed chunk {chunk_id_text(chunk)} with {entries} entries"
+    if time.time() - id_seconds(chunk) < PUT_WINDOW_S:
+        findings.notes.append(f"{text}: of a put under way, or of one that was killed")
+    else:
+        findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
+
+
+def _compare(
+    live: MetadataChanges,
+    live_mark: bytes,
+    folded: Callable[[], MetadataChanges],
+    lost: Collection[ChunkId],
+    findings: Findings,
+) -> None:
+    """Name the paths for which the metadata store and the fold over its chunks differ. What is in
+    lost chunks has been named."""
+    if live_mark == _mark_of(folded):
+        return  # nearly always, and without an object for each entry
+    have, wanted = _by_path(live), _by_path(folded())
+    for path in sorted(wanted.keys() | have.keys()):
+        if path in have and have[path][1] in lost:
+            continue
+        if path not in have:
+            findings.problems.append(f"metadata lacks {shown(path)}")
+        elif path not in wanted:
+            findings.problems.append(f"metadata has {shown(path)}, no chunk does")
+        elif wanted[path] != have[path]:
+            findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
+
+
+def _parts(
+    read: Callable[[], MetadataChanges], previous: Snapshot | None = None
+) -> Sequence[memoryview]:
+    """A state in its canonical form, of no version. It is read here, so that the merge may let go
+    of its rows: of millions they are much."""
+    changes = read()
+    marker, chunks, rows = changes.head, changes.chunks, [changes.rows]
+    del changes
+    return build_snapshot(
+        previous, rows.pop(), chunks,
+        identity=marker.identity, dataset=marker.name, version=1, digest=0,
+    )  # fmt: skip
+
+
+def _as_it_is(changes: MetadataChanges) -> MetadataChanges:
+    return changes
+
+
+def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
+    """What tells a state from others, whatever its version; nothing where it has no form."""
+    try:
+        front, *_ = _parts(read)
+    except (FormatError, UsageError):
+        return b""
+    return content_mark(front)
+
+
+def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
+    rows = changes.rows
+    return {
+        rows.path(i): (
+            rows.records[i].tobytes(),
+            rows.chunks[rows.chunk[i]],
+            rows.tails.get(i, b""),
+        )
+        for i in range(len(rows))
+    }
+
+
+class _Published(NamedTuple):
+    """A published version that has been checked; what is in it is not kept in memory."""
+
+    identity: UUID
+    version: int
+    chunk_ids: Sequence[ChunkId]
+    mark: bytes
+    load: Callable[[], Snapshot]
+
+
+def _published(
+    repository: StoredRepository, identity: UUID, findings: Findings
+) -> _Published | None:
+    """The newest published snapshot, as the store has it. One that is damaged is a problem."""
+    for version in reversed(repository.snapshots.versions(identity)):
+        load = partial(repository.snapshots.fetch_verified, identity, version)
+        try:
+            found = load()
+        except ObjectMissing:  # removed since it was listed
+            continue
+        except FormatError as error:
+            findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
+        else:
+            mark = content_mark(found.buffer)
+            return _Published(identity, version, list(found.chunk_ids), mark, load)
+    return None
+
+
+def _check_published(
+    repository: StoredRepository,
+    published: _Published,
+    live: MetadataChanges,
+    live_mark: bytes,
+    findings: Findings,
+) -> None:
+    """Compare the newest published snapshot with the live metadata, column by column. It was the
+    newest before `live` was looked at, so live metadata ought not to be older."""
+    meta, identity, version = repository.meta, published.identity, published.version
+    if version > live.head.version:
+        findings.problems.append(
+            f"the metadata are at version {live.head.version}, behind the published version"
+            f" {version}: run `dlcmd recover {live.head.name}`"
+        )
+        return
+    for _ in range(_ATTEMPTS):
+        since = meta.changes(identity, version)
+        if since.head.version == live.head.version:
+            break
+        live, live_mark = meta.changes(identity, 0), b""
+    else:
+        findings.notes.append(f"version {version} was not compared: somebody writes all the time")
+        return
+    if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
+        return  # a purge has forgotten some since: nothing continues this version
+    live_mark = live_mark or _mark_of(partial(_as_it_is, live))
+    if version == live.head.version and published.mark == live_mark:
+        return
+    try:
+        found = published.load()
+    except ObjectMissing:
+        return  # removed since it was checked: there is a newer one
+    with suppress(FormatError, UsageError):
+        if version < live.head.version:
+            found = _built(since, found)
+        if content_mark(found.buffer) == live_mark:
+            return
+        differences = list(_differences(found, _built(live, None)))
+        findings.problems += [
+            f"published version {version} differs from the metadata: {each}" for each in differences
+        ]
+        return
+    findings.problems.append(
+        f"published version {version} contradicts the metadata: run"
+        f" `dlcmd recover {live.head.name}`"
+    )
+
+
+def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
+    return Snapshot(
+        memoryview(b"".join(_parts(partial(_as_it_is, changes), previous))), verify=False
+    )
+
+
+def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
+    """What differs between two snapshots that ought to be equal: paths, or else columns."""
+    both = diff_snapshots(found, wanted)
+    lines = [
+        f"{shown(wanted.path(i))} is " + ("another" if both.same_path[i] >= 0 else "missing")
+        for i in np.flatnonzero(both.unchanged < 0).tolist()
+    ]
+    met = np.zeros(len(found), np.bool_)
+    met[both.same_path[both.same_path >= 0]] = True
+    lines += [f"{shown(found.path(i))} is too much" for i in np.flatnonzero(~met).tolist()]
+    if not lines:
+        names = [
+            name
+            for name in Columns._fields
+            if not np.array_equal(getattr(found.columns, name), getattr(wanted.columns, name))
+        ]
+        lines = [f"the column {name}" for name in names]
+    yield from lines[:_DIFFERENCES_MAX]
+    if len(lines) > _DIFFERENCES_MAX:
+        yield f"and {len(lines) - _DIFFERENCES_MAX} more entries"
+
+
+_DIFFERENCES_MAX = 20
+
+
+def _check_kept(
+    repository: StoredRepository, identity: UUID, newest: int, seen: Collection[ChunkId],
+    findings: Findings,
+) -> None:  # fmt: skip
+    """Look at the older published versions. One that is damaged is a problem; chunks that only they
+    need are noted where they are lost: no put and no recovery can bring them back."""
+    versions = repository.snapshots
+    for version in versions.versions(identity):
+        if version >= newest:
+            continue
+        try:
+            view = versions.fetch_verified(identity, version)
+        except ObjectMissing:
+            continue  # removed since it was listed
+        except FormatError as error:
+            findings.problems.append(f"{error.message}; version {version} can no longer be read")
+            continue
+        lost = {
+            chunk
+            for chunk in used_chunks(view).difference(seen)
+            if not chunk_exists(repository.objects, identity, chunk)
+        }
+        if lost and version in versions.versions(identity):
+            files = sum(len(loss.files) for loss in losses_in(dict.fromkeys(lost, ""), [view]))
+            findings.notes.append(
+                f"the kept version {version} cannot be read whole: the store does not have"
+                f" {', '.join(map(chunk_id_text, sorted(lost)[:3]))}"
+                f"{', ...' if len(lost) > 3 else ''}; files in them: {files}"
+            )
+
+
+def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: Findings) -> None:
+    """Shadowed files, leftovers and foreign objects."""
+    try:
+        view = repository.view_of(info)
+        for index in view.shadowing_folders().tolist():
+            findings.notes.append(
+                f"{shown(view.path(index))} is a file and a folder: the folder shows"
+            )
+    except DieselError as error:
+        findings.problems.append(error.message)
+    prefix = dataset_prefix(info.identity)
+    if leftovers := sum(1 for _ in repository.objects.leftovers(prefix)):
+        files = f"temporary file{'s' * (leftovers > 1)}"
+        findings.notes.append(f"{leftovers} {files} of puts under way or killed")
+    if foreign := sum(1 for _ in repository.objects.foreign(prefix)):
+        findings.notes.append(f"{foreign} foreign object{'s' * (foreign > 1)}, ignored")

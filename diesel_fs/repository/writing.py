@@ -1,0 +1,157 @@
+"""One writer's session on a dataset, and storing one chunk under an ID that is free.
+
+`WriteSession` holds what a local and a remote repository share: which chunks this writer has
+committed, tombstones, and the question whether somebody else wrote too. How a chunk is checked and
+committed differs, and stands in the subclasses. A session belongs to one thread at a time.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence, Set
+from uuid import UUID
+
+from ..errors import ObjectExists
+from ..format.chunk import Header
+from ..format.chunk_builder import ChunkBuilder
+from ..format.chunk_id import IdSource
+from ..format.entries import Bytes, ChunkId, check_path, split
+from ..format.object_names import chunk_object
+from ..format.snapshot.reader import Snapshot
+from ..storage.metadata.store import DatasetHead, chunks_digest
+from ..storage.objects.store import ObjectStore
+from .catalog import DatasetInfo
+from .validation import ValidatedChunk
+
+_TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a chunk of tombstones by its paths
+_STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
+
+
+class WriteSession(ABC):
+    """One writer on one dataset: it makes IDs, commits chunks, deletes paths.
+
+    What was committed is acknowledged by `finish`: from then on it survives any crash. After a
+    deletion of the dataset every method raises ConflictError.
+    """
+
+    def __init__(
+        self,
+        info: DatasetInfo,
+        objects: ObjectStore,
+        ids: IdSource,
+        load_view: Callable[[DatasetInfo], Snapshot],
+    ) -> None:
+        """`load_view` gives the snapshot of the version that `info.head` names."""
+        assert info.head is not None
+        self.name = info.name
+        self.identity = info.identity
+        self.objects = objects
+        self.folders: set[bytes] = set()
+        """The folders in which this session has committed something."""
+        self._started_at = info.head
+        self._info = info
+        self._ids = ids
+        self._load_view = load_view
+        self._view: Snapshot | None = None
+        self._committed_ids: dict[ChunkId, None] = {}  # in the order of their commits
+
+    @abstractmethod
+    def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """Check a chunk that is durable, given its preamble and its stored header.
+
+        Raises CorruptError for an ID from the future or for stamps that a writer may not choose,
+        StaleChunk for an ID older than the put window.
+        """
+
+    @abstractmethod
+    def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
+        """Commit chunks together: all of them or none. Idempotent; returns the version."""
+
+    @abstractmethod
+    def finish(self) -> int:
+        """Acknowledge: all commits are durable and their snapshot is published, also where the
+        metadata store has lost some of them meanwhile. Returns the version."""
+
+    @abstractmethod
+    def _head(self) -> DatasetHead:
+        """The dataset's head, as it is now. Raises ConflictError after a deletion."""
+
+    @property
+    def version(self) -> int:
+        """The version at which the session began."""
+        return self._started_at.version
+
+    @property
+    def view(self) -> Snapshot:
+        """The dataset as it was when the session began."""
+        if self._view is None:
+            self._view = self._load_view(self._info)
+        return self._view
+
+    def use_view(self, view: Snapshot) -> None:
+        """Take `view`, which the caller has loaded already, if it is of the right version."""
+        if view.identity == self.identity and view.version == self.version:
+            self._view = view
+
+    def new_id(self, writer_of: ChunkId | None = None) -> ChunkId:
+        """The ID of a chunk that is being sealed now."""
+        return self._ids.next(self._head().newest, writer_of)
+
+    def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
+        """`validate_chunk`, then commit the chunk."""
+        chunk = self.validate_chunk(preamble, header)
+        self.commit_all([chunk])
+        return chunk
+
+    def delete(self, paths: Sequence[bytes]) -> int:
+        """Write and commit tombstones for `paths`. Repeatable; returns how many paths."""
+        builder = ChunkBuilder(self.identity, _TOMBSTONE_BODY_BYTES, "none")
+        for path in paths:
+            builder.add_tombstone(split(check_path(path)))
+            if builder.full:
+                self._store(builder)
+        if len(builder):
+            self._store(builder)
+        return len(paths)
+
+    @property
+    def committed_chunks(self) -> Set[ChunkId]:
+        """The chunks that this session has committed."""
+        return self._committed_ids.keys()
+
+    def others_committed(self) -> bool:
+        """Whether anybody else has committed or purged chunks since this session began."""
+        return self._head().digest != chunks_digest(self._committed_ids, self._started_at.digest)
+
+    def _remember(self, chunks: Iterable[ValidatedChunk]) -> None:
+        """Note chunks that have been committed."""
+        for chunk in chunks:
+            self._committed_ids[chunk.batch.chunk.id] = None
+            self.folders.update(chunk.batch.rows.folders)
+
+    def _store(self, builder: ChunkBuilder) -> None:
+        _, parts, _ = seal_and_store(builder, self.objects, self.identity, self.new_id)
+        self.commit(bytes(parts[0]), bytes(parts[1]))
+        builder.clear()
+
+
+def seal_and_store(
+    builder: ChunkBuilder,
+    objects: ObjectStore,
+    identity: UUID,
+    new_id: Callable[[], ChunkId],
+) -> tuple[ChunkId, Sequence[Bytes], Header]:
+    """Seal a chunk and make it durable; returns its ID, its parts (preamble, stored header, bodies)
+    and its header. Where another writer has drawn the same ID, the chunk is sealed again.
+
+    The parts are valid until the builder is cleared. Raises ObjectStoreError.
+    """
+    for tries_left in reversed(range(_STORE_TRIES)):
+        chunk = new_id()
+        parts, header = builder.seal(chunk)
+        try:
+            objects.put(chunk_object(identity, chunk), parts)
+        except ObjectExists:
+            if not tries_left:
+                raise
+        else:
+            return chunk, parts, header
+    raise AssertionError("the last try returns or raises")
