@@ -9,6 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import save_snapshot
 from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
@@ -67,10 +68,11 @@ def commits(folder: Path, mode: str) -> None:
 
 
 def saves(folder: Path, what: str) -> None:
-    for name in ("old", "new"):
-        save_snapshot(empty_snapshot(IDENTITY, name), folder / "saved")
-    tell(what)
-    os._exit(0)
+    with LocalRepository.open(folder.as_uri(), create=True):
+        for name in ("old", "new"):
+            save_snapshot(empty_snapshot(IDENTITY, name), folder / "saved")
+        tell(what)
+        os._exit(0)
 
 
 DRIVERS = {
