@@ -12,11 +12,10 @@ from uuid import UUID
 import msgpack
 
 from ..format.entries import Bytes
-from ..net.frames import BINDING_BYTES, Limits, frame, parse_head
-from ..net.frames import NO_BINDING as NO_BINDING
+from ..net.frames import BINDING_BYTES, GreetingCodec, Limits, frame, parse_head
 from ..net.frames import GREETING_BYTES as GREETING_BYTES
+from ..net.frames import NO_BINDING as NO_BINDING
 from ..net.frames import NONCE_BYTES as NONCE_BYTES
-from ..net.frames import GreetingCodec
 from ..net.messages import Fields, Message
 from .membership import INSTANCE_BYTES
 from .wire import RANK_MAX

@@ -337,7 +337,7 @@ def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
     for file in private.glob(f"{identity.hex}-*"):
         file.write_bytes(file.read_bytes()[:640].ljust(file.stat().st_size, b"\0"))
     (tmp_path / "boot").write_text("another")
-    monkeypatch.setattr("diesel_fs.repository.versions._BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr("diesel_fs.repository.private_copies._BOOT_ID", tmp_path / "boot")
     _boot.cache_clear()
     try:
         assert dataset_state(filled) == facts(source)

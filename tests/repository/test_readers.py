@@ -233,7 +233,7 @@ def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
             during.append(blind.meta_problem)
             return opened
 
-        monkeypatch.setattr("diesel_fs.repository.local.open_metadata", opens)
+        monkeypatch.setattr("diesel_fs.repository.stored.open_metadata", opens)
         blind.open_metadata(create=False)
         assert during == [problem]
         assert blind.meta_problem is None

@@ -29,7 +29,7 @@ from ...errors import DieselError, ForeignError, MetadataError, NoSuchDataset
 from ...format.snapshot.diff import diff_snapshots
 from ...format.snapshot.reader import Snapshot
 from ...net.messages import Message, Value
-from ...repository.versions import snapshot_descriptor
+from ...repository.private_copies import snapshot_descriptor
 from ..options import MountRequest
 from ..prefetch.link import WorkerLink
 from ..sessions.kernel import KernelSession

@@ -157,10 +157,10 @@ def test_readers_meet_no_error_but_absence_while_versions_go_by(followed: Follow
 
 OPENERS = """if True:
     import os, sys, time
-    from diesel_fs.repository import Repository
+    from diesel_fs.repository.local import LocalRepository
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.001)
-    with Repository.open(sys.argv[1]) as repository:
+    with LocalRepository.open(sys.argv[1]) as repository:
         view = repository.view("ds")
         print(view.version, view.lookup(b"kept"), view.entry_count)
 """
