@@ -26,7 +26,7 @@ programs."""
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission storage.accounts.account peers.ownership peers.membership".split(),
-    *"peers.registration peers.wire peers.hello mounts.plans.control_wire".split(),
+    *"peers.wire mounts.plans.control_wire".split(),
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"

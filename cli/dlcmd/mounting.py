@@ -3,8 +3,10 @@
 import os
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import ParamSpec, Unpack
 
 import click
 
@@ -13,7 +15,14 @@ from diesel_fs.mounts import MountRequest, mount_in_foreground
 from diesel_fs.mounts import mount as mount_in_background
 from diesel_fs.mounts import stats as stats_of
 from diesel_fs.mounts import umount as unmount
-from diesel_fs.peers.options import TaskOptions, read_key_file
+from diesel_fs.peers.options import (
+    OptionKind,
+    TaskKwargs,
+    TaskOptions,
+    cli_name,
+    option_specs,
+    read_key_file,
+)
 
 from .mount_stats import stats_lines
 from .options import global_flags, size, verb, versioned_dataset
@@ -30,6 +39,44 @@ def octal(text: str) -> int:
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
+
+
+_P = ParamSpec("_P")
+
+
+def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
+    """Gives a command the options of `TaskOptions`, and `--task-key-file`."""
+    kinds: dict[OptionKind, object] = {
+        OptionKind.TEXT: click.STRING,
+        OptionKind.ADDRESSES: click.STRING,
+        OptionKind.FOLDER: click.Path(path_type=Path),
+        OptionKind.SIZE: size,
+        OptionKind.FLAG: click.BOOL,
+    }
+    for name, spec in reversed(option_specs().items()):
+        if name == "task_key":
+            command = click.option(
+                "--task-key-file", type=click.Path(path_type=Path), metavar="FILE",
+                help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
+            )(command)  # fmt: skip
+        if not spec.help:
+            continue
+        kind = kinds.get(spec.kind)
+        if spec.kind is OptionKind.COUNT:
+            kind = click.IntRange(spec.low)
+        elif spec.kind is OptionKind.CHOICE:
+            kind = click.Choice(spec.choices)
+        command = click.option(
+            cli_name(name),
+            name,
+            type=kind,
+            metavar=spec.metavar,
+            help=spec.help,
+            is_flag=spec.kind is OptionKind.FLAG,
+            default=spec.choices[0] if spec.choices else None,
+            show_default=bool(spec.choices),
+        )(command)
+    return command
 
 
 @verb("mount")
@@ -66,13 +113,6 @@ def octal(text: str) -> int:
     " master holds.  [default: half of what is free]",
 )  # fmt: skip
 @click.option(
-    "--policy",
-    type=click.Choice(["on-demand", "oneshot"]),
-    default="on-demand",
-    show_default=True,
-    help="Make chunks resident when they are first read, or all from the start.",
-)
-@click.option(
     "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True,
     help="Number by which the orders in .diesel/filelist are drawn.",
 )  # fmt: skip
@@ -91,52 +131,7 @@ def octal(text: str) -> int:
     "--umask", type=octal, default="0", show_default=True,
     help="Bits taken from the modes that are shown.",
 )  # fmt: skip
-@click.option(
-    "--task", metavar="NAME", default="",
-    help="Read through the cache that the nodes of this training task share.",
-)  # fmt: skip
-@click.option(
-    "--task-key-file", type=click.Path(path_type=Path), metavar="FILE",
-    help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
-)  # fmt: skip
-@click.option(
-    "--rank", type=click.IntRange(0), metavar="N",
-    help="Which of the task's nodes this one is, from 0 on.  [default: as SLURM or torchrun say]",
-)  # fmt: skip
-@click.option(
-    "--world", type=click.IntRange(1), metavar="N",
-    help="How many nodes the task has.  [default: as SLURM or torchrun say, else 1]",
-)  # fmt: skip
-@click.option(
-    "--peers", metavar="HOST:PORT,...", default="",
-    help="Where all nodes listen, in the order of their ranks; needed where there is no Redis.",
-)  # fmt: skip
-@click.option(
-    "--listen", metavar="HOST:PORT", default="",
-    help="Where this node waits for the others.  [default: as --peers says of it, else the address"
-    " by which this machine reaches the server or Redis]",
-)  # fmt: skip
-@click.option(
-    "--advertise", metavar="HOST[:PORT]", default="",
-    help="Where the other nodes are told to find this one, if not at --listen.",
-)  # fmt: skip
-@click.option(
-    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep chunks in this folder, too, also for the next job: what is in memory when the task"
-    " ends is written there. Without --task it is a cache of this node alone.",
-)  # fmt: skip
-@click.option(
-    "--cache-size", type=size, default="0",
-    help="How large --cache-dir may get.  [default: half of what is free there and what it holds]",
-)  # fmt: skip
-@click.option(
-    "--evict",
-    type=click.Choice(["lru", "lfu", "none"]),
-    default="lru",
-    show_default=True,
-    help="What goes where the task's cache is full.",
-)
-@click.option("--peer-tls", is_flag=True, help="Encrypt what nodes of the task send each other.")
+@task_options
 @click.option(
     "--log-file", type=click.Path(path_type=Path), metavar="FILE",
     help="Where the mount logs. A task's master always logs to a file in the folder that is the"
@@ -153,26 +148,16 @@ def mount(
     follow: bool,
     session: str,
     memory: int | None,
-    policy: Literal["on-demand", "oneshot"],
     seed: int,
     group_size: int | None,
     allow_other: bool,
     uid: int | None,
     gid: int | None,
     umask: int,
-    task: str,
     task_key_file: Path | None,
-    rank: int | None,
-    world: int | None,
-    peers: str,
-    listen: str,
-    advertise: str,
-    cache_dir: Path | None,
-    cache_size: int,
-    evict: str,
-    peer_tls: bool,
     log_file: Path | None,
     foreground: bool,
+    **task: Unpack[TaskKwargs],
 ) -> None:
     """Mount a dataset as a read-only folder; returns when reads work.
 
@@ -195,20 +180,11 @@ def mount(
         )
     name, version = target
     mountpoint = os.path.abspath(folder)
-    task_options = TaskOptions(
-        task=task,
-        task_key=_task_key(task_key_file),
-        rank=rank,
-        world=world,
-        peers=tuple(filter(None, peers.split(","))),
-        listen=listen,
-        advertise=advertise,
-        cache_dir=os.path.abspath(cache_dir) if cache_dir else "",
-        cache_bytes=cache_size,
-        policy=policy,
-        evict=evict,
-        peer_tls=peer_tls,
-    ).or_single_node(mountpoint)
+    if task_key_file is not None:  # it goes before the environment
+        task["task_key"] = ""
+    options = TaskOptions.from_kwargs(task, mountpoint, spelled=cli_name)
+    if task_key_file is not None:
+        options = replace(options, task_key=read_key_file(task_key_file))
     request = MountRequest(
         url=settings.repository_url,
         dataset=name,
@@ -220,7 +196,7 @@ def mount(
         version=version,
         session=session,
         memory_bytes=memory or 0,
-        policy=policy,
+        policy=options.policy,
         seed=seed,
         group_size=group_size or 0,
         allow_other=allow_other,
@@ -228,7 +204,7 @@ def mount(
         gid=-1 if gid is None else gid,
         umask=umask,
         log_file=os.path.abspath(log_file) if log_file else "",
-        task_options=task_options,
+        task_options=options,
     ).with_credentials(settings.credentials)
     if foreground:
         mount_in_foreground(request)
@@ -237,7 +213,7 @@ def mount(
         print_json({"dataset": name, "mountpoint": request.mountpoint})
     else:
         print_line(f"{name} is mounted on {request.mountpoint}")
-    if policy == "oneshot" and is_bar_shown():
+    if options.policy == "oneshot" and is_bar_shown():
         _show_loading(name, request.mountpoint)
 
 
@@ -262,11 +238,6 @@ def _show_loading(name: str, mountpoint: str) -> None:
                 time.sleep(LOADING_POLL_S)
     except KeyboardInterrupt:
         print_note(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
-
-
-def _task_key(file: Path | None) -> str:
-    """The secret of a task. Raises ConfigError, PermissionDenied."""
-    return os.environ.get("DIESEL_TASK_KEY", "") if file is None else read_key_file(file)
 
 
 @verb("umount")

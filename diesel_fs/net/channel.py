@@ -1,11 +1,11 @@
-"""Bytes to and from another master: over a socket, or over TLS.
+"""Bytes to and from another process over a TCP connection, plain or with TLS.
 
-Owned here: sending and receiving without going through the loop where that is not needed, what
-waits to be sent, how slow an end may be. Not owned: what the bytes mean.
+A channel sends and receives at once where it can, and enters trio's loop only where it must wait:
+trio's own sockets cost two turns of the loop for each call, more than a small request otherwise
+takes. An end that is too slow is disconnected.
 
-Concurrency: one task receives; any task sends, whole frames, which leave in the order of
-`send_now`. What has been put is sent by whoever waits in `drain`. Sockets of trio's own would cost
-two turns of its loop for each call, which is more than a small request takes otherwise.
+Concurrency: one task receives. Any task may send whole frames, which leave in the order of the
+calls of `send_now`; what does not leave at once is sent by the next task that waits in `drain`.
 """
 
 import socket
@@ -20,17 +20,17 @@ from ..format.entries import Bytes
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
-"""How fast a frame must come or go, when the first 10 s are over."""
+"""The slowest allowed rate of a frame after its first `GRACE_S` seconds."""
 
 _AT_ONCE = 1024  # parts of one system call (IOV_MAX)
 _TLS_PIECE_BYTES = 256 << 10
 _TLS_RECORD_BYTES = 16 << 10
-_DIRECT_BYTES = 4 << 10  # a piece that is larger is received where it belongs
-_TURNS = 16  # calls in a row that found something
+_DIRECT_BYTES = 4 << 10  # larger pieces are received without a copy
+_TURNS = 16  # calls in a row that returned bytes, then other tasks run
 _LINGER_S = 1.0
 _LINGER_BYTES = 64 << 10
 
-_USER_TIMEOUT_MS = 10_000  # a machine that does not take what has been sent is not there any more
+_USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for so long is gone
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -46,23 +46,23 @@ class ConnectionClosed(Exception):
 
 
 class Channel:
-    """A connection without TLS; the socket is taken over."""
+    """A connection without TLS. It owns the socket."""
 
     buffers_internally = False
-    """Whether bytes may be here of which the socket knows nothing any more."""
+    """Whether received bytes may wait in a buffer that the socket does not report as readable."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._file = connected.fileno()
         connected.setblocking(False)
-        with suppress(OSError):  # not all of them exist for every kind of socket
+        with suppress(OSError):  # some options do not exist for every kind of socket
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
         self._unsent: deque[Bytes] = deque()
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
-        """Some bytes that are here already. Raises BlockingIOError, Gone."""
+        """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         try:
             count = self._socket.recv_into(room)
         except BlockingIOError:
@@ -70,18 +70,18 @@ class Channel:
         except OSError as error:
             raise ConnectionClosed(error.strerror) from error
         if not count:
-            raise ConnectionClosed("it closed the connection")
+            raise ConnectionClosed("the other end closed the connection")
         return count
 
     async def wait_readable(self) -> None:
-        """Wait until there may be something. Raises Gone."""
+        """Wait until bytes may be here. Raises ConnectionClosed."""
         try:
             await trio.lowlevel.wait_readable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
             raise ConnectionClosed("the connection was closed") from error
 
     async def receive(self, room: memoryview) -> int:
-        """Some bytes. Raises Gone."""
+        """Receive some bytes; returns how many. Raises ConnectionClosed."""
         while True:
             try:
                 return self.receive_now(room)
@@ -89,7 +89,7 @@ class Channel:
                 await self.wait_readable()
 
     async def receive_exactly(self, size: int) -> bytearray:
-        """Just as many bytes. Raises Gone."""
+        """Receive exactly `size` bytes. Raises ConnectionClosed."""
         taken = bytearray(size)
         view = memoryview(taken)
         while len(view):
@@ -97,8 +97,8 @@ class Channel:
         return taken
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Send parts of `size` bytes in all. Whether they have left; if not, somebody must `drain`,
-        and the parts stay as they are until then. Raises Gone."""
+        """Send parts of `size` bytes in all. Returns whether all have left. If not, a task must
+        call `drain`, and the parts must not change until it returns. Raises ConnectionClosed."""
         sent = 0
         if not self._unsent:
             try:
@@ -110,12 +110,12 @@ class Channel:
             if sent == size:
                 return True
         self._unsent.extend(parts)
-        self._forget(sent)
+        self._drop_sent(sent)
         return False
 
     async def drain(self) -> None:
-        """Come back when all has left. Raises Gone, also where the other end takes it too
-        slowly."""
+        """Wait until everything has left. Raises ConnectionClosed, also where the other end takes
+        it too slowly."""
         async with self._draining:
             begun_s = trio.current_time()
             moved = 0
@@ -127,12 +127,12 @@ class Channel:
                     continue
                 except OSError as error:
                     raise ConnectionClosed(error.strerror) from error
-                self._forget(sent)
+                self._drop_sent(sent)
                 moved += sent
 
     async def half_close(self) -> None:
-        """Say that nothing else comes, and hear the other end out for a moment: closing at once
-        would make the kernel take back what has been sent."""
+        """Announce that no more bytes come, then read for a moment: closing at once could make the
+        kernel discard bytes that have been sent."""
         dropped, sink = 0, memoryview(bytearray(4096))
         with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
             self._socket.shutdown(socket.SHUT_WR)
@@ -140,17 +140,17 @@ class Channel:
                 dropped += await self.receive(sink)
 
     def close(self) -> None:
-        """Let go of it, at once. Repeatable."""
+        """Close the connection at once. Repeatable."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
 
     def _send(self, parts: Sequence[Bytes]) -> int:
-        """How many bytes of these have left."""
+        """Send some of these bytes now; returns how many have left."""
         return self._socket.sendmsg(parts if len(parts) <= _AT_ONCE else parts[:_AT_ONCE])
 
     def _next(self) -> int:
-        """How many parts are tried at once."""
+        """How many parts one call sends."""
         return min(len(self._unsent), _AT_ONCE)
 
     async def _writable(self) -> None:
@@ -159,8 +159,8 @@ class Channel:
         except (trio.ClosedResourceError, OSError) as error:
             raise ConnectionClosed("the connection was closed") from error
 
-    def _forget(self, sent: int) -> None:
-        """What has left needs no memory."""
+    def _drop_sent(self, sent: int) -> None:
+        """Drop `sent` bytes that have left from the queue."""
         unsent = self._unsent
         while unsent:
             size = len(unsent[0])
@@ -175,12 +175,12 @@ class Channel:
 class TlsChannel(Channel):
     """A connection over TLS."""
 
-    holds_back = True
+    buffers_internally = True
 
     def __init__(
         self, connected: socket.socket, context: ssl.SSLContext, *, accepted: bool
     ) -> None:
-        """Raises Gone. `do_handshake` comes next."""
+        """The caller must call `do_handshake` next. Raises ConnectionClosed."""
         connected.setblocking(False)
         try:
             self._tls = context.wrap_socket(
@@ -192,7 +192,7 @@ class TlsChannel(Channel):
         super().__init__(self._tls)
 
     async def do_handshake(self) -> None:
-        """The handshake. Raises Gone."""
+        """Complete the TLS handshake. Raises ConnectionClosed."""
         try:
             while True:
                 try:
@@ -203,20 +203,22 @@ class TlsChannel(Channel):
                 except ssl.SSLWantWriteError:
                     await self._writable()
         except ssl.SSLError as error:
-            raise ConnectionClosed(f"no TLS: {error.reason or error}") from error
+            raise ConnectionClosed(f"the TLS handshake failed: {error.reason or error}") from error
         except OSError as error:
-            raise ConnectionClosed(error.strerror or "it closed the connection") from error
+            raise ConnectionClosed(
+                error.strerror or "the other end closed the connection"
+            ) from error
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's, as DER. Raises Gone where it has none."""
+        """The other end's certificate as DER. Raises ConnectionClosed where it has none."""
         found = self._tls.getpeercert(binary_form=True)
         if not found:
-            raise ConnectionClosed("it has no certificate")
+            raise ConnectionClosed("the other end has no certificate")
         return found
 
     def receive_now(self, room: memoryview) -> int:
-        """Some bytes that are here already. Raises BlockingIOError, Gone."""
+        """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         try:
             count = self._tls.recv_into(room)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -224,11 +226,11 @@ class TlsChannel(Channel):
         except OSError as error:
             raise ConnectionClosed(str(error)) from error
         if not count:
-            raise ConnectionClosed("it closed the connection")
+            raise ConnectionClosed("the other end closed the connection")
         return count
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Send; small parts become one record. Raises Gone."""
+        """As `Channel.send_now`; small parts are joined to one TLS record."""
         return super().send_now(list(_joined(parts)), size)
 
     def _next(self) -> int:
@@ -251,7 +253,7 @@ class TlsChannel(Channel):
 
 
 def _joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
-    """The same bytes with few small parts: each call makes a record, or several."""
+    """The same bytes with few small parts: each part costs at least one TLS record."""
     found: list[Bytes] = []
     small: list[Bytes] = []
     size = 0
@@ -269,37 +271,37 @@ def _joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
 
 
 async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
-    """Wait, as long as who has moved so many bytes of a frame since may take. Raises Gone."""
+    """Wait within the time that a frame may take of which `moved` bytes have come or gone since
+    `begun_s`. Raises ConnectionClosed."""
     with trio.CancelScope(deadline=begun_s + GRACE_S + moved / RATE_BYTES_PER_S) as scope:
         await wait()
     if scope.cancelled_caught:
-        raise ConnectionClosed("it is too slow")
+        raise ConnectionClosed("the other end is too slow")
 
 
 class FrameReader:
-    """What comes over a channel, frame by frame, for the one task that receives.
+    """Reads the frames that arrive on a channel, for the one task that receives.
 
-    Between frames it waits as long as it takes; a frame that has begun must go on. Some bytes are
-    received into a buffer; larger pieces go straight to where they belong.
+    Between frames it waits without a limit; a frame that has begun must arrive at the minimum rate.
+    Small pieces go through a buffer; larger pieces are received where the caller wants them.
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
         self.buffer = memoryview(bytearray(size))
-        self.start = self.end = 0  # what of the buffer has not been taken yet
+        self.start = self.end = 0  # the unread part of the buffer
         self._channel = channel
-        self._is_empty = (
-            not channel.buffers_internally
-        )  # the last call found less than there was room for
+        # Whether the last call returned less than there was room for
+        self._is_empty = not channel.buffers_internally
         self._turns = 0
         self._begun_s: float | None = None
         self._moved = 0
 
     def begin_frame(self) -> None:
-        """What comes now is a new frame."""
+        """The next bytes belong to a new frame."""
         self._begun_s = None
 
     async def fill_buffer(self, size: int) -> None:
-        """Come back when so many bytes stand in the buffer, at `start`. Raises Gone."""
+        """Wait until `size` bytes are in the buffer, from `start` on. Raises ConnectionClosed."""
         while self.end - self.start < size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -308,8 +310,8 @@ class FrameReader:
             self.end += await self._some(self.buffer[self.end :], is_idle=self.start == self.end)
 
     async def receive_into(self, room: memoryview) -> int:
-        """Some bytes of a frame; 0 where others had their turn before any were written, as the room
-        may not be wanted any more. Raises Gone."""
+        """Receive some bytes of a frame; returns how many. 0 means that other tasks ran and nothing
+        was written: the room may not be wanted any more. Raises ConnectionClosed."""
         if self.start == self.end:
             if len(room) >= _DIRECT_BYTES:
                 return await self._some(room, is_idle=False, may_return_empty=True)
@@ -322,7 +324,7 @@ class FrameReader:
         return size
 
     async def skip(self, size: int) -> None:
-        """Drop so many bytes. Raises Gone."""
+        """Drop `size` bytes. Raises ConnectionClosed."""
         while size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -332,7 +334,7 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
-        """For a frame's bytes from `start` on."""
+        """Make room for the bytes of a frame from `start` on."""
         have = self.end - self.start
         buffer = self.buffer
         if size > len(buffer):
@@ -357,7 +359,7 @@ class FrameReader:
             self._is_empty = count < len(room) and not self._channel.buffers_internally
             self._moved += count
             self._turns += 1
-            if self._turns >= _TURNS:  # there is always something: others are to have their turn
+            if self._turns >= _TURNS:  # bytes are always there: let other tasks run
                 self._turns = 0
                 await trio.lowlevel.checkpoint()
             return count

@@ -1,9 +1,8 @@
-"""TLS between masters: certificates that are made at the start, and known by their digests.
+"""TLS between masters: each makes a certificate when it starts, and others know it by its SHA-256.
 
-Owned here: what a master's certificate is, and what both ends ask of TLS. Not owned: where digests
-are registered (`membership.py`), and the proofs that cover them (`wire.py`). No authority signs
-anything: who knows the digest of a certificate knows all that there is to know of it, so nobody
-looks at the names and dates in it. The key never lies on a disk. Any thread.
+The digest travels with the master's registration (`peers/membership.py`), and the proofs of a
+handshake cover it. So no authority signs a certificate, and nobody checks the names and dates in
+it. The private key is never written to a disk. Safe from any thread.
 """
 
 import datetime as dt
@@ -18,19 +17,19 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diesel-fs master")])
-_VALID = dt.timedelta(days=3650)  # nobody looks at it, but something must stand there
+_VALID = dt.timedelta(days=3650)  # nobody checks it, but the format demands dates
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a master speaks TLS with, and the SHA-256 that others know it by."""
+    """The context with which a master accepts TLS, and the SHA-256 of its certificate."""
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
 
 
 def make_certificate() -> Certificate:
-    """A new key and a certificate that it has signed itself."""
+    """Make a key and a certificate that this key has signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = dt.datetime.now(dt.UTC)
     certificate = (
@@ -50,7 +49,7 @@ def make_certificate() -> Certificate:
     )
     context = _strict(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     context.num_tickets = 0  # connections last; none is resumed
-    file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads it from a path alone
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads it from a path only
     try:
         os.write(file, pem)
         context.load_cert_chain(f"/proc/self/fd/{file}")
@@ -62,13 +61,13 @@ def make_certificate() -> Certificate:
 
 
 def certificate_digest(certificate: bytes) -> bytes:
-    """What others know a certificate by, which is given as DER."""
+    """The SHA-256 of a certificate, given as DER."""
     return hashlib.sha256(certificate).digest()
 
 
 def client_context() -> ssl.SSLContext:
-    """For connections whose other end's certificate the caller compares with what it expects, right
-    after the handshake: no chain, no name and no date is checked here."""
+    """A context that checks no chain, name or date: right after the handshake, the caller must
+    compare the other end's certificate with the one it expects."""
     context = _strict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

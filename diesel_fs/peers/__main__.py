@@ -1,4 +1,4 @@
-"""`python -m diesel_fs.peers`: a master (`daemon.py`)."""
+"""`python -m diesel_fs.peers` runs a master (`daemon.py`)."""
 
 import sys
 

@@ -1,12 +1,13 @@
-"""The answering end: who may connect, and answers for them.
+"""The accepting end of connections between masters: it lets other masters in and answers their
+requests (`PEERS.md`, section 3).
 
-Owned here: listening, limits on connections and on what is under way, order and fairness. Not
-owned: the handshake (`handshake.py`), where the bytes of an answer are (`AnswerSource`).
+It limits connections, handshakes and requests in flight, and keeps the peers' turns fair. The bytes
+of answers come from an `AnswerSource`, which is the `Master`.
 
-Concurrency: trio's. A task for each connection answers at once what is in memory; what has to be
-looked for gets a task of its own, of which a connection has few. Answers leave in any order, each
-in one piece. The parts of an answer are sent from where they lie: whoever gave them keeps them as
-they are until nobody has a view of them any more.
+Concurrency: trio's. One task for each connection answers at once what is in memory. A request that
+has to wait for a disk or a store gets a task of its own, of which a connection has few; so answers
+leave in any order, each in one piece. An answer is sent from the memory where its parts lie: the
+source keeps that memory unchanged as long as anybody has a view of it.
 """
 
 import errno
@@ -21,7 +22,7 @@ import trio
 from ..errors import CorruptError, DieselError
 from ..format.entries import Bytes
 from ..net.channel import Channel, ConnectionClosed, FrameReader, TlsChannel
-from . import hello, wire
+from . import wire
 from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
 from .wire import (
     ALL_GIVEN,
@@ -38,38 +39,39 @@ from .wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
+"""A connection without requests for so long is closed."""
 PENDING_HANDSHAKES_MAX = 256
-"""Connections that have not said hello, in all. Where there are more, the oldest has to go: a
-master's hello takes milliseconds."""
+"""Connections whose handshake has not ended, in all. Beyond that the oldest is closed: a real
+master's handshake takes milliseconds."""
 
 PENDING_HANDSHAKES_PER_ADDRESS = 16
 CONNECTIONS_MAX = 4096
-"""That have: one for each rank."""
+"""Connections after their handshake: one for each rank."""
 
-_BUFFER_BYTES = 8 << 10  # some hundred small requests; a larger one makes it larger
-_TURN_REQUESTS, _TURN_BYTES = 32, 4 << 20  # answers of one connection before others have their turn
-_LINES, _LINES_S = 20, 60.0  # of refusals in the log
+_BUFFER_BYTES = 8 << 10  # some hundred small requests; it grows for a larger one
+_TURN_REQUESTS, _TURN_BYTES = 32, 4 << 20  # of one connection, before other tasks run
+_LINES, _LINES_S = 20, 60.0  # so many lines about rejections in the log, each minute
 _IDLE_CHECK_S = 10.0
-_PAUSE_S = 0.1  # where there are no descriptors; a connection waits
+_PAUSE_S = 0.1  # without free descriptors; the next connection waits in the kernel
 _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
 
 
 class AnswerSource(Protocol):
-    """Where answers come from."""
+    """Where the bytes of answers come from."""
 
     def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
-        """The bytes of all parts, in their order, where all are in memory; never waits. `parts` is
-        good for the time of the call."""
+        """The bytes of all parts, in their order, where all are in memory; else None. Never waits.
+        `parts` is valid during the call only."""
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes of those that are given."""
+        """A status for each part, and the bytes of the parts with status `GIVEN`."""
 
 
 class _PendingHandshake:
-    """A connection that has not said hello."""
+    """A connection whose handshake has not ended."""
 
     __slots__ = ("address", "scope")
 
@@ -79,7 +81,7 @@ class _PendingHandshake:
 
 
 class _Connection:
-    """A connection of another master."""
+    """A connection from another master, after its handshake."""
 
     def __init__(
         self, channel: Channel, rank: int, me: LocalIdentity, scope: trio.CancelScope
@@ -91,12 +93,12 @@ class _Connection:
         self.served = 0
         self.served_before = 0
         self.idle_since_s = trio.current_time()
-        self.in_flight = 0  # what has to be looked for
+        self.in_flight = 0  # requests that have a task of their own
         self._bytes = 0
         self._freed = trio.lowlevel.ParkingLot()
 
     async def acquire(self, size: int) -> None:
-        """Come back when something of this size may be looked for."""
+        """Wait until another request of this size may be in flight."""
         while self.in_flight >= wire.REQUESTS_MAX or (
             self.in_flight and self._bytes + size > wire.IN_FLIGHT_BYTES_MAX
         ):
@@ -105,13 +107,13 @@ class _Connection:
         self._bytes += size
 
     def release(self, size: int) -> None:
-        """It has been answered."""
+        """A request of this size has been answered."""
         self.in_flight -= 1
         self._bytes -= size
         self._freed.unpark_all()
 
     async def send(self, number: int, kind: int, statuses: bytes, views: Sequence[Bytes]) -> None:
-        """An answer. Comes back when it has left. Raises Gone."""
+        """Send an answer; returns when it has left. Raises ConnectionClosed."""
         size = sum(map(len, views))
         head = wire.answer_head(number, kind, statuses, size)
         if not self.channel.send_now([head, *views], len(head) + size):
@@ -119,7 +121,7 @@ class _Connection:
 
 
 class Acceptor:
-    """The connections that other masters have made to this one."""
+    """All connections from other masters to this one."""
 
     def __init__(
         self,
@@ -131,37 +133,37 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
     ) -> None:
         self._me = me
-        self._serving = answers
+        self._source = answers
         self._connections_max = connections_max
-        self._knocking_max = pending_handshakes_max
-        self._knocking_per_address = pending_handshakes_per_address
-        self._knocking: dict[_PendingHandshake, None] = {}  # the oldest first
+        self._pending_max = pending_handshakes_max
+        self._pending_per_address = pending_handshakes_per_address
+        self._pending: dict[_PendingHandshake, None] = {}  # the oldest first
         self._connections: dict[int, _Connection] = {}
         self._lines = 0
         self._lines_since_s = float("-inf")
         self._counts = dict.fromkeys("accepted refused requests parts bytes at_once".split(), 0)
 
     async def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accept and answer, until cancelled; the listeners are the caller's."""
+        """Accept and answer until cancelled. The caller closes the listeners."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look_for_idle)
+            nursery.start_soon(self._close_idle)
             for each in listeners:
                 each.setblocking(False)
                 nursery.start_soon(self._accept, each, nursery)
 
     def set_identity(self, me: LocalIdentity) -> None:
-        """From now on this master is another: of another version, say. Who is connected to what it
-        was has to connect anew."""
+        """This master has another version of the dataset, or another secret. All connections end;
+        their masters connect again."""
         self._me = me
         for connection in list(self._connections.values()):
             connection.scope.cancel()
 
     def stats(self) -> dict[str, int]:
-        """For people."""
+        """Counters, and what is open now."""
         return {
             **self._counts,
             "connections": len(self._connections),
-            "knocking": len(self._knocking),
+            "knocking": len(self._pending),
             "under_way": sum(each.in_flight for each in self._connections.values()),
         }
 
@@ -181,26 +183,27 @@ class Acceptor:
             nursery.start_soon(self._welcome, plain, str(peer[0]), int(peer[1]))
 
     async def _welcome(self, accepted: socket.socket, address: str, port: int) -> None:
-        """A connection from beginning to end; whatever happens on it stays on it."""
+        """Serve one connection from beginning to end. An error on it affects no other
+        connection."""
         where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         me = self._me
         channel = None
         try:
             channel = _channel(accepted, me)
             if len(self._connections) >= self._connections_max:
-                reply = b"" if me.certificate is not None else hello.refusal(_TOO_MANY)
+                reply = b"" if me.certificate is not None else wire.refusal(_TOO_MANY)
                 raise HandshakeRejected(_TOO_MANY, channel, reply)
             with trio.CancelScope() as scope:
                 rank = await self._handshake(channel, me, address, scope)
                 if me is not self._me:
-                    raise HandshakeRejected("this master has gone over to another version", channel)
-                await self._attend(_Connection(channel, rank, me, scope), where)
+                    raise HandshakeRejected("this master has switched to another version", channel)
+                await self._serve_connection(_Connection(channel, rank, me, scope), where)
         except HandshakeRejected as refused:
-            await self._turn_away(refused, where)
+            await self._reject(refused, where)
         except ConnectionClosed as gone:
             log.debug("%s: %s", where, gone)
         except Exception:
-            log.exception("a connection from %s ended by a bug", where)
+            log.exception("unexpected error on a connection from %s", where)
         finally:
             if channel is not None:
                 channel.close()
@@ -209,14 +212,14 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, address: str, scope: trio.CancelScope
     ) -> int:
-        """The hello, within its time. Raises Refused."""
-        knocking = _PendingHandshake(address, scope)
-        beside = [each for each in self._knocking if each.address == address]
-        if len(beside) >= self._knocking_per_address:
+        """Authenticate the connector within `HELLO_S`. Raises HandshakeRejected."""
+        pending = _PendingHandshake(address, scope)
+        beside = [each for each in self._pending if each.address == address]
+        if len(beside) >= self._pending_per_address:
             self._drop(beside[0])
-        elif len(self._knocking) >= self._knocking_max:
-            self._drop(next(iter(self._knocking)))
-        self._knocking[knocking] = None
+        elif len(self._pending) >= self._pending_max:
+            self._drop(next(iter(self._pending)))
+        self._pending[pending] = None
         try:
             with trio.fail_after(HELLO_S):
                 await accept_tls(channel)
@@ -224,14 +227,14 @@ class Acceptor:
         except trio.TooSlowError:
             raise HandshakeRejected(f"no hello within {HELLO_S:g} s", channel) from None
         finally:
-            self._knocking.pop(knocking, None)
+            self._pending.pop(pending, None)
 
-    def _drop(self, knocking: _PendingHandshake) -> None:
-        del self._knocking[knocking]
-        knocking.scope.cancel()
-        self._note(knocking.address, _TOO_MANY)
+    def _drop(self, pending: _PendingHandshake) -> None:
+        del self._pending[pending]
+        pending.scope.cancel()
+        self._note(pending.address, _TOO_MANY)
 
-    async def _turn_away(self, refused: HandshakeRejected, where: str) -> None:
+    async def _reject(self, refused: HandshakeRejected, where: str) -> None:
         self._note(where, refused.why)
         if refused.reply:
             try:
@@ -241,7 +244,7 @@ class Acceptor:
             await refused.channel.half_close()
 
     def _note(self, where: str, why: str) -> None:
-        """A line about a refusal, unless there are very many."""
+        """Log a rejection, unless there are very many."""
         self._counts["refused"] += 1
         now_s = trio.current_time()
         if now_s - self._lines_since_s > _LINES_S:
@@ -250,9 +253,9 @@ class Acceptor:
         if self._lines <= _LINES:
             log.warning("refused from=%s why=%r", where, why)
         elif self._lines == _LINES + 1:
-            log.warning("refused many more; they are counted")
+            log.warning("many more connections were refused; stats() counts them")
 
-    async def _look_for_idle(self) -> NoReturn:
+    async def _close_idle(self) -> NoReturn:
         while True:
             await trio.sleep(_IDLE_CHECK_S)
             now_s = trio.current_time()
@@ -264,10 +267,12 @@ class Acceptor:
 
     # Requests
 
-    async def _attend(self, connection: _Connection, where: str) -> None:
-        """All requests of a connection."""
+    async def _serve_connection(self, connection: _Connection, where: str) -> None:
+        """Answer all requests of a connection."""
         before = self._connections.get(connection.rank)
-        if before is not None:  # it has connected anew: it does not hear what the old one says
+        if (
+            before is not None
+        ):  # that master has connected again and no longer reads from the old connection
             before.scope.cancel()
         self._connections[connection.rank] = connection
         self._counts["accepted"] += 1
@@ -285,31 +290,31 @@ class Acceptor:
                 del self._connections[connection.rank]
 
     async def _answer(self, connection: _Connection, nursery: trio.Nursery) -> NoReturn:
-        """Raises Gone, CorruptError."""
-        channel, sizes, serving = connection.channel, connection.me.sizes, self._serving
-        inbox = FrameReader(channel, _BUFFER_BYTES)
+        """Raises ConnectionClosed, CorruptError."""
+        channel, sizes, source = connection.channel, connection.me.sizes, self._source
+        reader = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         turn_requests = turn_bytes = 0
         while True:
-            inbox.begin_frame()
-            await inbox.fill_buffer(HEAD_BYTES)
-            head = wire.parse_request(inbox.buffer, inbox.start)
-            await inbox.fill_buffer(HEAD_BYTES + head.counted * PART_BYTES)
-            start = inbox.start + HEAD_BYTES
-            inbox.start = start + head.counted * PART_BYTES
+            reader.begin_frame()
+            await reader.fill_buffer(HEAD_BYTES)
+            head = wire.parse_request(reader.buffer, reader.start)
+            await reader.fill_buffer(HEAD_BYTES + head.counted * PART_BYTES)
+            start = reader.start + HEAD_BYTES
+            reader.start = start + head.counted * PART_BYTES
             connection.served += 1
             size = 0
             if head.kind == wire.READ:
-                parts, size = wire.parse_parts(inbox.buffer, head.counted, sizes, start=start)
-                views = serving.answer_from_memory(parts)
+                parts, size = wire.parse_parts(reader.buffer, head.counted, sizes, start=start)
+                views = source.answer_from_memory(parts)
                 if views is None:
                     parts = parts.copy()
                     await connection.acquire(size)
-                    nursery.start_soon(self._look_for, connection, head, parts, size)
+                    nursery.start_soon(self._answer_later, connection, head, parts, size)
                 else:
                     counts["at_once"] += 1
-                    said = wire.answer_head(head.id, wire.READ, ALL_GIVEN[: head.counted], size)
-                    if not channel.send_now([said, *views], len(said) + size):
+                    answer = wire.answer_head(head.id, wire.READ, ALL_GIVEN[: head.counted], size)
+                    if not channel.send_now([answer, *views], len(answer) + size):
                         await channel.drain()
             else:
                 await connection.send(head.id, head.kind, b"", ())
@@ -322,32 +327,32 @@ class Acceptor:
                 turn_requests = turn_bytes = 0
                 await trio.lowlevel.checkpoint()
 
-    async def _look_for(
+    async def _answer_later(
         self, connection: _Connection, head: RequestHead, parts: Parts, size: int
     ) -> None:
-        """An answer to what is not, or not all, in memory."""
+        """Answer a request whose parts are not all in memory."""
         try:
             load = bool(head.flags & LOAD)
-            if load:  # a store may take longer than this master ever does
+            if load:  # the store may be slower than the peer would wait for a master
                 await connection.send(head.id, WORKING, b"", ())
-            statuses, views = await self._found(connection.rank, parts, load=load)
+            statuses, views = await self._find_answer(connection.rank, parts, load=load)
             await connection.send(head.id, head.kind, statuses, views)
         except ConnectionClosed:
             connection.scope.cancel()
         finally:
             connection.release(size)
 
-    async def _found(
+    async def _find_answer(
         self, rank: int, parts: Parts, *, load: bool
     ) -> tuple[bytes, list[memoryview]]:
         try:
-            statuses, views = await self._serving.answer(rank, parts, load=load)
+            statuses, views = await self._source.answer(rank, parts, load=load)
             wanted = parts[np.frombuffer(statuses, np.uint8) == GIVEN, 2]
             assert wanted.tolist() == [len(view) for view in views]
         except DieselError as error:
-            log.debug("master %d gets nothing: %s", rank, error)
+            log.debug("cannot answer master %d: %s", rank, error)
         except Exception:
-            log.exception("a request of master %d met a bug", rank)
+            log.exception("unexpected error in a request of master %d", rank)
         else:
             return statuses, views
         return bytes([FAILED]) * len(parts), []

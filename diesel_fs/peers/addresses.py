@@ -1,13 +1,12 @@
-"""Where a master listens to other masters, and where it says that it does.
+"""The address at which a master listens for other masters, and the address that it gives them.
 
-Owned here: what `--listen` and `--advertise` mean, and what is taken where they say nothing: never
-all interfaces, and never an address that other nodes do not reach. Not owned: binding
-(`daemon.py`), what an address looks like when it is registered (`membership.py`). Blocks where a
-name has to be looked up.
+This module interprets `--listen` and `--advertise`. Without them it chooses an address that other
+nodes reach: never all interfaces. It does not bind (`daemon.py`). Calls block where a name has to
+be looked up.
 
-Where there are several nodes, a name that is this machine alone is refused: Debian gives a
-machine's own name such an address. Who writes the address itself may mean it, for nodes that are
-all on one machine, and is warned, but where `--peers` says so of all of them.
+With several nodes, a name that leads back to this machine alone is refused: Debian gives a
+machine's own name such an address. An explicit loopback address is accepted, as all nodes may be on
+one machine, with a warning unless all `--peers` have such addresses.
 """
 
 import hashlib
@@ -33,16 +32,16 @@ HostPort = tuple[str, int]
 def listen_address(
     listen: str, advertise: str, *, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
 ) -> HostPort:
-    """The address (not a name) and port to bind; port 0 for any. Raises UsageError, also where
-    other nodes would not find this one, which may be a warning (see the module).
+    """The address (not a name) and port to bind; port 0 means any.
 
-    Where nothing is said: the address that `peers` have for this rank; of a node that is alone
-    loopback; else the address by which this machine reaches what all nodes have in common, a server
-    or Redis.
+    Without `listen` it is the address that `peers` has for this rank. Without `peers` it is
+    loopback where this is the only node, else the address by which this machine reaches the server
+    or Redis. Raises UsageError for a bad address, and where other nodes could not reach this one;
+    some of these cases are warnings only (see the module).
     """
     found = _choose_listen_address(listen, advertise, rank, world, peers, url)
     if world > 1:
-        _look_from_outside(advertise, found[0], peers)
+        _check_reachable(advertise, found[0], peers)
     return found
 
 
@@ -50,24 +49,26 @@ def _choose_listen_address(
     listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
 ) -> HostPort:
     if listen:
-        return _given(listen, advertise, world)
+        return _parse_listen(listen, advertise, world)
     if peers:
         if rank >= len(peers):
             raise UsageError(f"--peers names {len(peers)} nodes, and this is node {rank}")
-        return _given(peers[rank], advertise, world)
+        return _parse_listen(peers[rank], advertise, world)
     if world == 1:
         return _own_loopback(), 0
-    for place in _common(url):
-        found = _our_address(place)
+    for endpoint in _shared_endpoints(url):
+        found = _source_address(endpoint)
         if found and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
             return found, 0
     raise UsageError(
-        f"at which address do the {world} nodes reach this one?", advice="say --listen ADDRESS:0"
+        f"no address is known at which the {world} nodes reach this one",
+        advice="say --listen ADDRESS:0",
     )
 
 
 def advertised_address(advertise: str, host: str, port: int) -> str:
-    """What is registered of a master that is bound to `host` and `port`. Raises UsageError."""
+    """The address to register for a master that is bound to `host` and `port`. Raises
+    UsageError."""
     if advertise:
         match = _HOST_PORT.fullmatch(advertise)
         if match is not None and int(match["port"]):
@@ -75,20 +76,20 @@ def advertised_address(advertise: str, host: str, port: int) -> str:
         host = _host_in(advertise)
     elif _is_any(host):
         raise UsageError(
-            f"at which address do other nodes reach one that listens on {host}?",
+            f"{host} means all interfaces of this machine: other nodes need one address",
             advice="say --advertise HOST",
         )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _given(listen: str, advertise: str, world: int) -> HostPort:
+def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
     match = _HOST_PORT.fullmatch(listen)
     if match is None or int(match["port"]) >= 1 << 16:
         raise UsageError(f"bad address {listen!r} to listen on", advice="write it as HOST:PORT")
     host, port = match["host"].strip("[]"), int(match["port"])
     if _is_address(host):
         if _is_any(host) and world > 1 and not advertise:
-            advertised_address("", host, port)  # says what is missing
+            advertised_address("", host, port)  # its error says what is missing
         return host, port
     found = _looked_up(host, f"--listen {listen}")
     reached = [each for each in found if not _is_loopback(each)]
@@ -97,15 +98,15 @@ def _given(listen: str, advertise: str, world: int) -> HostPort:
     return (reached or found)[0], port
 
 
-def _look_from_outside(advertise: str, host: str, peers: Sequence[str]) -> None:
-    """Raises UsageError where no other node finds this one; warns where none of another machine
-    does."""
+def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
+    """Raises UsageError where no other node can reach this one; warns where only nodes on this
+    machine can."""
     announced = _host_in(advertise) if advertise else host
     if not _is_address(announced):
         try:
             found = _looked_up(announced, f"--advertise {advertise}")
-        except UsageError as error:  # others may know more names than this machine
-            log.warning("%s: other nodes have to know it", error.message)
+        except UsageError as error:  # other nodes may know names that this machine does not
+            log.warning("%s: the other nodes must be able to resolve it", error.message)
             return
         if all(map(_is_loopback, found)):
             raise _loopback_error(announced, found[0], "--advertise ADDRESS")
@@ -113,8 +114,8 @@ def _look_from_outside(advertise: str, host: str, peers: Sequence[str]) -> None:
         peers and all(_is_loopback(_host_in(each)) for each in peers)
     ):
         log.warning(
-            "%s is this machine alone: nodes on others do not reach this one; where there are any,"
-            " say --listen ADDRESS:PORT, or --advertise ADDRESS", announced,
+            "%s is this machine alone: nodes on other machines cannot reach this one; if there are"
+            " any, say --listen ADDRESS:PORT, or --advertise ADDRESS", announced,
         )  # fmt: skip
 
 
@@ -125,17 +126,17 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 
 
 def _looked_up(host: str, option: str) -> list[str]:
-    """The addresses of a name, one at least. Raises UsageError."""
+    """The addresses of a name, at least one. Raises UsageError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter: no name is like this
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
         raise UsageError(f"{option}: {host} has no address ({error})") from None
     return [str(each[4][0]) for each in found]
 
 
 def _own_loopback() -> str:
-    """Loopback, as an address that another machine does not give itself: nodes that are alone, each
-    of them rank 0 of one task, are told apart by it."""
+    """A loopback address that differs between machines. Nodes that run alone are all rank 0 of one
+    task; by this address they are told apart."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -144,23 +145,23 @@ def _own_loopback() -> str:
     return f"127.{second}.{third}.{1 + fourth % 254}"
 
 
-def _host_in(place: str) -> str:
-    """Without a port, and without brackets."""
-    match = _HOST_PORT.fullmatch(place)
-    return (place if match is None else match["host"]).strip("[]")
+def _host_in(endpoint: str) -> str:
+    """The host of an address, without port and brackets."""
+    match = _HOST_PORT.fullmatch(endpoint)
+    return (endpoint if match is None else match["host"]).strip("[]")
 
 
-def _common(url: RepositoryUrl) -> list[HostPort]:
-    """What all nodes of a task reach."""
+def _shared_endpoints(url: RepositoryUrl) -> list[HostPort]:
+    """The addresses that all nodes of a task reach: of the servers, or of Redis."""
     if url.scheme in SERVER_SCHEMES:
         return [(each.host, each.port) for each in servers_of(url)]
     return list(parse_redis_url(url.meta).hosts) if url.meta else []
 
 
-def _our_address(place: HostPort) -> str:
-    """Our end of the way to a place; nothing is sent."""
+def _source_address(endpoint: HostPort) -> str:
+    """The address of this machine's end of a connection to an endpoint. Nothing is sent."""
     try:
-        found = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
     for family, kind, protocol, _, address in found:
@@ -186,5 +187,5 @@ def _is_any(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Of an address, not a name."""
+    """Whether an address, not a name, is loopback."""
     return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,12 +1,13 @@
-"""What readers of a task see: the dataset's chunks as an object store that asks the master first.
+"""The object store of a reader in a task: it asks this node's master for chunks first, and reads
+the rest from the store behind it.
 
-Owned here: which bytes come from chunks that are mapped, which through the window of a connection,
-which from the store itself, and which chunks are worth mapping. Not owned: connections (`link.py`),
-mappings (`mapped_chunks.py`), whether bytes are right (whoever reads checks them), which node has
-what.
+A read takes bytes from chunks that are mapped, else through the window (memory shared with the
+master) of a connection, else from the inner store. Chunks that are read often are pinned and
+mapped. `link.py` has the connections, `mapped_chunks.py` the mappings. The caller checks the bytes,
+and reports damage by `read_uncached`.
 
-A reader never gets an error because of a master: what that does not give is read from the store.
-Thread-safe; a forked child may go on with its parent's.
+A reader never gets an error because of a master. Thread-safe; a forked child may go on with its
+parent's object.
 """
 
 import json
@@ -29,45 +30,45 @@ from ..repository.interface import Repository
 from ..repository.private_copies import snapshot_descriptor
 from ..storage.objects.store import ObjectStore, Part, StoreWrapper, batched_parts, check_range
 from . import wire
-from .client_connection import WINDOW_BYTES
 from .launch import is_alive, join, restart_killed, wait_until_gone
-from .link import DEADLINE_S, PAUSE_S, MasterLink, PendingRead
+from .link import DEADLINE_S, PAUSE_S, WINDOW_BYTES, MasterLink, PendingRead
 from .mapped_chunks import MappedChunks
 from .options import TaskOptions, TaskRequest
 
 PIN_COST_S = 60e-6
-"""What it costs to have a chunk lent: an exchange, and the mapping."""
+"""What it costs to pin a chunk: an exchange with the master, and the mapping."""
 
 READ_COST_S = 60e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
-"""What reading through the window costs more than reading what is mapped: an exchange, each part of
-it, and two copies where pages would have to be mapped. A chunk is mapped when its reads have cost
-what mapping it does; so, whatever is read, both together cost at most twice what was needed."""
+"""What a read through the window costs more than a read of a mapped chunk: a share of the exchange,
+the work for each part, and two copies. A chunk is mapped when its reads have cost as much as
+mapping it (ski rental): then both together cost at most twice the minimum, whatever is read."""
 
 PINS_PER_READ_MAX = 32
-"""Of the chunks of one request: it is not to wait for more."""
+"""Chunks that one read pins at most, so that it does not wait for more."""
 
 EAGER_BYTES = 1 << 20
-"""A chunk of which so much is wanted at once is asked for first: two copies of that cost more than
-to hear that it is not here."""
+"""A chunk of which one request wants so much is pinned first: two copies of that cost more than to
+hear that the chunk is not here."""
 
 READS_REMEMBERED = 64
-"""Of so many requests is known who gave what, for what turns out to be damaged."""
+"""Of so many requests the sources are remembered, to report the node that sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
-"""How often a master is told what is mapped no more, and heard, where nothing else is asked."""
+"""How often a reader that has mapped chunks exchanges unpinned and revoked ones with its master,
+where no read does."""
 
 _JOIN_ATTEMPTS = 3
 
 MASTER_END_WAIT_S = 1.0
-"""How long a master that may be ending is waited for."""
+"""How long to wait for a master that may be ending."""
 
 
 def master_request(
     options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
-    """The master that these options mean, for a version of a dataset."""
+    """The request for a master with these options, for a version of a dataset."""
     credentials = repository.credentials
     return TaskRequest(
         **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
@@ -83,18 +84,18 @@ def master_request(
 
 @dataclass(slots=True)
 class _ReadBatch:
-    """Parts that are read together: what has been found of them, and what the master is asked for,
-    each with its place among them."""
+    """Parts that are read together: what has been found, and what the master is asked for."""
 
     parts: Sequence[Part]
     found: list[memoryview | None]
     records: wire.Parts
-    places: list[int]
+    places: list[int]  # the position in `parts` of each record
     pending: PendingRead | None = None
 
 
 class TaskStore(StoreWrapper):
-    """The objects of a repository, of which the chunks of one version come through a master."""
+    """The objects of a repository; chunks of one version of a dataset are read through the node's
+    master."""
 
     batches_reads = True
     can_pin = True
@@ -109,8 +110,8 @@ class TaskStore(StoreWrapper):
         pause_s: float = PAUSE_S,
         request: TaskRequest | None = None,
     ) -> None:
-        """`path` is the master's socket. Nothing is sent before something is read. With `request`,
-        a master that was killed is started again."""
+        """`path` is the master's socket; the first read connects. With `request`, a master that was
+        killed is started again."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._request = request
@@ -123,13 +124,13 @@ class TaskStore(StoreWrapper):
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
             deadline_s=deadline_s, pause_s=pause_s,
-            restart=None if request is None else partial(_brought_back, request, Path(path)),
+            restart=None if request is None else partial(_restart_master, request, Path(path)),
         )  # fmt: skip
         self._credit_s = np.zeros(len(self._sizes), np.float32)
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
             maxlen=READS_REMEMBERED
         )
-        self._beats_in = 0  # the process whose thread does
+        self._heartbeat_pid = 0  # the process that has started the heartbeat thread
         self._closed = threading.Event()
         self._counts = dict.fromkeys(
             ("mapped_reads", "master_reads", "store_reads", "lent", "damaged"), 0
@@ -144,13 +145,13 @@ class TaskStore(StoreWrapper):
         *,
         wait_s: float = MASTER_END_WAIT_S,
     ) -> "TaskStore":
-        """The store of who joins a task: its master is there, or is started; one that may be ending
-        is waited for. Raises DieselError."""
+        """Join a task: find its master on this node, or start it; a master that may be ending is
+        waited for. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else it has just ended, deserted, or for us, who want another version
+                break  # else it has just ended, idle, or because this reader wants another version
         return store
 
     def connect(self) -> bool:
@@ -178,8 +179,8 @@ class TaskStore(StoreWrapper):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Together, as many as one exchange takes, and one exchange ahead: the first is under way
-        when this comes back. What is mapped is not copied."""
+        """Reads as many parts together as one exchange takes, and one exchange ahead: the first one
+        is in flight when this returns. Bytes of mapped chunks are not copied."""
         groups = batched_parts(parts, wire.PARTS_MAX, WINDOW_BYTES)
         first = next(groups, None)
         return iter(()) if first is None else self._read_groups(self._begin(first), groups)
@@ -206,7 +207,8 @@ class TaskStore(StoreWrapper):
         return True
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """From the store itself; who gave the bytes before is told of."""
+        """Read from the inner store; the node that gave these bytes before is reported for
+        damage."""
         number = self._number(name)
         if number >= 0:
             self._report(number, start, len(buffer))
@@ -230,8 +232,8 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """Tell the master that its clients have gone over to another version of the dataset.
-        Whether it has heard it."""
+        """Tell the master that its clients have switched to another version of the dataset. Returns
+        whether it answered."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -244,17 +246,17 @@ class TaskStore(StoreWrapper):
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
         """The store for another version of the dataset, through the same master, which is told of
-        that version. This one stays as it is."""
+        that version. This store stays as it is."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
-        store._link.rank = self._link.rank  # it has been this node's master all the time
+        store._link.rank = self._link.rank  # it is still this node's master
         if is_announced:
-            store.connect()  # else it would be deserted until something is read
+            store.connect()  # else the master would count as idle until the first read
         return store
 
     def stats(self) -> dict[str, object]:
-        """What the master says of itself, and what came from where here."""
+        """What the master reports, and where this reader's bytes came from."""
         reported: object = {}
         text = self._link.stats()
         if text:
@@ -274,12 +276,12 @@ class TaskStore(StoreWrapper):
         }
 
     def retry(self) -> None:
-        """Ask the master again, whatever has been: it has been told of this version."""
+        """Ask the master again at once: it has been told of this version."""
         self._link.retry()
 
     def close(self) -> None:
-        """Let go of the master. Views that were handed out stay valid, and are returned to the
-        master with the last of them. Repeatable."""
+        """Release the master. Views that were given out stay valid; their chunks are unpinned with
+        the last view. Repeatable."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._link.is_connected:
             self._link.return_unmapped()
@@ -290,7 +292,7 @@ class TaskStore(StoreWrapper):
     # Parts
 
     def _number(self, name: str) -> int:
-        """The number of a chunk's object; -1 for all others."""
+        """The number of a chunk by its object's name; -1 for all other objects."""
         number = self._named.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -301,7 +303,7 @@ class TaskStore(StoreWrapper):
         return number
 
     def _begin(self, parts: Sequence[Part]) -> "_ReadBatch":
-        """Ask for so many parts as one exchange takes, or for one of any size."""
+        """Send the request for as many parts as one exchange takes, or for one part of any size."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._named.get, names))
         if None in numbers:
@@ -327,7 +329,7 @@ class TaskStore(StoreWrapper):
         return wanted
 
     def _finish(self, wanted: "_ReadBatch") -> Iterable[memoryview]:
-        """The contents of all."""
+        """The contents of all parts, in their order."""
         self._receive_batch(wanted)
         found, parts = wanted.found, wanted.parts
         absent = [place for place, content in enumerate(found) if content is None]
@@ -345,7 +347,7 @@ class TaskStore(StoreWrapper):
         return [content for content in found if content is not None]
 
     def _receive_batch(self, wanted: "_ReadBatch") -> None:
-        """What the master gives of what it was asked for."""
+        """Receive what the master gives of the parts that it was asked for."""
         reading = None if wanted.pending is None else wanted.pending.wait()
         if reading is None:
             return
@@ -353,7 +355,9 @@ class TaskStore(StoreWrapper):
         with reading as given:
             sources, starts = given.sources.copy(), given.offsets.tolist()
             ends = (given.offsets + records[:, 2]).tolist()
-            copy = np.empty(max(ends), np.uint8).data  # of all at once: the window is not ours
+            copy = np.empty(
+                max(ends), np.uint8
+            ).data  # one copy of all: the next request reuses the window
             copy[:] = given.window[: len(copy)]
         window = copy.toreadonly()
         has = sources != wire.SOURCE_NONE
@@ -362,14 +366,14 @@ class TaskStore(StoreWrapper):
         ):
             if is_given:
                 wanted.found[place] = window[start:end]
-        self._note(records, sources, int(np.count_nonzero(has)))
+        self._record_sources(records, sources, int(np.count_nonzero(has)))
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
             cost_s = READ_COST_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
             np.add.at(self._credit_s, here[:, 0], cost_s)
 
     def _take_mapped(self, wanted: "_ReadBatch", views: Mapping[int, memoryview | None]) -> None:
-        """Take from what is mapped what lies there."""
+        """Take parts from chunks that are mapped."""
         if not any(view is not None for view in views.values()):
             return
         rows = []
@@ -387,8 +391,8 @@ class TaskStore(StoreWrapper):
         wanted.places = [wanted.places[row] for row in rows]
 
     def _read_one(self, chunk: int, start: int, room: memoryview) -> bool:
-        """Fill the room with one part, where the master has it: in few calls, as each is one of
-        very many."""
+        """Fill `room` with one part, where the master has it. Few operations, as there are very
+        many such reads."""
         size = len(room)
         view = self._mapped.find(chunk)
         if view is None and (self._credit_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES):
@@ -409,51 +413,53 @@ class TaskStore(StoreWrapper):
                 room[:] = given.window[at : at + size]
         if source == wire.SOURCE_HERE:
             self._credit_s[chunk] += READ_COST_S + PART_S + size / BYTES_PER_S
-        self._note(records, sources, int(source != wire.SOURCE_NONE))
+        self._record_sources(records, sources, int(source != wire.SOURCE_NONE))
         return source != wire.SOURCE_NONE
 
-    def _note(self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int) -> None:
+    def _record_sources(
+        self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int
+    ) -> None:
         self._counts["master_reads"] += given
         self._recent.append((records, sources))
 
     def _pin_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
-        """Map chunks that are worth it, as far as they are here."""
+        """Pin and map the chunks for which that is worth it, as far as the master has them."""
         chunks = records[:, 0]
-        ripe = self._credit_s[chunks] >= PIN_COST_S
+        is_due = self._credit_s[chunks] >= PIN_COST_S
         if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
             wanted_bytes = np.bincount(
                 np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
             )
-            ripe |= wanted_bytes[np.unique(chunks, return_inverse=True)[1]] >= EAGER_BYTES
+            is_due |= wanted_bytes[np.unique(chunks, return_inverse=True)[1]] >= EAGER_BYTES
         found: dict[int, memoryview] = {}
-        if not ripe.any():
+        if not is_due.any():
             return found
-        for chunk in np.unique(chunks[ripe])[:PINS_PER_READ_MAX].tolist():
+        for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
             view = self._pin_chunk(chunk, fetch=False)
-            self._credit_s[chunk] = 0.0  # also where it was not to be had: not at each read
+            self._credit_s[chunk] = 0.0  # also where it was not here: do not ask at each read
             if view is not None:
                 found[chunk] = view
         return found
 
     def _pin_chunk(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        loan = self._link.pin(chunk, fetch=fetch)
-        if loan is None or loan.descriptor < 0:
+        pinned = self._link.pin(chunk, fetch=fetch)
+        if pinned is None or pinned.descriptor < 0:
             return None
         size = self._sizes[chunk]
         try:
-            if os.fstat(loan.descriptor).st_size < size:
+            if os.fstat(pinned.descriptor).st_size < size:
                 return None
-            view = self._mapped.keep(chunk, loan.descriptor, size)
+            view = self._mapped.keep(chunk, pinned.descriptor, size)
         except OSError:  # no address space, or too many mappings
             return None
         finally:
-            os.close(loan.descriptor)
+            os.close(pinned.descriptor)
         self._counts["lent"] += 1
         self._beat()
         return view
 
     def _report(self, chunk: int, start: int, size: int) -> None:
-        """Tell the master whose bytes were damaged, where that is known."""
+        """Tell the master which node sent damaged bytes, where that is known."""
         source = wire.SOURCE_HERE if self._mapped.drop_damaged(chunk) else wire.SOURCE_NONE
         for records, sources in reversed(list(self._recent)):
             if source != wire.SOURCE_NONE:
@@ -468,13 +474,13 @@ class TaskStore(StoreWrapper):
             part = wire.DamagedPart(chunk, start, size, source)
             self._link.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
 
-    # Hearing the master while nothing is asked
+    # Heartbeat
 
     def _beat(self) -> None:
-        """A thread of this process tells and hears the master, as long as anything is mapped."""
-        if self._beats_in == os.getpid():
+        """Start the heartbeat thread of this process."""
+        if self._heartbeat_pid == os.getpid():
             return
-        self._beats_in = os.getpid()
+        self._heartbeat_pid = os.getpid()
         self._closed = ended = threading.Event()
         weakref.finalize(self, ended.set)
         threading.Thread(
@@ -482,17 +488,18 @@ class TaskStore(StoreWrapper):
         ).start()
 
 
-def _brought_back(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Start a master where there is none, and is to be one; whether that was so. `has_served`: it
-    has served this reader, else it was another version's, for readers that may have gone by now.
-    Raises DieselError."""
+def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
+    """Start a master where there is none, if one is wanted; returns whether that was so.
+    `has_served`: the master has served this reader; else it was another version's, for readers that
+    may have gone by now. Raises DieselError."""
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)
 
 
 def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:
-    """Until the store has ended, and nobody looks at what it has mapped."""
+    """Exchange unpinned and revoked chunks until the store is closed and no view of its chunks is
+    left."""
     while not (ended.wait(HEARTBEAT_S) and not mapped.has_mapped):
         if ended.is_set():
             mapped.release_all()

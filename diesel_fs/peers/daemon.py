@@ -1,15 +1,16 @@
-"""The program that a master is: from a request on stdin to the end of the task on this node.
+"""The program of a master: from a request on stdin to the end of the task on this node.
 
-Owned here: what a master is wired from, its start in the order in which things can fail, and its
-end: asked to (SIGTERM, SIGINT), used by nobody any more, or a newer master has its rank. Not owned:
-starting it (`launch.py`), all that it does meanwhile. One trio loop.
+It opens everything that a master needs, in the order in which failures should be reported, runs the
+master, and ends it: on SIGTERM or SIGINT, when it has no clients any more, or when a newer master
+takes its rank. `launch.py` starts it.
 
-Asked to end, or deserted, it first makes place for another master of this node, and leaves the
-task; then it brings what it has in memory to its disk. That ends after a while, and at once where
-another master comes, who is to have the memory, or where it is asked to end again.
+When it ends for one of the first two reasons, it first makes way for another master of this node
+and leaves the task, then writes the chunks in memory to its disk. That stops after
+`FLUSH_TIMEOUT_S`, at once when another master starts, which needs the memory, and at a second
+signal.
 
-It reports on stdout, one JSON object a line: its process number, then that it is ready or what went
-wrong. Where it is killed, its registration ends by its time, and its socket is found dead.
+It reports on stdout, one JSON object a line: its process number, then that it is ready, or what
+went wrong. If it is killed, its registration expires, and its socket is found dead. One trio loop.
 """
 
 import logging
@@ -49,13 +50,13 @@ from .sealed_memory import raise_descriptor_limit
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""How long the end may wait for the registration to be ended; it ends by its time, too."""
+"""How long the end waits for the registry; the registration also expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
-"""How long it may take to keep what is in memory: SLURM kills 30 s after it has asked."""
+"""How long writing the chunks in memory may take: SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
-"""Between looks for another master meanwhile."""
+"""How often the end looks for another master of this node meanwhile."""
 
 _BACKLOG = 256
 
@@ -63,7 +64,7 @@ Signals = AsyncIterator[int]
 
 
 def main() -> int:
-    """Be a master, as the request on stdin says. The exit code."""
+    """Run the master that the request on stdin asks for; returns the exit code."""
     clouds.open_buckets_directly()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -79,17 +80,17 @@ def main() -> int:
         daemons.report(error_message(error))
         return error.exit_code
     except Exception:
-        log.exception("the master fails")
-        daemons.report(error_message(DieselError("the master fails", advice="see its log")))
+        log.exception("unexpected error in the master")
+        daemons.report(error_message(DieselError("the master failed", advice="see its log")))
         return DieselError.exit_code
     return 0
 
 
 class _Daemon:
-    """A master with all that it needs; whatever can fail at the start does so here."""
+    """A master and everything it needs. What can fail at the start fails in its constructor."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
-        """`stack` closes what is opened. Raises DieselError."""
+        """`stack` closes what is opened here. Raises DieselError."""
         self._request = request
         self._name = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
@@ -98,7 +99,7 @@ class _Daemon:
         repository = open_repository(request.url, request.credentials)
         stack.callback(repository.close)
         self._objects = repository.objects
-        self._snapshot = same_view(  # its readers have just fetched it
+        self._snapshot = same_view(  # its readers have just fetched this version
             repository, request.dataset, request.identity, request.version
         )
         key = request.task_key.encode() or None
@@ -113,7 +114,7 @@ class _Daemon:
         self._clients = local.LocalSocket(listen_path)
         stack.callback(self._clients.close)
         self._certificate = make_certificate() if request.peer_tls else None
-        self._listener = self._bound()
+        self._listener = self._bind()
         stack.callback(self._listener.close)
         host, port = self._listener.getsockname()[:2]
         self._member = Member(
@@ -129,37 +130,38 @@ class _Daemon:
         if not self._request.cache_dir:
             return None
         try:
-            place = prepare_cache_folder(Path(self._request.cache_dir), self._objects)
-        except NoSpaceError as error:  # a full disk is a smaller cache
+            folder = prepare_cache_folder(Path(self._request.cache_dir), self._objects)
+        except NoSpaceError as error:  # a full disk only makes the cache smaller
             self._warn(f"{error.message}: this node keeps nothing on a disk")
             return None
-        shelf = DiskTier(place, self._objects.store_id, self._request.cache_bytes or None)
-        if shelf.read_only_reason:
-            daemons.report({"warning": shelf.read_only_reason})  # the log has it
+        disk = DiskTier(folder, self._objects.store_id, self._request.cache_bytes or None)
+        if disk.read_only_reason:
+            daemons.report({"warning": disk.read_only_reason})  # the tier has logged it
         else:
-            self._warn_of_little(shelf.limit_bytes, "--cache-size", "on the disk")
-        return shelf
+            self._warn_of_little(disk.limit_bytes, "--cache-size", "on the disk")
+        return disk
 
     def _warn_of_little(self, room_bytes: int, option: str, where: str) -> None:
-        """Room for no chunk looks like a cache that does not work."""
+        """Warn where the cache has room for no chunk, which would look like a cache that does not
+        work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
         if room_bytes < largest:
             self._warn(
                 f"{option} leaves room for {room_bytes:,} bytes of chunks {where}, and the largest"
-                f" has {largest:,}: such are not kept there"
+                f" chunk has {largest:,}: chunks larger than the room are not kept there"
             )
 
-    def _warn_of_another(self, address: str) -> None:
-        """The other master is told that it is over; who has started this one should know, too. On
-        the same machine it was this node's, and has been killed."""
+    def _warn_of_replaced(self, address: str) -> None:
+        """Warn where this master took its rank from one at another address: two nodes may have been
+        given the same rank. On the same machine it was this node's own master, which was killed."""
         if address and split_address(address)[0] != split_address(self._member.address)[0]:
             self._warn(
-                f"this master has taken the place of another one of rank {self._rank}, at"
-                f" {address}: give each node a --rank of its own"
+                f"this master has replaced another one of rank {self._rank}, at {address}: give"
+                " each node a --rank of its own"
             )
 
-    def _warn_of_more(self, found: Membership) -> None:
-        """Nodes that count differently share the chunks all the same."""
+    def _warn_of_higher_rank(self, found: Membership) -> None:
+        """Warn where --world differs between nodes. They share the chunks all the same."""
         last = max((each.rank for each in found.members), default=0)
         if last >= self._world:
             self._warn(
@@ -168,11 +170,11 @@ class _Daemon:
             )
 
     def _warn(self, text: str) -> None:
-        """Also those who have started it."""
+        """Log a warning, and report it to the process that starts this master."""
         log.warning("%s", text)
         daemons.report({"warning": text})
 
-    def _bound(self) -> socket.socket:
+    def _bind(self) -> socket.socket:
         request = self._request
         host, port = listen_address(
             request.listen,
@@ -197,8 +199,8 @@ class _Daemon:
     async def run(self) -> None:
         """Register, serve, and leave at the end. Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
-        self._warn_of_another(first.replaced_address)
-        self._warn_of_more(first)
+        self._warn_of_replaced(first.replaced_address)
+        self._warn_of_higher_rank(first)
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 master = await self._serve(first, signals)
@@ -208,10 +210,11 @@ class _Daemon:
                         self._registry.leave, self._member, abandon_on_cancel=True
                     )
             if master is not None and self._disk is not None:
-                await self._keep(master, signals)
+                await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """The master, when it is over; None where it may not be one any more."""
+        """Run the master until it ends; returns it, or None where it may not be a member any
+        more."""
         me = LocalIdentity(
             rank=self._rank,
             instance=self._member.instance,
@@ -227,7 +230,7 @@ class _Daemon:
             self._snapshot,
             self._objects,
             self._registry,
-            self._tiers,
+            self._make_cache,
             world=self._world,
             oneshot=self._request.policy == "oneshot",
         )
@@ -260,8 +263,9 @@ class _Daemon:
         self._listener.close()
         return master if is_over else None
 
-    async def _keep(self, master: Master, signals: Signals) -> None:
-        """What is in memory comes to the disk, as long as nobody minds."""
+    async def _flush(self, master: Master, signals: Signals) -> None:
+        """Write the chunks in memory to the disk, until time, a signal or another master ends
+        that."""
         with trio.move_on_after(FLUSH_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
 
@@ -270,7 +274,7 @@ class _Daemon:
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(until, partial(_signalled, signals))
-                nursery.start_soon(until, partial(_followed, self._clients.path))
+                nursery.start_soon(until, partial(_succeeded, self._clients.path))
                 await master.flush_to_disk()
                 nursery.cancel_scope.cancel()
 
@@ -285,8 +289,8 @@ class _Daemon:
         await master.run(first, [self._listener], task_status=task_status)
         end.cancel()
 
-    def _tiers(self, fetch: Fetch) -> NodeCache:
-        """What this node keeps chunks in."""
+    def _make_cache(self, fetch: Fetch) -> NodeCache:
+        """The chunks that this node keeps."""
         policy = POLICIES[self._request.evict]
         return NodeCache(
             self._snapshot.identity,
@@ -300,10 +304,10 @@ class _Daemon:
         )
 
 
-async def _mark(place: Path) -> None:
+async def _mark(listen_path: Path) -> None:
     while True:
         await trio.sleep(ALIVE_MARK_S)
-        mark_alive(place)
+        mark_alive(listen_path)
 
 
 async def _signalled(signals: Signals) -> None:
@@ -312,7 +316,7 @@ async def _signalled(signals: Signals) -> None:
         return
 
 
-async def _followed(place: Path) -> None:
-    while not has_successor(place):  # noqa: ASYNC110  # another process tells nobody
+async def _succeeded(listen_path: Path) -> None:
+    while not has_successor(listen_path):  # noqa: ASYNC110  # another process sends no event
         await trio.sleep(SUCCESSOR_POLL_S)
-    log.info("another master of this node comes")
+    log.info("another master of this node is starting: it gets the memory")

@@ -1,9 +1,10 @@
-"""How two masters come to trust a connection: TLS, greeting, hello and proofs, at both ends.
+"""The handshake between two masters, at both ends: TLS, greeting, hello and proofs (`PEERS.md`,
+section 3).
 
-Owned here: in which order what is said and checked, and who is told what. Not owned: the bytes
-(`hello.py`), who is connected to when (`peer.py`), who may knock how often (`acceptor.py`). Whoever
-does not know the task's secret learns nothing but that, and has no memory made for it but for a
-hello.
+`connect` is the connecting end, `accept_tls` and `authenticate` are the accepting end. A process
+without the task's secret cannot join: it learns only that its proof was wrong, and this master
+allocates memory for nothing of it but a hello. The bytes are in `wire.py`; `peer.py` decides when
+to connect, `acceptor.py` limits who may try.
 """
 
 import os
@@ -21,22 +22,22 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..net import frames as frames
+from ..net import frames
 from ..net.channel import Channel, ConnectionClosed, TlsChannel
+from ..net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES
 from ..net.messages import Message, error_message, parse_error
 from ..net.tls import Certificate, certificate_digest, client_context
-from . import hello
-from .hello import Hello, Proofs
+from . import wire
 from .membership import Member, TaskName, split_address
-from .wire import Sizes
+from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
-"""For all of it, at both ends."""
+"""The time limit of the whole handshake, at both ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalIdentity:
-    """A master, as it shows itself to others."""
+    """What this master shows of itself to other masters."""
 
     rank: int
     instance: bytes
@@ -47,16 +48,16 @@ class LocalIdentity:
     """Bytes of each chunk of this version."""
 
     certificate: Certificate | None = None
-    """With one it speaks TLS, as acceptor and as connector."""
+    """With a certificate, the master speaks TLS on connections in both directions."""
 
     @property
     def identity(self) -> UUID:
-        """Of the dataset."""
+        """The identity of the dataset."""
         return self.task.identity
 
 
 class HandshakeRejected(Exception):
-    """Somebody is not let in. `reply` is what it is told, which may be nothing."""
+    """A connector is not let in. `reply` is what it is sent, which may be nothing."""
 
     def __init__(self, why: str, channel: Channel, reply: bytes = b"") -> None:
         super().__init__(why)
@@ -69,29 +70,29 @@ class HandshakeRejected(Exception):
 
 
 async def connect(me: LocalIdentity, member: Member) -> Channel:
-    """A connection to a member on which both have proved themselves. Raises DieselError, whose
-    words say what went wrong."""
+    """Connect to a member; both ends have proved that they know the secret when this returns.
+    Raises DieselError, whose text says what went wrong."""
     channel: Channel | None = None
-    is_whole = False
+    is_ready = False
     try:
         with trio.fail_after(HELLO_S):
             host, port = split_address(member.address)
-            channel = await _opened(host, port, me, member)
-            await _introduced(channel, me, member)
-            is_whole = True
+            channel = await _open_channel(host, port, me, member)
+            await _prove(channel, me, member)
+            is_ready = True
             return channel
     except trio.TooSlowError:
-        raise MetadataError("it does not answer") from None
+        raise MetadataError("the other master does not answer") from None
     except ConnectionClosed as error:
-        raise MetadataError(str(error) or "it closed the connection") from error
+        raise MetadataError(str(error) or "the other master closed the connection") from error
     except OSError as error:
         raise MetadataError(_why(error)) from error
     finally:
-        if channel is not None and not is_whole:
+        if channel is not None and not is_ready:
             channel.close()
 
 
-async def _opened(host: str, port: int, me: LocalIdentity, member: Member) -> Channel:
+async def _open_channel(host: str, port: int, me: LocalIdentity, member: Member) -> Channel:
     stream = await trio.open_tcp_stream(host, port)
     plain = socket.socket(fileno=stream.socket.detach())
     if me.certificate is None and not member.certificate:
@@ -103,41 +104,40 @@ async def _opened(host: str, port: int, me: LocalIdentity, member: Member) -> Ch
             member.certificate
             and certificate_digest(channel.peer_certificate) != member.certificate
         ):
-            raise PermissionDenied("its certificate is not the one that is registered")
+            raise PermissionDenied("the other master's certificate is not the registered one")
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-async def _introduced(channel: Channel, me: LocalIdentity, member: Member) -> None:
-    first = hello.greeting()
+async def _prove(channel: Channel, me: LocalIdentity, member: Member) -> None:
+    first = wire.greeting()
     channel.send_now([first], len(first))
-    goes_on, version, length = hello.parse_welcome(
-        await channel.receive_exactly(hello.GREETING_BYTES)
-    )
+    goes_on, version, length = wire.parse_welcome(await channel.receive_exactly(GREETING_BYTES))
     tail = bytes(await channel.receive_exactly(length))
     if not goes_on:
-        raise hello.refused(version, tail)
-    binding = hello.NO_BINDING
+        raise wire.refusal_error(version, tail)
+    binding = NO_BINDING
     if isinstance(channel, TlsChannel):
         binding = certificate_digest(channel.peer_certificate)
     ours = Hello(
-        me.rank, me.instance, member.rank, me.identity, me.version, os.urandom(hello.NONCE_BYTES)
+        me.rank, me.instance, member.rank, me.identity, me.version, os.urandom(NONCE_BYTES)
     )
     proofs = Proofs(me.secret, tail, binding, me.task.digest, ours)
-    said = hello.hello_frame(ours, proofs.connector)
-    channel.send_now([said], len(said))
+    message = wire.hello_frame(ours, proofs.connector)
+    channel.send_now([message], len(message))
     answer = await _message(channel)
     error = parse_error(answer)
     if error is not None:
         raise error
-    if not hello.proofs_equal(hello.parse_proof(answer), proofs.acceptor):
-        raise PermissionDenied("it does not know the task's secret")
+    if not wire.proofs_equal(wire.parse_proof(answer), proofs.acceptor):
+        raise PermissionDenied("the other master does not know the task's secret")
 
 
 def _why(error: OSError) -> str:
-    """What connecting failed with; trio tries all addresses of a host, and tells of all."""
+    """What connecting failed with. trio tries all addresses of a host, and reports all errors as
+    one."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -149,7 +149,7 @@ def _why(error: OSError) -> str:
 
 
 async def accept_tls(channel: Channel) -> None:
-    """TLS, where the channel is of TLS. Raises Refused."""
+    """The TLS handshake, where the channel uses TLS. Raises HandshakeRejected."""
     if isinstance(channel, TlsChannel):
         try:
             await channel.do_handshake()
@@ -158,20 +158,20 @@ async def accept_tls(channel: Channel) -> None:
 
 
 async def authenticate(channel: Channel, me: LocalIdentity) -> int:
-    """The rank of who has connected and shown that it may. Raises Refused; Gone, where it left
-    without a word."""
-    nonce = os.urandom(hello.NONCE_BYTES)
+    """The rank of the connected master, once it has proved that it knows the secret. Raises
+    HandshakeRejected; ConnectionClosed where it left without a word."""
+    nonce = os.urandom(NONCE_BYTES)
     try:
-        await _greeted(channel, nonce)
+        await _greet(channel, nonce)
         try:
-            theirs, proof = hello.parse_hello(await _head(channel))
+            theirs, proof = wire.parse_hello(await _head(channel))
         except (CorruptError, UsageError) as error:
             raise _rejection(PermissionDenied("no hello"), channel, error.message) from error
     except ConnectionClosed as error:
         raise HandshakeRejected(str(error), channel) from error
-    binding = hello.NO_BINDING if me.certificate is None else me.certificate.digest
+    binding = NO_BINDING if me.certificate is None else me.certificate.digest
     proofs = Proofs(me.secret, nonce, binding, me.task.digest, theirs)
-    if not hello.proofs_equal(proof, proofs.connector):
+    if not wire.proofs_equal(proof, proofs.connector):
         raise _rejection(PermissionDenied("the wrong secret"), channel)
     if theirs.identity != me.identity:
         raise _rejection(UsageError("another dataset"), channel)
@@ -182,28 +182,28 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> int:
         )
     if theirs.to != me.rank:
         raise _rejection(UsageError(f"rank {me.rank} is here, not {theirs.to}"), channel)
-    answer = hello.proof_frame(proofs.acceptor)
+    answer = wire.proof_frame(proofs.acceptor)
     channel.send_now([answer], len(answer))
     return theirs.rank
 
 
-async def _greeted(channel: Channel, nonce: bytes) -> None:
+async def _greet(channel: Channel, nonce: bytes) -> None:
     try:
-        first = await channel.receive_exactly(hello.GREETING_BYTES)
-        version = hello.parse_greeting(first)
+        first = await channel.receive_exactly(GREETING_BYTES)
+        version = wire.parse_greeting(first)
     except ForeignError as error:
         raise HandshakeRejected(error.message, channel) from error
-    if version != hello.VERSION:
-        sentence = hello.version_mismatch(version)
-        raise HandshakeRejected(sentence, channel, hello.refusal(sentence))
-    said = hello.welcome(nonce)
-    channel.send_now([said], len(said))
+    if version != wire.VERSION:
+        sentence = wire.version_mismatch(version)
+        raise HandshakeRejected(sentence, channel, wire.refusal(sentence))
+    message = wire.welcome(nonce)
+    channel.send_now([message], len(message))
 
 
 def _rejection(error: DieselError, channel: Channel, why: str = "") -> HandshakeRejected:
-    """A refusal of which the other end hears the error, and the log `why`."""
-    said = frames.frame(error_message(error), hello.HELLO_LIMITS)
-    return HandshakeRejected(f"{error.message}: {why}" if why else error.message, channel, said)
+    """A rejection: the connector receives the error, and the log `why`, too."""
+    message = frames.frame(error_message(error), wire.HELLO_LIMITS)
+    return HandshakeRejected(f"{error.message}: {why}" if why else error.message, channel, message)
 
 
 # frames of both -----------------------------------------------------------------------------------
@@ -211,10 +211,10 @@ def _rejection(error: DieselError, channel: Channel, why: str = "") -> Handshake
 
 async def _head(channel: Channel) -> bytearray:
     lengths = frames.parse_lengths(
-        await channel.receive_exactly(frames.LENGTHS_BYTES), hello.HELLO_LIMITS
+        await channel.receive_exactly(frames.LENGTHS_BYTES), wire.HELLO_LIMITS
     )
     return await channel.receive_exactly(lengths.head)
 
 
 async def _message(channel: Channel) -> Message:
-    return frames.parse_head(await _head(channel), hello.HELLO_LIMITS)
+    return frames.parse_head(await _head(channel), wire.HELLO_LIMITS)

@@ -1,21 +1,29 @@
-"""The client's end of a master's socket (`PEERS.md`, section 4): connections, and whether to ask.
+"""A client's connections to its node's master (`PEERS.md`, section 4), and whether the master is
+asked at all.
 
-Owned here: which connections are kept, how long a master may take, and when one that has failed is
-asked again. Not owned: what is asked for and what becomes of it (`client.py`), mappings
-(`mapped_chunks.py`), starting a master (`launch.py`).
+A `Connection` is one blocking socket with its window: memory that the client shares with the master
+for the bytes of its reads. A `MasterLink` keeps connections, limits the time of an answer, and
+stops asking a master that has failed for a while; the first error leads to one, and only one,
+pause. A failure is never raised: the caller gets None and reads from the store. `client.py` decides
+what to ask for; `launch.py` starts masters.
 
-Nothing raises here because of a master: there is an answer, or none, and who asked reads from the
-store. Concurrency: many threads, each exchange on a connection of its own. A forked child makes its
-own connections. One is kept as long as the link: with the last one a master ends.
+Concurrency: many threads; each exchange uses a connection of its own. A forked child opens
+connections of its own. One connection stays open as long as the link: a master without connections
+ends.
 """
 
+import array
 import logging
+import mmap
 import os
+import socket
+import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
 from typing import NamedTuple
 from uuid import UUID
 
@@ -23,23 +31,183 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DieselError
+from ..format.entries import Bytes
 from . import wire
-from .client_connection import WINDOW_BYTES, Connection, ExchangeFailed, RequestRejected
-from .mapped_chunks import MappedChunks
+from .mapped_chunks import MappedChunks, MemoryMap
 
 log = logging.getLogger("diesel.task")
 
 DEADLINE_S = 5.0
-"""For an answer: a master answers within what its own deadlines add up to, or it hangs."""
+"""For one answer. A master's own deadlines add up to less, so a later answer means that it
+hangs."""
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
-"""How long a master that has failed is not asked, and to what that doubles while it goes on."""
+"""How long a master that has failed is not asked; the pause doubles up to the maximum while it
+fails."""
 
 IDLE_CONNECTIONS_MAX = 8
 
+WINDOW_BYTES = 8 << 20
+"""The window of each connection; only pages that are used take memory. Larger requests would cost
+no less."""
+
+_RECEIVED_BYTES = wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
+_CONTROL_BYTES = socket.CMSG_SPACE(4)
+_TIMEVAL = struct.Struct("ll")
+
+
+class ExchangeFailed(Exception):
+    """An exchange failed; the connection cannot be used any more."""
+
+
+class RequestRejected(ExchangeFailed):
+    """The master has rejected the request."""
+
+
+class Connection:
+    """One connection to the master, and its window. For one thread at a time."""
+
+    def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
+        """Connects and says hello. Raises ExchangeFailed."""
+        self.revoked: list[int] = []
+        self.unread_parts = 0  # parts of a READ whose answer was not received
+        self._received = bytearray(_RECEIVED_BYTES)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        window = -1
+        try:
+            limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connect_unix(self._socket, path)
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            window = os.memfd_create("diesel-window", flags)
+            os.ftruncate(window, WINDOW_BYTES)
+            fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            self.window = MemoryMap(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
+            body, _ = self.exchange(
+                wire.LOCAL_HELLO, body=wire.local_hello(identity, version), send=window
+            )
+            self.rank, self.chunks = wire.parse_local_welcome(body)
+        except (OSError, DieselError) as error:
+            self.close()
+            raise ExchangeFailed(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if window >= 0:
+                os.close(window)
+
+    def exchange(
+        self,
+        kind: int,
+        count: int = 0,
+        body: Bytes = b"",
+        *,
+        flags: int = 0,
+        send: int = -1,
+        expects_descriptor: bool = False,
+    ) -> tuple[memoryview, int]:
+        """`send` and `receive`."""
+        self.send(wire.local_request(kind, count, body, flags), send=send)
+        return self.receive(kind, count, expects_descriptor=expects_descriptor)
+
+    def send(self, request: bytes, *, send: int = -1) -> None:
+        """Send a request, and the descriptor `send` with it. Raises ExchangeFailed."""
+        try:
+            if send >= 0:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [send]))
+                sent = self._socket.sendmsg([request], [rights])
+                request = request[sent:]
+            if request:
+                self._socket.sendall(request)
+        except BlockingIOError as error:
+            raise ExchangeFailed("the master does not answer") from error
+        except OSError as error:
+            raise ExchangeFailed(str(error)) from error
+
+    def receive(
+        self, kind: int, count: int, *, expects_descriptor: bool = False
+    ) -> tuple[memoryview, int]:
+        """The body of the answer to a request, valid until the next is sent, and a descriptor that
+        came with it, or -1. Descriptors are expected only with `expects_descriptor`. Raises
+        ExchangeFailed; RequestRejected where the master rejects the request."""
+        descriptor = -1
+        try:
+            room = memoryview(self._received)
+            if expects_descriptor:
+                got, descriptor = self._receive_with_descriptor(room)
+            else:
+                got = self._socket.recv_into(room)
+            while got < wire.HEAD_BYTES:
+                got += self._more(room[got:])
+            head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
+            end = wire.HEAD_BYTES + head.body_bytes
+            if end > len(room):
+                room = memoryview(bytearray(end))
+                room[:got] = self._received[:got]
+            while got < end:
+                got += self._more(room[got:end])
+            if got > end:
+                raise ExchangeFailed("the master sent more bytes than its answer has")
+            proper, self.revoked = wire.split_revoked(head, room[wire.HEAD_BYTES : end])
+            if head.status != wire.LOCAL_OK:
+                raise RequestRejected(wire.parse_refusal(proper))
+        except BaseException as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise ExchangeFailed("the master does not answer") from error
+            if isinstance(error, OSError | DieselError):
+                raise ExchangeFailed(str(error)) from error
+            raise
+        return proper, descriptor
+
+    def _more(self, room: memoryview) -> int:
+        got = self._socket.recv_into(room)
+        if not got:
+            raise ExchangeFailed("the master has ended")
+        return got
+
+    def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
+        got, control, flags, _ = self._socket.recvmsg_into(
+            [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        found = array.array("i")
+        for level, kind, content in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+        for extra in found[1:]:
+            os.close(extra)
+        descriptor = found[0] if found else -1
+        if flags & socket.MSG_CTRUNC:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise ExchangeFailed("a descriptor was lost: this process can open no more files")
+        return got, descriptor
+
+    def close(self) -> None:
+        """Close the socket. The window is unmapped with its last view. Repeatable."""
+        self._socket.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is closed. A forked child closes the connections of its parent."""
+        return self._socket.fileno() < 0
+
+
+def connect_unix(made: socket.socket, path: str) -> None:
+    """Connect a socket to a path of any length. Raises OSError."""
+    folder, name = os.path.split(path)
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        made.connect(f"/proc/self/fd/{opened}/{name}")
+    finally:
+        os.close(opened)
+
 
 class ReadResult(NamedTuple):
-    """What a READ has brought: of each part where in the window it lies, and its source."""
+    """The answer to a READ: the window, and of each part its offset there and its source."""
 
     window: memoryview
     offsets: npt.NDArray[np.uint32]
@@ -47,7 +215,7 @@ class ReadResult(NamedTuple):
 
 
 class PinResult(NamedTuple):
-    """What a LEND has brought; a descriptor to close, or -1."""
+    """The answer to a PIN; the caller closes the descriptor, unless it is -1."""
 
     source: int
     descriptor: int
@@ -67,11 +235,12 @@ class MasterLink:
         pause_s: float = PAUSE_S,
         restart: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`mapped` is what it has lent: told when the master wants chunks back, or has gone.
+        """`mapped` has the chunks that the master has pinned for this process; it hears of revoked
+        chunks, and when the master is gone.
 
-        `restart` starts a master in the place of one that was killed, and says whether it has; it
-        may take its time, and is called in a thread, whenever there is none to connect to. It is
-        told whether there has ever been one for us.
+        `restart` starts a master in place of one that was killed, and returns whether it did. It is
+        called in a thread whenever connecting fails, may take its time, and learns whether a master
+        has ever answered this link.
         """
         self._path = os.fspath(path)
         self._identity = identity
@@ -82,7 +251,7 @@ class MasterLink:
         self._failed_s = self._paused_until_s = 0.0
         self._last_warning = self._last_restart_error = ""
         self._closed = False
-        self._revive = restart
+        self._restart = restart
         self.rank = -1
         self.exchanged_s = 0.0
         self.counts = {"requests": 0, "failures": 0, "not_asked": 0}
@@ -92,38 +261,40 @@ class MasterLink:
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._probing = threading.Lock()
-        self._reviving = threading.Lock()
+        self._restarting = threading.Lock()
         self._idle: list[Connection] = []
-        self._abandoned: deque[Connection] = deque()  # by whoever collects garbage: no lock
+        # Appended to by the garbage collector, so without a lock
+        self._abandoned: deque[Connection] = deque()
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def connect(self) -> bool:
-        """Make sure that there is a connection; whether there is. Whoever asks for anything does
-        so by itself."""
-        connection = self._taken()
+        """Make sure that there is a connection; returns whether there is. Other calls do so
+        themselves."""
+        connection = self._acquire()
         if connection is None:
             return False
-        self._give_back(connection)
+        self._release(connection)
         return True
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is any connection: with the last one all that was lent is returned."""
+        """Whether there is any connection. When the last one closes, the master unpins all chunks
+        of this process."""
         return bool(self._open)
 
     def retry(self) -> None:
-        """Ask the master again, whatever has been."""
+        """End a pause: ask the master again."""
         self._paused_until_s, self._pause_s, self._last_warning = 0.0, self._first_pause_s, ""
 
     def read(self, parts: wire.Parts) -> "WindowLease | None":
-        """Ask for parts, of no more than the window in all; to be used with `with`, as the window
-        is the caller's until then. None where the master does not answer."""
+        """Read parts, which fit the window together. Use the result in a `with`: the window is the
+        caller's until its end. None where the master does not answer."""
         begun = self.begin(parts)
         return None if begun is None else begun.wait()
 
     def begin(self, parts: wire.Parts) -> "PendingRead | None":
-        """As `read`, of which the answer is waited for later."""
-        connection = self._taken()
+        """As `read`, without waiting for the answer yet."""
+        connection = self._acquire()
         if connection is None:
             return None
         start_s = time.monotonic()
@@ -134,8 +305,9 @@ class MasterLink:
         return PendingRead(self, connection, start_s, parts)
 
     def pin(self, chunk: int, *, fetch: bool) -> PinResult | None:
-        """Ask for a whole chunk. None where the master does not answer."""
-        connection = self._taken()
+        """Pin a whole chunk; `fetch`: also where the master has to fetch it. None where the master
+        does not answer."""
+        connection = self._acquire()
         if connection is None:
             return None
         start_s = time.monotonic()
@@ -146,28 +318,28 @@ class MasterLink:
             1,
             wire.chunks_body([chunk]),
             flags=wire.LOAD if fetch else 0,
-            takes=True,
+            expects_descriptor=True,
         )
         if answer is None:
             return None
         source = wire.parse_source(answer[0])
-        self._give_back(connection)
+        self._release(connection)
         return PinResult(source, answer[1])
 
     def notify(self, kind: int, count: int, body: bytes, *, send: int = -1) -> bool:
-        """A request whose answer says nothing; whether it came."""
-        connection = self._taken(asks=False)
+        """Send a request whose answer has no content; returns whether the answer came."""
+        connection = self._acquire(is_read=False)
         if connection is None:
             return False
         if self._exchange(connection, time.monotonic(), kind, count, body, send=send) is None:
             return False
-        self._give_back(connection)
+        self._release(connection)
         return True
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Another version, whose snapshot is in a file; whether the master knows it now. Then the
-        connection speaks of that one, and ends."""
-        connection = self._taken(asks=False)
+        """Announce another version, whose snapshot is in the file `snapshot`; returns whether the
+        master accepted it. The connection then belongs to that version, and is closed."""
+        connection = self._acquire(is_read=False)
         if connection is None:
             return False
         start_s = time.monotonic()
@@ -182,29 +354,30 @@ class MasterLink:
         return True
 
     def stats(self) -> bytes:
-        """What the master says of itself, as JSON; nothing where it says nothing."""
-        connection = self._taken(asks=False)
+        """What the master reports of itself, as JSON; empty where it does not answer."""
+        connection = self._acquire(is_read=False)
         if connection is None:
             return b""
         answer = self._exchange(connection, time.monotonic(), wire.LOCAL_STATS, 0, b"")
         if answer is None:
             return b""
         text = bytes(answer[0])
-        self._give_back(connection)
+        self._release(connection)
         return text
 
     def return_unmapped(self) -> None:
-        """Return what is mapped no more; hear what is wanted back."""
+        """Unpin chunks that are unmapped, and receive those that the master revokes."""
         while True:
             chunks = self._mapped.take_unmapped()
             some = chunks[: wire.UNPINNED_MAX]
             if not self.notify(wire.LOCAL_UNPIN, len(some), wire.chunks_body(some)):
-                return  # with its connections what they were lent is returned
+                return  # the master unpins them when the connections close
             if not self._mapped.has_unmapped:
                 return
 
     def close(self) -> None:
-        """Repeatable. What is under way ends as it can."""
+        """Close all connections that are not in use; the others close when they are released.
+        Repeatable."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -225,13 +398,13 @@ class MasterLink:
         *,
         flags: int = 0,
         send: int = -1,
-        takes: bool = False,
+        expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """The answer; None after an exchange that failed, whose connection is closed then."""
+        """The answer; None after a failed exchange, whose connection is closed then."""
         request = wire.local_request(kind, count, body, flags)
         if not self._put(connection, start_s, request, send=send):
             return None
-        return self._answer(connection, start_s, kind, count, takes=takes)
+        return self._answer(connection, start_s, kind, count, expects_descriptor=expects_descriptor)
 
     def _put(
         self, connection: Connection, start_s: float, request: bytes, *, send: int = -1
@@ -242,24 +415,30 @@ class MasterLink:
         except ExchangeFailed as error:
             self._fail(connection, start_s, str(error))
             return False
-        except BaseException:  # a signal's: who knows how far it got
+        except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
             raise
         return True
 
     def _answer(
-        self, connection: Connection, start_s: float, kind: int, count: int, *, takes: bool = False
+        self,
+        connection: Connection,
+        start_s: float,
+        kind: int,
+        count: int,
+        *,
+        expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
         try:
-            answer = connection.receive(kind, count, expects_descriptor=takes)
-        except RequestRejected as error:  # the connection is as good as before
-            self._give_back(connection)
+            answer = connection.receive(kind, count, expects_descriptor=expects_descriptor)
+        except RequestRejected as error:  # the connection stays usable
+            self._release(connection)
             self._note_failure(start_s, str(error))
             return None
         except ExchangeFailed as error:
             self._fail(connection, start_s, str(error))
             return None
-        except BaseException:  # a signal's: who knows how far it got
+        except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
             raise
         if connection.revoked:
@@ -269,16 +448,16 @@ class MasterLink:
             self.retry()
         return answer
 
-    def _taken(self, *, asks: bool = True) -> Connection | None:
-        """A connection of the caller's own, where the master is to be asked; where it `asks` for
-        nothing, any that there is will do."""
+    def _acquire(self, *, is_read: bool = True) -> Connection | None:
+        """A connection for the caller alone; None where the master is not to be asked now. During a
+        pause, reads get none, and other requests (`is_read` is False) any idle one."""
         with self._lock:
             if self._closed and not self._idle:
                 return None
-            waits = asks and time.monotonic() < self._paused_until_s
-            if self._idle and not waits:
+            is_paused = is_read and time.monotonic() < self._paused_until_s
+            if self._idle and not is_paused:
                 return self._idle.pop()
-        if not waits and (connection := self._reuse_abandoned()) is not None:
+        if not is_paused and (connection := self._reuse_abandoned()) is not None:
             return connection
         start_s = time.monotonic()
         probes = self._paused_until_s > 0
@@ -289,34 +468,36 @@ class MasterLink:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
         except ExchangeFailed as error:
             self._note_failure(start_s, str(error))
-            if self._revive is not None:
-                threading.Thread(target=self._bring_back, name="diesel-revive", daemon=True).start()
+            if self._restart is not None:
+                threading.Thread(
+                    target=self._run_restart, name="diesel-restart", daemon=True
+                ).start()
             return None
         finally:
             if probes:
                 self._probing.release()
         self.rank = connection.rank
         with self._lock:
-            if not self._open:  # the first, or another master's
+            if not self._open:  # the first connection, or that of a new master
                 self._mapped.forget_all()
             self._open.add(connection)
         return connection
 
-    def _bring_back(self) -> None:
-        assert self._revive is not None
-        if self._reviving.acquire(blocking=False):
+    def _run_restart(self) -> None:
+        assert self._restart is not None
+        if self._restarting.acquire(blocking=False):
             try:
-                if self._revive(self.rank >= 0):
+                if self._restart(self.rank >= 0):
                     self.retry()
                 self._last_restart_error = ""
             except DieselError as error:
                 if str(error) != self._last_restart_error:
-                    log.warning("the task has no master on this node: %s", error)
+                    log.warning("this node's master of the task could not be started: %s", error)
                 self._last_restart_error = str(error)
             finally:
-                self._reviving.release()
+                self._restarting.release()
 
-    def _give_back(self, connection: Connection) -> None:
+    def _release(self, connection: Connection) -> None:
         self.exchanged_s = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
@@ -326,8 +507,8 @@ class MasterLink:
         connection.close()
 
     def _drop(self, connection: Connection, count: int) -> None:
-        """Nobody waits for the answer about so many parts. The connection stays: with its last one
-        a master ends."""
+        """The caller no longer waits for the answer about `count` parts. The connection is kept: a
+        master without connections ends."""
         connection.unread_parts = count
         if self._closed:
             connection.close()
@@ -335,7 +516,7 @@ class MasterLink:
             self._abandoned.append(connection)
 
     def _reuse_abandoned(self) -> Connection | None:
-        """One whose answer nobody has waited for, once that has come."""
+        """A connection whose answer was not received, once that answer has come."""
         connection = self._dropped_one()
         start_s = time.monotonic()
         try:
@@ -359,7 +540,7 @@ class MasterLink:
         connection.close()
         with self._lock:
             self._open.discard(connection)
-            idle, self._idle = self._idle, []  # they are the same master's
+            idle, self._idle = self._idle, []  # they lead to the same master
             idle += iter(self._dropped_one, None)
             for each in idle:
                 self._open.discard(each)
@@ -368,7 +549,7 @@ class MasterLink:
         self._note_failure(start_s, why)
 
     def _note_failure(self, start_s: float, why: str) -> None:
-        """Several that were under way together have failed once."""
+        """Begin a pause. Several exchanges that were in flight together count as one failure."""
         self.counts["failures"] += 1
         with self._lock:
             if start_s < self._failed_s:
@@ -382,7 +563,7 @@ class MasterLink:
 
 
 class PendingRead:
-    """A READ that has been sent; its answer may be waited for, or not."""
+    """A READ whose answer has not been received; it may be dropped."""
 
     def __init__(
         self, link: MasterLink, connection: Connection, start_s: float, parts: wire.Parts
@@ -393,7 +574,7 @@ class PendingRead:
         self._parts = parts
 
     def wait(self) -> "WindowLease | None":
-        """The answer, once; None where the master does not answer."""
+        """Receive the answer, once; None where the master does not answer."""
         connection, self._connection = self._connection, None
         assert connection is not None
         if connection.is_closed:
@@ -416,7 +597,7 @@ class PendingRead:
 
 
 class WindowLease:
-    """The answer to a READ, as long as its window is ours."""
+    """The answer to a READ, for as long as the window is the caller's."""
 
     def __init__(self, link: MasterLink, connection: Connection, given: ReadResult) -> None:
         self._link = link
@@ -427,7 +608,7 @@ class WindowLease:
         return self.given
 
     def __exit__(self, *_: object) -> None:
-        self._link._give_back(self._connection)
+        self._link._release(self._connection)
 
 
 _LINKS: "weakref.WeakSet[MasterLink]" = weakref.WeakSet()
@@ -436,7 +617,7 @@ _LINKS: "weakref.WeakSet[MasterLink]" = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for link in list(_LINKS):
         for connection in list(link._open):
-            connection.close()  # the child's copy of a descriptor; the parent's goes on
+            connection.close()  # closes the child's copy of the descriptor only
         link._reset_after_fork()
 
 

@@ -1,10 +1,13 @@
-"""A master's end of the local protocol (`PEERS.md`, section 4): the clients of its own node.
+"""The master's end of the local protocol (`PEERS.md`, section 4): it serves the clients of its own
+node.
 
-Owned here: the socket, whose clients may come, their windows, what they have borrowed, and how long
-a master stays that nobody uses. Not owned: the bytes of messages (`wire.py`), what is given
-(`master.py`). A client that breaks off in the middle of anything leaves nothing behind.
+It checks which processes may connect, maps their windows (memory that a client shares with the
+master for the bytes of its reads), counts what each process has pinned, and decides when an unused
+master ends. `wire.py` has the bytes of messages, `master.py` the answers. A client that breaks off
+at any point leaves nothing behind.
 
-In the loop of the master. A connection carries one request at a time, so each has one task.
+All code runs in the master's trio loop. A connection carries one request at a time, and has one
+task.
 """
 
 import array
@@ -29,16 +32,16 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""Of all clients of a node: some hundred workers with a few threads each."""
+"""Connections of all clients of a node: some hundred workers with a few threads each."""
 
 WINDOW_BYTES_MAX = 1 << 30
 BACKLOG = 1024
-ACCEPT_PAUSE_S = 0.1  # where there are no descriptors; a client waits
+ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 _RECEIVED_BYTES = 64 << 10
-_ANY_CHUNK = 1 << 32  # what was never lent cannot be returned: that is passed by
-_FILES_MAX = 4  # in one message: one is meant, and what else comes is closed
-_IN_A_ROW = 64  # requests, then others have their turn
+_ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
+_FILES_MAX = 4  # descriptors in one message: one is expected, any others are closed
+_IN_A_ROW = 64  # requests of one client before other tasks run
 _CREDENTIALS = struct.Struct("3i")
 _ROOM = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
@@ -48,15 +51,14 @@ class LocalServer:
 
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._borrowers: Counter[int] = Counter()  # connections, by process
-        self._welcomed = 0  # of them those that read what this master has
-        self._other_version_wanted = (
-            False  # somebody came for another version when nobody read this one
-        )
+        self._connections: Counter[int] = Counter()  # by process
+        self._readers = 0  # connections that read this master's version
+        # A client came for another version while no client read this one
+        self._other_version_wanted = False
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve who connects to a listening socket, until cancelled."""
+        """Accept and serve clients on a listening socket, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.lowlevel.wait_readable(listener)
@@ -64,64 +66,68 @@ class LocalServer:
                     ours, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                except OSError as error:  # no descriptors, say; who is here is still served
-                    log.warning("no client can come just now: %s", error.strerror)
+                except (
+                    OSError
+                ) as error:  # no descriptors, for example; connected clients are still served
+                    log.warning("cannot accept clients now: %s", error.strerror)
                     await trio.sleep(ACCEPT_PAUSE_S)
                     continue
                 ours.setblocking(False)
                 pid, user, _ = _CREDENTIALS.unpack(
                     ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 )
-                if user != os.geteuid() or self._borrowers.total() >= CONNECTIONS_MAX:
-                    log.warning("process %d of user %d is not served", pid, user)
+                if user != os.geteuid() or self._connections.total() >= CONNECTIONS_MAX:
+                    log.warning("process %d of user %d was refused", pid, user)
                     ours.close()
                     continue
                 nursery.start_soon(self._serve, ours, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Returns when there has been no client for so long; or when there is none, and one comes
-        for another version of the dataset, who may then have a master of his own."""
+        """Returns when there has been no client for `idle_timeout_s`; at once where there is none
+        and one comes for another version of the dataset, which then starts a master of its own."""
         while True:
             self._clients_changed = trio.Event()
             with trio.move_on_after(
-                idle_timeout_s if not self._welcomed else float("inf")
+                idle_timeout_s if not self._readers else float("inf")
             ) as patience:
                 await self._clients_changed.wait()
-            if self._other_version_wanted and not self._welcomed:
-                log.info("another version is wanted, and nobody reads this one: it ends")
+            if self._other_version_wanted and not self._readers:
+                log.info(
+                    "a client wants another version and no client reads this one: the master ends"
+                )
                 return
-            self._other_version_wanted = False  # somebody else was as fast
+            self._other_version_wanted = False  # a reader of this version connected meanwhile
             if patience.cancelled_caught:
-                log.info("nobody has used this master for %g s: it ends", idle_timeout_s)
+                log.info("no client for %g s: the master ends", idle_timeout_s)
                 return
 
     async def _serve(self, ours: socket.socket, pid: int) -> None:
-        self._borrowers[pid] += 1
+        self._connections[pid] += 1
         client = _Client(self, self._master, ours, pid)
         try:
             await client.serve()
         except (CorruptError, UsageError) as error:
-            log.warning("process %d is not served any more: %s", pid, error.message)
-        except OSError:  # it has broken off
+            log.warning("disconnected process %d: %s", pid, error.message)
+        except OSError:  # the client has gone
             pass
         finally:
             client.close()
-            self._borrowers[pid] -= 1
-            if not self._borrowers[pid]:
-                del self._borrowers[pid]
-                self._master.cache.unpin_all(pid)
+            self._connections[pid] -= 1
+            if not self._connections[pid]:
+                del self._connections[pid]
+                self._master.cache.memory.unpin_all(pid)
             if client.is_accepted:
-                self._welcomed -= 1
+                self._readers -= 1
                 self._clients_changed.set()
 
     def reader_joined(self) -> None:
         """A connection has come for what this master has."""
-        self._welcomed += 1
+        self._readers += 1
         self._clients_changed.set()
 
     def other_version_requested(self) -> None:
-        """A connection has come for another version."""
-        if not self._welcomed:
+        """A client has connected that wants another version of the dataset."""
+        if not self._readers:
             self._other_version_wanted = True
             self._clients_changed.set()
 
@@ -136,30 +142,30 @@ class _Client:
         self._pid = pid
         self._received = bytearray()
         self._files: list[int] = []
-        self._version = -1  # before the hello
+        self._version = -1  # -1: before the hello
         self._map: mmap.mmap | None = None
         self._window = memoryview(b"")
 
     @property
     def is_accepted(self) -> bool:
-        """Whether its hello was good."""
+        """Whether the client's hello was accepted."""
         return self._version >= 0
 
     def close(self) -> None:
-        """Let go of all that this connection holds."""
+        """Release everything that this connection holds."""
         self._drop_files()
         self._window = memoryview(b"")
-        self._map = None  # unmapped once nobody writes into it any more
+        self._map = None  # unmapped when no task writes into it any more
         self._socket.close()
 
     async def serve(self) -> None:
         """Answer requests until the client closes. Raises CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_IN_A_ROW):
-                if not await self._has(wire.HEAD_BYTES):
+                if not await self._receive(wire.HEAD_BYTES):
                     return
                 head = wire.parse_local_request(self._received[: wire.HEAD_BYTES])
-                if not await self._has(wire.HEAD_BYTES + head.body_bytes):
+                if not await self._receive(wire.HEAD_BYTES + head.body_bytes):
                     return
                 body = bytes(self._received[wire.HEAD_BYTES : wire.HEAD_BYTES + head.body_bytes])
                 del self._received[: wire.HEAD_BYTES + head.body_bytes]
@@ -178,9 +184,9 @@ class _Client:
             text = json.dumps(self._master.stats()).encode()
             await self._send(wire.local_answer(head.kind, body=text))
             return
-        if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of whatever version
-            self._master.cache.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
-            wanted = self._master.cache.revoked(self._pid)
+        if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of any version
+            self._master.cache.memory.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
+            wanted = self._master.cache.memory.revoked(self._pid)
             await self._send(wire.local_answer(head.kind, revoked=wanted))
             return
         if self._version != self._master.snapshot.version:
@@ -191,7 +197,7 @@ class _Client:
         if head.kind == wire.LOCAL_READ:
             parts, total = wire.parse_parts(body, head.counted, sizes, bytes_max=len(self._window))
             if total > len(self._window):
-                raise CorruptError("more is wanted at once than the window holds")
+                raise CorruptError("the parts of a READ do not fit the window")
             answer = wire.read_answer_body(*await self._master.read(parts, self._window))
         elif head.kind == wire.LOCAL_PIN:
             (chunk,) = wire.parse_chunks(body, len(sizes))
@@ -202,7 +208,7 @@ class _Client:
         elif head.kind == wire.LOCAL_DAMAGED:
             await self._master.report_damage(wire.parse_damaged(body, sizes))
         count = head.counted if answer else 0
-        wanted = self._master.cache.revoked(self._pid)
+        wanted = self._master.cache.memory.revoked(self._pid)
         await self._send(wire.local_answer(head.kind, count, answer, wanted), file)
 
     async def _hello(self, body: bytes) -> None:
@@ -220,7 +226,7 @@ class _Client:
             )
             self._server.other_version_requested()
             return
-        self._map = _mapped_window(self._files)
+        self._map = _map_window(self._files)
         self._window = memoryview(self._map)
         if not self.is_accepted:
             self._server.reader_joined()
@@ -231,15 +237,15 @@ class _Client:
     async def _switch_version(self, body: bytes) -> None:
         version = wire.parse_switch_version(body)
         if len(self._files) != 1:
-            raise CorruptError("a version without its snapshot")
+            raise CorruptError("SWITCH_VERSION without a snapshot")
         try:
             mapped = mmap.mmap(self._files[0], 0, prot=mmap.PROT_READ)
             snapshot = Snapshot(memoryview(mapped))
         except (OSError, ValueError, DieselError) as error:
-            raise CorruptError(f"no snapshot: {error}") from None
+            raise CorruptError(f"a damaged snapshot: {error}") from None
         shown = self._master.snapshot
         if (snapshot.identity, snapshot.version) != (shown.identity, version):
-            raise CorruptError("a snapshot of something else")
+            raise CorruptError("the snapshot is of another dataset or version")
         if version > shown.version:
             await self._master.switch_version(snapshot)
         self._version = version
@@ -250,8 +256,9 @@ class _Client:
 
     # The socket
 
-    async def _has(self, size: int) -> bool:
-        """Wait until so many bytes have come; False where the client closes before."""
+    async def _receive(self, size: int) -> bool:
+        """Wait until `size` bytes have come. False where the client closed the connection
+        before."""
         while len(self._received) < size:
             try:
                 content, ancillary, _, _ = self._socket.recvmsg(
@@ -268,7 +275,7 @@ class _Client:
             if not content:
                 return False
             if len(self._received) + len(content) > wire.HEAD_BYTES + wire.LOCAL_BODY_BYTES_MAX:
-                raise CorruptError("it sends without waiting for answers")
+                raise CorruptError("the client does not wait for answers")
             self._received += content
         return True
 
@@ -291,26 +298,25 @@ class _Client:
                 os.close(self._files.pop())
 
 
-def _mapped_window(files: list[int]) -> mmap.mmap:
-    """The memory that a client shares with us. Raises CorruptError where it could shrink: touching
-    what is gone would kill this process."""
+def _map_window(files: list[int]) -> mmap.mmap:
+    """Map the window that a client shares. Raises CorruptError where it could shrink: access to
+    pages that are gone would kill this process."""
     if len(files) != 1:
-        raise CorruptError("no window")
+        raise CorruptError("HELLO without a window")
     try:
         if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise CorruptError("its window may shrink")
+            raise CorruptError("the client's window is not sealed against shrinking")
         size = os.fstat(files[0]).st_size
         if not 0 < size <= WINDOW_BYTES_MAX:
             raise CorruptError(f"a window of {size} bytes")
         return mmap.mmap(files[0], size)
     except (OSError, ValueError) as error:
-        raise CorruptError(f"its window cannot be used: {error}") from None
+        raise CorruptError(f"the client's window cannot be mapped: {error}") from None
 
 
 class LocalSocket:
-    """A socket at a path in a folder that is this user's alone. Before `listen` whoever connects is
-    refused at once: a master that is still coming up, which may take as long as Redis does, must
-    not let readers wait."""
+    """A socket at a path in a folder of this user. Until `listen` is called, clients are refused at
+    once: a master that starts, which may have to wait for Redis, must not make readers wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -319,7 +325,7 @@ class LocalSocket:
         try:
             path.unlink(missing_ok=True)
             folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:  # a path of a socket has room for 107 bytes alone
+            try:  # the path of a socket has at most 107 bytes
                 self.socket.bind(f"/proc/self/fd/{folder}/{path.name}")
             finally:
                 os.close(folder)
@@ -330,12 +336,12 @@ class LocalSocket:
             raise
 
     def listen(self) -> None:
-        """From now on clients may come."""
+        """Clients may connect from now on."""
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Nobody comes any more. Where another master has put its own socket there, that stays,
-        also one that has got the number of ours. Repeatable."""
+        """Close the socket, and remove it from its path. A socket that another master has put there
+        stays, also where it got the inode number of this one after its close. Repeatable."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

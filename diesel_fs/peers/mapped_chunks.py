@@ -1,11 +1,10 @@
-"""Chunks in the master's memory that this process has mapped.
+"""The chunks in the master's memory that this process has mapped.
 
-Owned here: the mappings, how long they last, and which chunks may be told to be mapped no more. A
-mapping lives as long as anybody has a view of it, and besides as long as this table keeps it: not
-over the table's limits, and not when the master wants it back. Not owned: asking the master
-(`link.py`), what is in a chunk.
+A mapping lives as long as any view of it, and as long as this table keeps it: within the table's
+limits, and until the master revokes the chunk. `link.py` asks the master for chunks and tells it
+which are unmapped.
 
-Thread-safe. A forked child goes on with its parent's mappings, which are the parent's to return.
+Thread-safe. A forked child goes on with its parent's mappings, which the parent unpins.
 """
 
 import ctypes
@@ -21,11 +20,11 @@ from typing import TypeAlias
 import numpy as np
 
 MAPPED_BYTES_MAX = 8 << 30
-"""Address space, not memory: that is the master's. The tables of the pages that are touched take a
+"""Address space, not memory: the memory is the master's. The page tables of what is touched take a
 512th of it in each process."""
 
 MAPPED_CHUNKS_MAX = 16_384
-"""A process may have 65,530 mappings, and others want some."""
+"""A process may have 65,530 mappings, and its libraries need some."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -42,10 +41,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryMap:
-    """A file's beginning in memory, until the last view of it is gone.
+    """The start of a file, mapped until its last view is gone.
 
-    Python's own `mmap` keeps a descriptor for each, and a thousand chunks would use up all that a
-    process may have.
+    Python's own `mmap` keeps a descriptor for each mapping, and a thousand chunks would use up all
+    that a process may have.
     """
 
     __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended")
@@ -53,9 +52,8 @@ class MemoryMap:
     def __init__(
         self, descriptor: int, size: int, flags: int, ended: Callable[[], None] | None = None
     ) -> None:
-        """`ended` is called when it is unmapped, wherever that happens: it must do next to nothing.
-        Raises OSError.
-        """
+        """`ended` is called in any thread when the memory is unmapped, so it must do next to
+        nothing. Raises OSError."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, flags, descriptor, 0)
         if address == _MAP_FAILED:
@@ -81,11 +79,11 @@ class MemoryMap:
                 self._ended()
 
 
-_Memory: TypeAlias = tuple[int, int]  # chunk, inode: a chunk may be lent again in other memory
+_Memory: TypeAlias = tuple[int, int]  # chunk, inode: a chunk may be pinned again in other memory
 
 
 class MappedChunks:
-    """What one store has mapped."""
+    """The chunks that one `TaskStore` has mapped."""
 
     def __init__(
         self, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
@@ -105,29 +103,29 @@ class MappedChunks:
         self._begin_count()
 
     def _begin_count(self) -> None:
-        """What is mapped now is nobody's to return."""
-        self._unmapped: deque[_Memory] = (
-            deque()
-        )  # by whatever thread has had the last view: no lock
+        """Start counting anew: nothing that is mapped now will be unpinned."""
+        # Appended to by whichever thread drops the last view, so without a lock
+        self._unmapped: deque[_Memory] = deque()
         self._map_counts: Counter[_Memory] = Counter()
         self._maps: weakref.WeakValueDictionary[_Memory, MemoryMap] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
-        """How many chunks are kept."""
+        """How many chunks the table keeps."""
         return len(self._views)
 
     @property
     def has_mapped(self) -> bool:
-        """Whether the master may count anything as lent to this process."""
+        """Whether the master may count any chunk as pinned by this process."""
         return bool(self._map_counts)
 
     @property
     def has_unmapped(self) -> bool:
-        """Whether there is anything to return."""
+        """Whether there are chunks to unpin."""
         return bool(self._unmapped)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk that is mapped: all of it, its own copy where it is written to. Never waits."""
+        """A chunk that is mapped; a write to the view would only change this process's copy. Never
+        waits."""
         view = self._views.get(chunk)
         if view is not None:
             self._clock += 1
@@ -135,7 +133,7 @@ class MappedChunks:
         return view
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
-        """Maps a chunk that was lent. The descriptor stays the caller's. Raises OSError."""
+        """Map a pinned chunk. The descriptor stays the caller's. Raises OSError."""
         with self._lock:
             which = chunk, os.fstat(descriptor).st_ino
             mapping = self._maps.get(which)
@@ -154,15 +152,14 @@ class MappedChunks:
         return view
 
     def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
-        """`callback` is called, in any thread, when a chunk is given up, and each time that it is
-        wanted back after that: who has views of it is to let go of them. The last to say so is
-        told.
-        """
+        """Set the function that is called, in any thread, when the table gives a chunk up or the
+        master revokes it: it should drop its views of the chunk. The last function that was set for
+        a chunk is called."""
         with self._lock:
             self._on_revoke[chunk] = callback
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Keep these no longer: they are unmapped with the last view of them."""
+        """Keep these chunks no longer: each is unmapped with its last view."""
         callbacks: list[Callable[[], None]] = []
         views = []
         with self._lock:
@@ -172,17 +169,18 @@ class MappedChunks:
                     self.kept_bytes -= len(view)
                     views.append(view)
                 self._last_used.pop(chunk, None)
-                if (let_go := self._on_revoke.get(chunk)) is not None:
-                    callbacks.append(let_go)
-        for let_go in callbacks:
-            let_go()
+                if (callback := self._on_revoke.get(chunk)) is not None:
+                    callbacks.append(callback)
+        for callback in callbacks:
+            callback()
 
     def release_all(self) -> None:
-        """Keep nothing any longer."""
+        """Keep no chunk any longer."""
         self.release(list(self._views))
 
     def drop_damaged(self, chunk: int) -> bool:
-        """A chunk is damaged: when it is lent again, it is mapped anew. Whether it was kept."""
+        """A chunk is damaged: when it is pinned again, it is mapped anew. Returns whether the table
+        kept it."""
         with self._lock:
             for which in [each for each in self._maps if each[0] == chunk]:
                 del self._maps[which]
@@ -191,14 +189,14 @@ class MappedChunks:
         return kept
 
     def forget_all(self) -> None:
-        """The master that had lent all this is gone: another will not be told of it."""
+        """The master that pinned these chunks is gone; the next one will not be told of them."""
         with self._lock:
             self._begin_count()
         self.release_all()
 
     def take_unmapped(self) -> list[int]:
-        """The chunks that have been unmapped since this was last asked: as often as the master has
-        lent other memory for one."""
+        """The chunks that have been unmapped since the last call: once for each memory that the
+        master has pinned of a chunk."""
         found = []
         with self._lock:
             while self._unmapped:
@@ -212,8 +210,8 @@ class MappedChunks:
         return found
 
     def _over(self) -> list[int]:
-        """What has to go, the least recently used first: an eighth more than must be, as it costs
-        a look at all of them."""
+        """The chunks to release when the table is over its limits, the least recently used first:
+        an eighth more than needed, as each call looks at all of them."""
         if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8

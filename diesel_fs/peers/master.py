@@ -1,11 +1,13 @@
-"""The master of a node: holds the node's share of a task's dataset, for all who read on the node.
+"""The master: one node of a task, which serves the node's own readers and the masters of other
+nodes.
 
-Owned here: who is asked for a chunk, and what follows when members come and go. Not owned: bytes in
-memory and on disk (`cache.py`), one other master (`peer.py`, `acceptor.py`), the clients of this
-one (`local.py`), where members are registered (`registry.py`).
+For each chunk it knows which node owns it, and reads from there; `set_owned` and `switch_version`
+of its `NodeCache` tell that which chunks are this node's. It follows the task's members as they
+come and go. Bytes in memory and on disk are in `node_cache.py`, connections to other masters in
+`peer.py` and `acceptor.py`, this node's clients in `local.py`, the registry in `registry.py`.
 
-What this master cannot give it says so at once, and whoever asked reads from the store: nothing
-that happens to members is an error of a reader. One thread (trio); what blocks is in threads.
+What the master cannot give it reports at once, and the reader reads from the store: nothing that
+happens to members is an error of a reader. One thread (trio); calls that block run in threads.
 """
 
 import logging
@@ -35,19 +37,20 @@ from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, SOURCE_HERE, SOURCE_NONE, Dam
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Between renewals: a third of what a registration lasts."""
+"""Seconds between renewals: a third of what a registration lasts."""
 
 GATHER_S = 10.0
-"""A task that begins is looked at more often for so long, until all its nodes are there: what one
-master fetches that another will own in a moment crosses the network once more."""
+"""For so long after its start a master looks for members more often, until all nodes are there: a
+chunk that it fetches and another node owns a moment later crosses the network twice."""
 
 GATHER_RENEW_S = 0.25
 
 LOAD_S = 3.0
-"""Who asks for a chunk that is on its way waits so long: a client gives its master up after 5 s."""
+"""How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
+s."""
 
-_LIVE_LEVELS = 8  # so many degrees of what is alive: those with more of it are filled first
-_PREVIOUS_OWNERS_MAX = 8  # memberships that are remembered, for what has moved since
+_LIVE_LEVELS = 8  # degrees of live bytes by which chunks are fetched ahead
+_PREVIOUS_OWNERS_MAX = 8  # sets of owners that are remembered: previous owners may hold chunks
 
 Ranks = npt.NDArray[np.int64]
 Offsets = npt.NDArray[np.uint32]
@@ -56,14 +59,13 @@ Views = list[memoryview]
 
 
 class _ChunkOwners:
-    """Who owns the chunks of a version, now and under the memberships before."""
+    """Which node owns each chunk of a version, now and under earlier memberships."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self.ranks: list[int] = []  # of the members
-        self.live_fraction: npt.NDArray[np.float64] = np.ones(
-            snapshot.chunk_count
-        )  # see `compute_live_fraction`
+        # See `compute_live_fraction`
+        self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
         self._has_live_fraction = False
         self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)
         self._before: list[Ranks] = []
@@ -71,7 +73,7 @@ class _ChunkOwners:
         self._world = 0
 
     def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners where these ranks are members. Takes its time: 0.3 s for 1,000 nodes."""
+        """The owners where these ranks are members. Takes 0.3 s for 1,000 nodes."""
         if self._ownership is None or self._world < world:
             ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
             self._ownership, self._world = Ownership(ids, sizes, world), world
@@ -80,20 +82,22 @@ class _ChunkOwners:
         return self._ownership.owners(living)
 
     def compute_live_fraction(self) -> None:
-        """Find out how much of each chunk is anybody's file: of what was overwritten or removed
-        nothing is ever read. Takes its time: 0.2 s for 10 million files."""
+        """Compute how much of each chunk belongs to files of this version: nobody reads bytes of
+        files that were overwritten or removed. Takes 0.2 s for 10 million files."""
         if not self._has_live_fraction:
             sizes = np.maximum(self.snapshot.chunk_sizes, 1)
             self.live_fraction = self.snapshot.used_bytes() / sizes
             self._has_live_fraction = True
 
     def live_owned(self, rank: int, owner: Ranks | None = None) -> npt.NDArray[np.bool_]:
-        """The chunks of a node, without those that are known to be dead; by other owners, too."""
+        """The chunks of a node, without those that are known to hold no live bytes; `owner` gives
+        other owners than the current ones."""
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
     def set_owners(self, ranks: list[int], owner: Ranks, before: Ranks | None = None) -> None:
-        """Other members, other owners. `before`: what they may have been before this node came."""
+        """Set the members and the owners. `before` has the owners as they may have been before this
+        node came."""
         self.ranks = ranks
         self._before = [*([] if before is None else [before]), self.owner, *self._before]
         self._before = self._before[:_PREVIOUS_OWNERS_MAX]
@@ -120,7 +124,8 @@ class Master:
         world: int,
         oneshot: bool,
     ) -> None:
-        """`member` is how this node registers; `make_cache` makes what it holds."""
+        """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
+        chunk."""
         self._me = me
         self._member = member
         self._objects = objects
@@ -131,29 +136,31 @@ class Master:
         self._cache = make_cache(self._fetch)
         self._shares = _ChunkOwners(snapshot)
         self._peers: dict[int, _PeerEntry] = {}
-        self._silent: set[int] = set()  # of those that are in a list
-        self._not_renewed: dict[int, Member] = {}  # since nobody told who is in the task
+        self._silent: set[int] = set()  # ranks from --peers that do not answer
+        self._not_renewed: dict[
+            int, Member
+        ] = {}  # members from before the registry was unreachable
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
-        self._found = Membership((member,), me.secret)  # as was told last
+        self._membership = Membership((member,), me.secret)  # the last known
         self._owners_lock = trio.Lock()
         self._renew_now = trio.Event()
-        self._all_present = trio.Event()  # set when all nodes have been there
+        self._all_present = trio.Event()  # set when all nodes have registered
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
 
     @property
     def rank(self) -> int:
-        """The number of this node."""
+        """The rank of this node."""
         return self._member.rank
 
     @property
     def cache(self) -> NodeCache:
-        """What this node holds."""
+        """The chunks that this node keeps."""
         return self._cache
 
     @property
     def snapshot(self) -> Snapshot:
-        """The version of the dataset whose chunks are asked for by number."""
+        """The version of the dataset to which chunk numbers belong."""
         return self._shares.snapshot
 
     # Members
@@ -165,9 +172,9 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member until cancelled, until a newer master has this node's rank, or until this one
-        may not be one any more. `first` says
-        who is there; other masters come to `listeners`."""
+        """Be a member of the task until cancelled, until a newer master takes this rank, or until
+        this master may not be a member any more. `first` has the members at the start; other
+        masters connect to `listeners`."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self._cache.run)
             await self._apply_membership(first)
@@ -191,13 +198,13 @@ class Master:
             except (ConflictError, PermissionDenied) as error:
                 log.error("this master ends: %s", error)
                 return
-            except DieselError as error:  # who has been a member stays one for this node
+            except DieselError as error:  # known members stay members
                 if is_known:
-                    log.warning("nobody tells who is in the task: %s", error)
+                    log.warning("cannot reach the registry, all known members stay: %s", error)
                 is_known = False
                 continue
             if not is_known:
-                log.info("who is in the task is known again")
+                log.info("the registry answers again")
             if not is_known or found.was_forgotten:
                 self._not_renewed = {rank: known.member for rank, known in self._peers.items()}
                 self._not_renewed_until_s = trio.current_time() + TTL_S
@@ -205,8 +212,9 @@ class Master:
             await self._apply_membership(found)
 
     async def _apply_membership(self, found: Membership) -> None:
-        """Go over to other members, where there are others."""
-        self._found = found
+        """Follow a membership: connect to new members, drop those that left, and compute the
+        owners."""
+        self._membership = found
         if found.secret != self._me.secret:
             self._set_secret(found.secret)
         counting = found.of_version(self.snapshot.version)
@@ -217,11 +225,11 @@ class Master:
         for rank, member in known.items():
             if others.get(rank) != member:
                 self._peers.pop(rank).scope.cancel()
-                log.info("node %d %s", rank, "is another now" if rank in others else "has left")
+                log.info("node %d %s", rank, "was replaced" if rank in others else "has left")
         for rank, member in others.items():
             if rank not in self._peers:
                 self._peers[rank] = _PeerEntry(member, Peer(self._me, member), trio.CancelScope())
-                self._nursery.start_soon(self._keep, self._peers[rank])
+                self._nursery.start_soon(self._run_peer, self._peers[rank])
                 log.info("node %d is at %s", rank, member.address)
         self._silent &= self._peers.keys()
         await self._update_owners()
@@ -229,9 +237,9 @@ class Master:
             self._all_present.set()
 
     def _still_counted(self, found: Membership) -> dict[int, Member]:
-        """Members that may have to register again: all were forgotten while nobody could tell, and
-        each renews in its own time. Were they none until then, connections would end, and what they
-        hold be fetched by others."""
+        """Members that may still have to register again. All may have been forgotten while the
+        registry could not be reached, and each renews in its own time. If they did not count until
+        then, connections would end and other nodes would fetch what they hold."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in found.members:
@@ -240,8 +248,8 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """The task has another secret: where all registrations were forgotten at once, the first
-        who registers may be a new master, which has made one. All go over to that."""
+        """The task has another secret. Where the registry lost all registrations, a new master that
+        registered first has made one, and all others follow it."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -250,15 +258,15 @@ class Master:
         self._peers.clear()
 
     async def _update_owners(self) -> None:
-        """Who owns what, by who is there."""
-        async with self._owners_lock:  # who comes last knows best who is there
+        """Compute who owns what from the members that answer."""
+        async with self._owners_lock:  # the last caller knows the members best
             shares = self._shares
             if await self._assign_owners(shares, self._peers.keys() - self._silent):
                 self._cache.set_owned(shares.live_owned(self.rank))
 
     async def _assign_owners(self, shares: _ChunkOwners, others: Iterable[int]) -> bool:
-        """Share out a version among this node and others; whether that is another sharing and the
-        version still the one that is shown."""
+        """Share a version among this node and others. Returns whether the owners changed and the
+        version is still the current one."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if shares.ranks == ranks:
@@ -266,20 +274,20 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(shares.compute, ranks, world)
         before = None
-        if not shares.ranks and others:  # who is there already holds what will be ours
+        if not shares.ranks and others:  # other nodes hold what this one will own
             before = await trio.to_thread.run_sync(shares.compute, others, world)
         shares.set_owners(ranks, owner, before)
         return shares is self._shares
 
-    async def _keep(self, known: "_PeerEntry") -> None:
+    async def _run_peer(self, known: "_PeerEntry") -> None:
         with known.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(known.peer.run)
                 if known.member.instance == ANY_INSTANCE:
-                    nursery.start_soon(self._listen_for, known)
+                    nursery.start_soon(self._probe, known)
 
-    async def _listen_for(self, known: "_PeerEntry") -> None:
-        """Find out whether a node that is in a list, and does not register, is there."""
+    async def _probe(self, known: "_PeerEntry") -> None:
+        """Ping a node from `--peers`, which does not register, to find out whether it is there."""
         rank, heard_s = known.member.rank, trio.current_time()
         while True:
             if await known.peer.ping():
@@ -287,19 +295,19 @@ class Master:
             is_silent = trio.current_time() > heard_s + TTL_S
             if is_silent != (rank in self._silent):
                 self._silent ^= {rank}
-                log.info("node %d %s", rank, "is silent" if is_silent else "is there again")
+                log.info("node %d %s", rank, "does not answer" if is_silent else "answers again")
                 await self._update_owners()
             await trio.sleep(RENEW_S)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Go over to another version of the dataset; chunks that are in both stay. Its chunks have
-        owners from the beginning: those that are there already, as far as is known."""
+        """Switch to another version of the dataset; chunks that are in both stay. The new version
+        has owners from the start: the members that are known to hold it."""
         shares = _ChunkOwners(snapshot)
-        counting = self._found.of_version(snapshot.version)
+        counting = self._membership.of_version(snapshot.version)
         await self._assign_owners(shares, {each.rank for each in counting} - {self.rank})
-        if snapshot.version <= self.snapshot.version:  # others have shown one, too
+        if snapshot.version <= self.snapshot.version:  # another call was faster
             return
-        log.info("the task goes over to version %d", snapshot.version)
+        log.info("the task switches to version %d", snapshot.version)
         for known in self._peers.values():
             known.scope.cancel()
         self._peers.clear()
@@ -310,15 +318,16 @@ class Master:
         self._acceptor.set_identity(self._me)
         self._cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
         self._cache.set_owned(shares.live_owned(self.rank))
-        await self._apply_membership(self._found)
+        await self._apply_membership(self._membership)
         self._renew_now.set()
 
-    # What this node's readers ask
+    # What this node's readers call
 
     async def read(self, parts: Parts, window: memoryview) -> tuple[Offsets, Sources]:
-        """Put parts of chunks into the window: where each lies there, and who gave it.
+        """Put parts of chunks into the window. Returns for each its offset there, and its source (a
+        rank, `SOURCE_HERE`, or `SOURCE_NONE`).
 
-        `parts` lie in their chunks and fit the window together.
+        Parts must lie in their chunks and fit the window together.
         """
         if len(parts) == 1:
             return _FIRST, await self._read_one(parts, window)
@@ -354,7 +363,7 @@ class Master:
         return offsets, sources
 
     async def _read_one(self, parts: Parts, window: memoryview) -> Sources:
-        """`read` of one part: what many share weighs more than reading it."""
+        """`read` of one part, without the work that only several parts need."""
         rank, room = int(self._shares.owner[parts[0, 0]]), window[: int(parts[0, 2])]
         source = SOURCE_NONE
         if rank == self.rank:
@@ -368,10 +377,11 @@ class Master:
         return np.array([source], np.uint16)
 
     async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
-        """Put parts of this node's chunks one behind the other into `room`: which it was given."""
-        found: Iterable[memoryview | None] | None = self._cache.find_parts(parts)
+        """Put parts of this node's chunks one behind the other into `room`. Returns which were
+        given."""
+        found: Iterable[memoryview | None] | None = self._cache.memory.find_parts(parts)
         if found is None:
-            contents = await self._got(parts, [True] * len(parts), load=True)
+            contents = await self._collect(parts, [True] * len(parts), load=True)
             found = map(contents.get, range(len(parts)))
         given = np.ones(len(parts), np.bool_)
         at = 0
@@ -383,43 +393,44 @@ class Master:
             at += size
         return given
 
-    async def pin(self, borrower: int, chunk: int, *, load: bool) -> int | None:
-        """A descriptor of a whole chunk; None where it is not and will not be in memory here."""
-        if load and self._cache.find(chunk) is None:
+    async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
+        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
+        it is not in memory. With `load`, it is fetched first."""
+        if load and self._cache.memory.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
                     size = int(self.snapshot.chunk_sizes[chunk])
                     await self._cache.get(chunk, size, load=True)
                 except DieselError as error:
-                    log.warning("chunk %d cannot be had: %s", chunk, error)
-        return self._cache.pin(borrower, chunk)
+                    log.warning("cannot load chunk %d: %s", chunk, error)
+        return self._cache.memory.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
-        """A client says that what it was given does not match its checksum."""
+        """A client reports a part that does not match its checksum."""
         self._counts["damaged"] += 1
         where = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.source == SOURCE_HERE:
-            log.error("what this node gave is damaged: %s", where)
+            log.error("a client received damaged data from this node: %s", where)
             await self._cache.recheck(damaged.chunk)
         elif (known := self._peers.get(damaged.source)) is not None:
-            log.error("%s gave damaged bytes: %s", known.peer, where)
+            log.error("%s sent damaged data: %s", known.peer, where)
             known.peer.record_damage()
 
-    # What other nodes ask
+    # What other masters request (`AnswerSource`)
 
     def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
-        """All of these parts, where all of them are in memory."""
-        return self._cache.find_parts(parts)
+        """See `AnswerSource`."""
+        return self._cache.memory.find_parts(parts)
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes of those that are given."""
-        if rank not in self._peers:  # it has come just now
+        """See `AnswerSource`."""
+        if rank not in self._peers:  # a member that this master does not know yet
             self._renew_now.set()
         mine = (self._shares.owner[parts[:, 0]] == self.rank).tolist()
         failed: set[int] = set()
-        found = await self._got(parts, mine, load=load, failed=failed)
+        found = await self._collect(parts, mine, load=load, failed=failed)
         statuses, contents = bytearray(), []
         for row, (chunk, is_mine) in enumerate(zip(parts[:, 0].tolist(), mine, strict=True)):
             if row in found:
@@ -434,13 +445,11 @@ class Master:
 
     # Getting chunks
 
-    async def _got(
+    async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Parts by row, as far as their chunks are here or, of those that are mine, soon will be.
-
-        `failed`: the chunks that could not be fetched.
-        """
+        """Parts by row: of chunks that are here, and of chunks in `mine` that can be loaded in
+        time. Chunks that could not be fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -451,11 +460,11 @@ class Master:
         async def get(chunk: int) -> None:
             may_load = load and mine[rows[chunk][0]]
             if not may_load and not self._cache.holds(chunk):
-                return  # what is on its way here may be waiting for the node that asks
+                return  # a fetch in flight may be waiting for the peer that asks
             try:
                 contents = await self._cache.read(chunk, spans[chunk], load=may_load)
             except DieselError as error:
-                log.warning("chunk %d cannot be had: %s", chunk, error)
+                log.warning("cannot load chunk %d: %s", chunk, error)
                 if failed is not None:
                     failed.add(chunk)
             else:
@@ -471,7 +480,7 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fill `room` with a chunk, from a node that may hold it, else from the store."""
+        """Fill `room` with a chunk: from a node that may hold it, else from the store."""
         shares = self._shares
         snapshot = shares.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -486,7 +495,7 @@ class Master:
                 try:
                     await trio.to_thread.run_sync(verify_chunk, key, room)
                 except FormatError:
-                    log.error("%s gave a damaged chunk %d", known.peer, chunk)
+                    log.error("%s sent a damaged chunk %d", known.peer, chunk)
                     known.peer.record_damage()
                     continue
                 self._counts["chunks_from_peers"] += 1
@@ -496,7 +505,8 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """Fetch this node's whole share behind whatever is asked for."""
+        """With `oneshot`: fetch all of this node's chunks, behind the reads that callers wait
+        for."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:  # of each version
@@ -511,9 +521,10 @@ class Master:
             await self._cache.prefetch_owned(chunks[np.argsort(-worth, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """At the end, after `run`: what is in memory and this node's comes to its disk, for who
-        will be this node again. Then all nodes will be there: they leave one by one, and who is
-        left owns more and more. May be cancelled anywhere."""
+        """At the end, after `run`: write this node's chunks from memory to its disk, for the next
+        master of this node. That master will find all nodes present, so the chunks it will own come
+        first: while nodes leave one by one, those that remain own more and more. May be cancelled
+        anywhere."""
         shares = self._shares
         owner = await trio.to_thread.run_sync(
             shares.compute, range(self._world), self._world, abandon_on_cancel=True
@@ -523,7 +534,7 @@ class Master:
         await self._cache.flush_to_disk(shares.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """What this node is, holds and did."""
+        """What this node is, has and did."""
         return {
             "rank": self.rank,
             "world": self._world,

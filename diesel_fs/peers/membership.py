@@ -1,28 +1,31 @@
-"""Who is in a task: its name, its masters, and which node this is (`PEERS.md`, section 1).
+"""Who is in a task: its name, its masters, which node this is, and registrations as bytes and
+messages (`PEERS.md`, section 1; `../net/WIRE.md`, section 5).
 
-Owned here: which names, ranks and addresses there are, what of a membership counts, what a task's
-secret is made from. Not owned: where registrations are kept (`redis_registry.py`), how they
-travel (`registration.py`), who renews them (`registry.py`). Pure; values, safe from any thread.
+A master registers in a member store (Redis, or a server in front of it) and learns there who else
+is in its task. This module has the values and checks them where they arrive; all checks raise
+UsageError. It is pure, and its values may be used in any thread.
 """
 
 import hashlib
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 from uuid import UUID
 
 from ..errors import UsageError
 from ..names import DATASET_NAME
+from ..net.messages import Fields, Message
 
 TTL_S = 6.0
 """How long a registration lasts without being renewed: two renewals may be lost."""
 
-RANK_LIMIT = 0xFFFE
-"""Ranks are smaller; the two numbers above it are `SOURCE_HERE` and `SOURCE_NONE` (`wire.py`)."""
+RANK_MAX = 0xFFFD
+"""Ranks travel in two bytes; the two numbers above are `SOURCE_HERE` and `SOURCE_NONE`."""
 
 MEMBERS_MAX = 4096
-"""Of one task: each of them keeps connections to all others."""
+"""Masters of one task: each keeps connections to all others."""
 
 INSTANCE_BYTES = 16
 SECRET_BYTES = 32
@@ -30,12 +33,13 @@ CERTIFICATE_BYTES = 32
 ADDRESS_CHARS_MAX = 260
 USER_CHARS_MAX = 255
 KEY_BYTES_MIN = 16
-"""Of what `--task-key-file` holds: a word can be guessed by who has seen one proof."""
+"""The shortest content of `--task-key-file`: anybody who has seen one proof can try all short
+words."""
 
 VERSION_MAX = (1 << 63) - 1
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
-"""Of a master that is known by `--peers` alone."""
+"""The instance of a master that is known by `--peers` alone."""
 
 _ADDRESS = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})"
@@ -44,15 +48,16 @@ _ADDRESS = re.compile(
     re.ASCII,
 )
 _ANY_INTERFACE = re.compile(r"0+(\.0+){0,3}|\[[0:.]+\]")
-"""Addresses that mean any of the machine that says them, and nothing to others."""
+"""Hosts that mean all interfaces of the machine that uses them, so they lead other nodes nowhere.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """A task: the dataset that it reads, whose it is, and what he calls it."""
+    """The full name of a task: its dataset, its user, and the name that the user gave it."""
 
     identity: UUID
-    user: str  # of an account; `uid:N` where there is no server
+    user: str  # the account at a server; `uid:N` without one
     name: str
 
     def __post_init__(self) -> None:
@@ -63,30 +68,30 @@ class TaskName:
                 advice="a name is a letter or digit, then up to 62 letters, digits, '.', '_', '-'",
             )
         if not 0 < len(self.user) <= USER_CHARS_MAX or not self.user.isprintable():
-            raise UsageError("a task without its user's name")
+            raise UsageError("the name of a task's user is empty, too long or not printable")
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that stand for it; not for any other."""
+        """32 bytes that identify the task."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A master as it registers."""
+    """A master as it is registered."""
 
     rank: int
     instance: bytes
-    address: str  # host:port, where others reach it
+    address: str  # host:port, by which other masters reach it
     version: int  # of the dataset
-    certificate: bytes = b""  # its SHA-256; nothing where it does not speak TLS, or nobody knows
-    has_key_file: bool = False  # its secret comes from a file
+    certificate: bytes = b""  # its SHA-256; empty without TLS, or where it is not known
+    has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if not 0 <= self.rank < RANK_LIMIT:
-            raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANK_LIMIT - 1}")
+        if not 0 <= self.rank <= RANK_MAX:
+            raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANK_MAX}")
         if len(self.instance) != INSTANCE_BYTES or len(self.certificate) not in (
             0,
             CERTIFICATE_BYTES,
@@ -99,23 +104,22 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The masters of a task at a moment: by rank, the newest instance of each."""
+    """The masters of a task at one moment: of each rank the newest instance."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
-    replaced_address: str = (
-        ""  # the address of the other master whose place who asked has just taken
-    )
-    was_forgotten: bool = False  # who asked was a member, and that was forgotten; so others may be
+    replaced_address: str = ""  # of the master whose rank the caller has just taken over
+    was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """A membership of these. Of a rank that is there twice, the last one stays."""
+        """A membership of these masters. Where two have the same rank, the last one stays."""
         found = {member.rank: member for member in members}
         return cls(tuple(found[rank] for rank in sorted(found)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """Those that hold this version of the dataset; the others are no nodes of it, for now."""
+        """The masters that hold this version of the dataset. The others are not nodes of this
+        version."""
         return tuple(member for member in self.members if member.version == version)
 
 
@@ -129,15 +133,15 @@ def split_address(address: str) -> tuple[str, int]:
         )
     if _ANY_INTERFACE.fullmatch(match["host"]):
         raise UsageError(
-            f"{address} is no address that others reach", advice="name one by --advertise"
+            f"other nodes cannot reach {address}", advice="name another address by --advertise"
         )
     return match["host"].strip("[]"), int(match["port"])
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """The secret that comes from what a key file holds; space around that does not matter.
+    """The task's secret: SHA-256 of the content of a key file, without the space around it.
 
-    Raises UsageError, whose words say nothing of the key.
+    Raises UsageError, whose text says nothing of the key.
     """
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
@@ -149,19 +153,18 @@ def secret_from_key(key: bytes) -> bytes:
 
 
 _SOURCES = (
-    # A step of a job may have fewer nodes than the job, and numbers its own
+    # A step of a SLURM job may have fewer nodes than the job, and numbers them itself
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
-    ("GROUP_RANK", "GROUP_WORLD_SIZE"),  # of torchrun, whose groups are nodes
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),  # torchrun: its groups are nodes
 )
 
 
 def resolve_node(
     environment: Mapping[str, str], rank: int | None = None, world: int | None = None
 ) -> tuple[int, int]:
-    """Which node this is, and of how many: what is given, else what SLURM says, else torchrun;
-    the only one where nobody says anything. Raises UsageError for what makes no sense.
-    """
+    """The rank of this node, and the number of nodes: as given, else from SLURM's variables, else
+    from torchrun's, else 0 of 1. Raises UsageError for numbers that contradict each other."""
     origin = "--rank and --world"
     if rank is None or world is None:
         for names in _SOURCES:
@@ -172,15 +175,21 @@ def resolve_node(
                 world = found[1] if world is None else world
                 break
     if rank is None and world not in (None, 1):
-        raise UsageError(f"which of the {world} nodes is this?", advice="say --rank, too")
+        raise UsageError(
+            f"the task has {world} nodes, and the rank of this one is not given",
+            advice="say --rank, too",
+        )
     rank = rank or 0
     if world is None and rank:
-        raise UsageError(f"node {rank} of how many?", advice="say --world, too")
+        raise UsageError(
+            f"this is node {rank}, and the number of nodes is not given",
+            advice="say --world, too",
+        )
     world = 1 if world is None else world
-    if not 0 < world <= RANK_LIMIT or not 0 <= rank < world:
+    if not 0 < world <= RANK_MAX + 1 or not 0 <= rank < world:
         raise UsageError(
             f"node {rank} of {world} makes no sense ({origin})",
-            advice=f"ranks of nodes count from 0, and there are at most {RANK_LIMIT}",
+            advice=f"ranks of nodes count from 0, and there are at most {RANK_MAX + 1}",
         )
     return rank, world
 
@@ -189,3 +198,171 @@ def _parse_number(text: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text.strip()):
         raise UsageError(f"{name} is no number", advice="say --rank and --world")
     return int(text)
+
+
+# registrations ------------------------------------------------------------------------------------
+
+TIME_MAX = 1 << 52
+"""Microseconds since 1970 that are exact inside Redis, up to the year 2112."""
+
+_KEPT = struct.Struct("<QB32s")  # version, flags, certificate; then the address
+_HAS_CERTIFICATE, _KEYED = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """What a master remembers of its registration, and sends again when it renews it."""
+
+    since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
+    state: int = 0  # the number of the membership that it last received
+    secret: bytes = field(default=b"", repr=False)  # empty where it has none, or may not send it
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """The answer to a registration. `members` is None where the caller knows the current
+    members."""
+
+    since: int
+    state: int
+    secret: bytes = field(repr=False)
+    members: tuple[Member, ...] | None
+    replaced_address: str = ""  # of the master whose rank the caller has just taken over
+    was_forgotten: bool = False  # the caller's registration was gone
+
+
+class MemberStore(Protocol):
+    """Where masters register. Calls block; they may come from any thread."""
+
+    def join(self, task: TaskName, member: Member, record: MemberRecord) -> JoinReply:
+        """Register, or renew a registration. A master without a key file receives the task's
+        secret. Idempotent.
+
+        Raises ConflictError where a newer instance has this rank.
+        """
+        ...
+
+    def leave(self, task: TaskName, member: Member) -> None:
+        """End a registration. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+# as a store keeps them
+
+
+def pack_member(member: Member) -> bytes:
+    """A member without its rank and instance, as bytes."""
+    flags = (_HAS_CERTIFICATE if member.certificate else 0) | (_KEYED if member.has_key_file else 0)
+    return _KEPT.pack(member.version, flags, member.certificate) + member.address.encode()
+
+
+def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
+    """The member that `pack_member` packed. Raises UsageError."""
+    if len(packed) < _KEPT.size:
+        raise UsageError("a registration that is too short")
+    version, flags, certificate = _KEPT.unpack_from(packed)
+    address = packed[_KEPT.size :].decode("ascii", "replace")
+    return Member(
+        rank,
+        instance,
+        address,
+        version,
+        certificate if flags & _HAS_CERTIFICATE else b"",
+        bool(flags & _KEYED),
+    )
+
+
+# as messages
+
+
+def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
+    """A request to register, without `do` and the dataset."""
+    return {
+        "task": task.name,
+        **_member_message(member),
+        "since": record.since,
+        "state": record.state,
+        "secret": record.secret,
+    }
+
+
+def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
+    """The name of the task, the master that registers, and what it remembers."""
+    name = fields.text("task")
+    member = _member(fields)
+    since = fields.integer("since", 0, high=TIME_MAX)
+    state = fields.integer("state", 0, high=TIME_MAX)
+    secret = _octets(fields, "secret", SECRET_BYTES)
+    return name, member, MemberRecord(since, state, secret)
+
+
+def leave_message(task: TaskName, member: Member) -> Message:
+    """A request to end a registration, without `do` and the dataset."""
+    return {"task": task.name, **_member_message(member)}
+
+
+def parse_leave(fields: Fields) -> tuple[str, Member]:
+    """The name of the task, and the master that leaves it."""
+    return fields.text("task"), _member(fields)
+
+
+def join_reply_message(reply: JoinReply) -> Message:
+    """The answer to a registration, as a message."""
+    message: Message = {"since": reply.since, "state": reply.state, "secret": reply.secret}
+    if reply.members is not None:
+        message["members"] = [_member_message(each) for each in reply.members]
+    if reply.replaced_address:
+        message["replaced"] = reply.replaced_address
+    if reply.was_forgotten:
+        message["forgotten"] = True
+    return message
+
+
+def parse_join_reply(message: Message) -> JoinReply:
+    """The answer to a registration that a message holds. Raises UsageError."""
+    fields = Fields(message, "an answer")
+    since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
+    secret = _octets(fields, "secret", SECRET_BYTES)
+    members = None
+    if "members" in fields:
+        members = tuple(map(_member, fields.maps("members", MEMBERS_MAX)))
+    replaced = fields.text("replaced", "")
+    if replaced:
+        split_address(replaced)
+    return JoinReply(
+        since, state, secret, members, replaced, fields.flag("forgotten", default=False)
+    )
+
+
+def _member_message(member: Member) -> Message:
+    return {
+        "rank": member.rank,
+        "instance": member.instance,
+        "address": member.address,
+        "holds": member.version,
+        "certificate": member.certificate,
+        "keyed": member.has_key_file,
+    }
+
+
+def _member(fields: Fields) -> Member:
+    return Member(
+        fields.integer("rank"),
+        _octets(fields, "instance", INSTANCE_BYTES),
+        fields.text("address"),
+        fields.integer("holds", high=VERSION_MAX),
+        _octets(fields, "certificate", CERTIFICATE_BYTES),
+        fields.flag("keyed", default=False),
+    )
+
+
+def _octets(fields: Fields, name: str, length: int) -> bytes:
+    """Exactly so many bytes, or none."""
+    found = fields.octets(name)
+    if len(found) not in (0, length):
+        fields.bad(name, f"it is {length} bytes, or none")
+    return found

@@ -1,39 +1,112 @@
-"""What a node has in memory of a dataset: which chunks, and for which others they go.
+"""The chunks that a node has in memory, within a budget: which chunk replaces which, and which are
+pinned by clients.
 
-Owned here: the budget, who goes for whom, what the policy hears, and what readers have borrowed.
-Not owned: how chunks come and whether they are worth it (`node_cache.py`), the memory
-(`memory.py`). One trio loop, in which nothing here waits.
+The budget covers chunks that are here, that are being fetched, or that a client has pinned. A chunk
+of another node is kept only in room that this node's own share does not need, and is replaced
+first; then the eviction policy decides. A pinned chunk is not replaced: it is revoked (its clients
+are asked to unpin it), and is dropped when they have; until then it takes its room and serves
+reads. Bytes that are being sent when their chunk is dropped are not counted. Where the machine has
+no memory, descriptor or mapping left, the budget shrinks to what is here, for a while.
 
-The budget is for what stands here, is on its way, or is lent. What this node does not own comes
-where its own share has room beside it, and goes first; then goes what the policy says. What is lent
-is asked back instead, and goes when it is returned: it takes its room until then anyway, and
-serves. Bytes that are being sent when their chunk goes are not counted. Where the machine has no
-memory, descriptors or mappings, the budget is what is here, for a while.
+`node_cache.py` decides which chunks come, `sealed_memory.py` has the memory itself. All calls come
+from one trio loop, and none waits.
 """
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
 from ..cache.policy import Accessed, Evicted, EvictionPolicy, Inserted
-from .pin_table import PinTable
 from .sealed_memory import SealedMemory, sealed_memories_max
 
 log = logging.getLogger("diesel.task")
 
 BUDGET_RETRY_S = 60.0
-"""Before a machine that refused memory is asked for as much again."""
+"""How long the budget stays small after the machine has refused memory."""
 
 PENDING_HITS_MAX = 1024
-"""Uses that the policy has not heard of yet: to hear of them takes a millisecond, at
-once."""
+"""Hits that are collected before the policy hears of them, which then takes a millisecond."""
 
 Mask = npt.NDArray[np.bool_]
+
+
+class PinTable:
+    """Which client process has pinned which memory, and which of it is revoked.
+
+    Pinned memory takes its room until it is unpinned, whether its chunk is still here or not. A
+    process that pins a chunk again and gets the same memory unpins it once; where the chunk has
+    come again in other memory, once for each. Chunks keep the numbers that they had when they were
+    pinned.
+    """
+
+    def __init__(self) -> None:
+        self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
+        self._pin_counts: dict[SealedMemory, int] = {}
+        self._revoked: set[SealedMemory] = set()
+        self.bytes = 0
+
+    def pin(self, pinner: int, chunk: int, memory: SealedMemory) -> None:
+        """A process has pinned a chunk that lies in `memory`."""
+        mine = self._by_pinner[pinner].setdefault(chunk, [])
+        if memory not in mine:
+            mine.append(memory)
+            if memory not in self._pin_counts:
+                self.bytes += memory.bytes
+            self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
+
+    def unpin(self, pinner: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
+        """A process has unmapped chunks; yields the memory that no process has any more. Chunks
+        that it has not pinned are ignored."""
+        mine = self._by_pinner.get(pinner, {})
+        for chunk in chunks:
+            if memories := mine.get(chunk):
+                memory = memories.pop(0)
+                if not memories:
+                    del mine[chunk]
+                if self._drop_pin(memory):
+                    yield memory
+
+    def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
+        """A process has ended; yields the memory that no process has any more."""
+        for memories in self._by_pinner.pop(pinner, {}).values():
+            for memory in memories:
+                if self._drop_pin(memory):
+                    yield memory
+
+    def is_pinned(self, memory: SealedMemory) -> bool:
+        """Whether any process has it."""
+        return memory in self._pin_counts
+
+    def revoke(self, memory: SealedMemory) -> None:
+        """Ask the processes that have it to unpin it."""
+        if memory in self._pin_counts:
+            self._revoked.add(memory)
+
+    def is_revoked(self, memory: SealedMemory) -> bool:
+        """Whether it is to be dropped as soon as it is unpinned."""
+        return memory in self._revoked
+
+    def revoked(self, pinner: int) -> list[int]:
+        """The chunks that a process should unpin."""
+        return [
+            chunk
+            for chunk, memories in self._by_pinner.get(pinner, {}).items()
+            if not self._revoked.isdisjoint(memories)
+        ]
+
+    def _drop_pin(self, memory: SealedMemory) -> bool:
+        self._pin_counts[memory] -= 1
+        if self._pin_counts[memory]:
+            return False
+        del self._pin_counts[memory]
+        self._revoked.discard(memory)
+        self.bytes -= memory.bytes
+        return True
 
 
 class NodeMemory:
@@ -47,10 +120,12 @@ class NodeMemory:
         *,
         on_evict: Callable[[int, memoryview], None],
         on_hits: Callable[[Sequence[int], int], None],
+        on_room: Callable[[], None],
     ) -> None:
-        """`on_evict` hears of what goes for others; `on_hits` of the chunks that reads were served
-        from, and of how many bytes these were in all."""
-        self.views: dict[int, memoryview] = {}  # what a request that hits looks at
+        """`on_evict` receives a chunk of this node's share when it is replaced; `on_hits` the
+        chunks that reads were served from and the bytes of these reads; `on_room` is called when
+        there may be more room."""
+        self.views: dict[int, memoryview] = {}  # of the chunks that are here
         self.present: Mask = np.zeros(len(sizes), np.bool_)
         self.owned: Mask = np.zeros(len(sizes), np.bool_)
         self.counts: Counter[str] = Counter()
@@ -61,6 +136,7 @@ class NodeMemory:
         self._policy = policy
         self._on_evict = on_evict
         self._on_hits = on_hits
+        self._on_room = on_room
         self._memories: dict[int, SealedMemory] = {}
         self._held_bytes = self._pinned_evicted_bytes = self._reserved_bytes = (
             self._reserved_count
@@ -76,14 +152,15 @@ class NodeMemory:
     # Reading
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk, noted as used."""
+        """A chunk, if it is here, counted as used. The view stays valid as long as it exists."""
         view = self.views.get(chunk)
         if view is not None:
             self.record_hits((chunk,), 0)
         return view
 
     def find_parts(self, parts: npt.NDArray[np.uint32]) -> list[memoryview] | None:
-        """Parts (chunk, start, bytes), where the chunks of all are here."""
+        """The bytes of parts (chunk, start, bytes) that lie in their chunks, where all chunks are
+        here; else None."""
         views, found = self.views, []
         for chunk, start, size in parts.tolist():
             view = views.get(chunk)
@@ -94,19 +171,20 @@ class NodeMemory:
         return found
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
-        """So many reads were served from here, of so many bytes in all."""
+        """Reads of these chunks, of `size` bytes in all, were served from here."""
         self._hits += chunks
         self._hit_bytes += size
         if len(self._hits) > PENDING_HITS_MAX:
             self.flush_hits()
 
     def record_access(self, chunk: int) -> None:
-        """Somebody wants a chunk that is not here."""
+        """A caller wants a chunk that is not here."""
         self.flush_hits()
         self._policy.on_event(Accessed(chunk))
 
     def flush_hits(self) -> None:
-        """Tell of uses and hits; before the policy hears or is asked anything else."""
+        """Tell the policy and `on_hits` of the collected hits. Called before the policy is told or
+        asked anything else."""
         if self._hits:
             if not self._fits:
                 for chunk in self._hits:
@@ -120,10 +198,10 @@ class NodeMemory:
     # Room
 
     def find_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """Who goes for a chunk that is not here: where it is not paid for, what is not this node's;
-        else what the policy gives up, too. None where that is not enough, or not worth it.
+        """The chunks that one which is not here would replace; None where it should not come.
+        Without `has_credit` it replaces only chunks of other nodes.
 
-        What is lent among these is asked back.
+        Pinned chunks are passed over, and revoked.
         """
         self.flush_hits()
         if trio.current_time() >= self._shrunk_until_s:
@@ -158,7 +236,7 @@ class NodeMemory:
         return victims if self._policy.admits(chunk, size, room_bytes) else None
 
     def reserve(self, chunk: int, victims: Iterable[int]) -> None:
-        """These go, and the chunk comes."""
+        """Drop these chunks and reserve room for `chunk`."""
         for victim in victims:
             self.counts["evictions"] += 1
             if self.owned[victim]:
@@ -168,12 +246,12 @@ class NodeMemory:
         self._reserved_bytes += self._sizes[chunk]
 
     def release_reservation(self, size: int) -> None:
-        """A chunk of this size that was expected has come, or does not."""
+        """A chunk of this size, for which room was reserved, has come or does not come."""
         self._reserved_count -= 1
         self._reserved_bytes -= size
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
-        """It is here."""
+        """A chunk has come."""
         self.flush_hits()
         self._memories[chunk], self.views[chunk] = memory, memory.view
         self.present[chunk] = True
@@ -181,7 +259,7 @@ class NodeMemory:
         self._policy.on_event(Inserted(chunk, memory.bytes))
 
     def drop(self, chunk: int) -> None:
-        """It is not here any more."""
+        """Drop a chunk."""
         memory = self._memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -195,7 +273,8 @@ class NodeMemory:
     def shrink_budget(self, error: Exception) -> None:
         """The machine has no memory, descriptor, mapping or thread for another chunk.
 
-        Once more, and nothing comes, so that nothing goes for what does not come.
+        The first time, the budget becomes what is here. The second time it becomes 0, so that no
+        chunk is dropped for one that cannot come.
         """
         here_bytes = self._held_bytes + self._pinned_evicted_bytes
         is_first = self._budget_bytes == self.budget_bytes_max
@@ -205,23 +284,23 @@ class NodeMemory:
         if type(error) not in self._warned:
             self._warned.add(type(error))
             log.warning(
-                "this node holds %s bytes for now, of the %s that it may: %s",
+                "this node keeps %s bytes for now, of at most %s: %s",
                 f"{here_bytes:,}", f"{self.budget_bytes_max:,}", error,
             )  # fmt: skip
 
     @property
     def used_bytes(self) -> int:
-        """What counts in the budget."""
+        """Bytes that count in the budget."""
         return self._held_bytes + self._pinned_evicted_bytes + self._reserved_bytes
 
     def _absent_bytes(self) -> int:
-        """What this node owns and has not: it is to have room when it comes, also where all that is
-        here has been lent."""
+        """Bytes of this node's own chunks that are not here: chunks of other nodes must leave room
+        for them."""
         absent = self.owned & ~self.present
         return int(np.asarray(self._sizes, np.int64)[absent].sum())
 
     def _victims(self, size: int, count: int, others: set[int]) -> list[int] | None:
-        """What the policy gives up beside the others; None where that is not enough."""
+        """Chunks that the policy gives up besides `others`; None where they do not suffice."""
         wanted, asked = size, -1
         while True:
             victims: list[int] = []
@@ -238,17 +317,17 @@ class NodeMemory:
             wanted, asked = 2 * max(wanted, 1 << 20), len(chosen)
 
     def _can_go(self, chunk: int) -> bool:
-        """Whether its room is free when it has gone; what is lent is asked back."""
+        """Whether dropping a chunk frees its room at once; a pinned chunk is revoked."""
         memory = self._memories[chunk]
         self._pins.revoke(memory)
         return not self._pins.is_pinned(memory)
 
     def set_owned(self, mine: Mask) -> None:
-        """These are this node's."""
+        """Set which chunks are this node's."""
         self.owned = mine
         share_bytes = int(np.asarray(self._sizes, np.int64)[mine].sum())
         chunks = int(np.count_nonzero(mine))
-        # Then nothing of it ever goes for another, and nobody needs to hear of uses
+        # If the share fits, none of it is ever replaced, and no hits need to be recorded
         self._fits = share_bytes <= self.budget_bytes_max and chunks <= self._count_max
 
     def _warn_of_limits(self) -> None:
@@ -256,49 +335,52 @@ class NodeMemory:
         chunks = len(self._sizes) * min(self.budget_bytes_max / max(total_bytes, 1), 1.0)
         if chunks > self._count_max:
             log.warning(
-                "the memory of this node has room for %s chunks, and no more than %s can be held:"
+                "the memory of this node has room for %s chunks, but its limits allow only %s:"
                 " raise the limits of descriptors (ulimit -n) and of mappings (sysctl"
                 " vm.max_map_count), or put the dataset in larger chunks",
                 f"{int(chunks):,}", f"{self._count_max:,}",
             )  # fmt: skip
 
-    # Lending
+    # Pins
 
-    def pin(self, borrower: int, chunk: int) -> int | None:
-        """The descriptor of a chunk; None where it is not here, or asked back."""
+    def pin(self, pinner: int, chunk: int) -> int | None:
+        """Pin a chunk for a client process; returns its descriptor, which stays this node's, or
+        None where the chunk is not here or is revoked."""
         memory = self._memories.get(chunk)
         if memory is None or self._pins.is_revoked(memory):
             return None
-        self._pins.pin(borrower, chunk, memory)
+        self._pins.pin(pinner, chunk, memory)
         self.record_hits((chunk,), memory.bytes)
         return memory.descriptor
 
-    def unpin(self, borrower: int, chunks: Iterable[int]) -> None:
-        """A borrower returns chunks."""
-        self._release_unpinned(self._pins.unpin(borrower, chunks))
+    def unpin(self, pinner: int, chunks: Iterable[int]) -> None:
+        """A client process has unmapped chunks."""
+        self._release_unpinned(self._pins.unpin(pinner, chunks))
 
-    def unpin_all(self, borrower: int) -> None:
-        """A borrower has ended."""
-        self._release_unpinned(self._pins.unpin_all(borrower))
+    def unpin_all(self, pinner: int) -> None:
+        """A client process has ended."""
+        self._release_unpinned(self._pins.unpin_all(pinner))
 
-    def revoked(self, borrower: int) -> list[int]:
-        """What a borrower should return."""
-        return self._pins.revoked(borrower)
+    def revoked(self, pinner: int) -> list[int]:
+        """The chunks that a client process should unpin."""
+        return self._pins.revoked(pinner)
 
     def _release_unpinned(self, memories: Iterable[SealedMemory]) -> None:
         for memory in memories:
-            if memory.descriptor < 0:  # it has gone before
+            if memory.descriptor < 0:  # its chunk was dropped before
                 self._pinned_evicted_bytes -= memory.bytes
+        self._on_room()
 
     # The whole
 
     def switch_version(self, sizes: Sequence[int], before: Sequence[int]) -> None:
-        """These are the chunks now; `before` has the number that each had, or -1."""
+        """The chunks of another version; `before` has the number that each had, or -1. Pins keep
+        the old numbers."""
         self.flush_hits()
-        after = {was: now for now, was in enumerate(before) if was >= 0}
+        after = {old: new for new, old in enumerate(before) if old >= 0}
         for chunk in [chunk for chunk in self._memories if chunk not in after]:
             self.drop(chunk)
-        # The policy hears of them in the order in which it would have given them up
+        # The policy gets the chunks again in the order in which it would have evicted them
         kept = dict.fromkeys([*self._policy.victims(self._held_bytes + 1), *self._memories])
         for chunk in kept:
             self._policy.on_event(Evicted(chunk))
@@ -312,11 +394,11 @@ class NodeMemory:
         self.set_owned(np.array([was >= 0 and self.owned[was] for was in before], np.bool_))
 
     def memory_of(self, chunk: int) -> SealedMemory | None:
-        """Where a chunk is."""
+        """The memory that a chunk lies in; None where it is not here."""
         return self._memories.get(chunk)
 
     def stats(self) -> dict[str, int]:
-        """What is here, and counts since the start."""
+        """What is here, and counters since the start."""
         self.flush_hits()
         return {
             **{name: self.counts[name] for name in _COUNTS},
@@ -328,7 +410,7 @@ class NodeMemory:
         }
 
     def close(self) -> None:
-        """Let go of all. What others have stays valid."""
+        """Release all chunks. Views and other processes' mappings stay valid."""
         for chunk in [*self._memories]:
             self.drop(chunk)
 

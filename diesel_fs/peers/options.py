@@ -1,8 +1,13 @@
-"""What a master is asked to be: one value that travels to it over a pipe, never in argv.
+"""The options of a training task, and the request that starts a master with them.
 
-Owned here: the options of a task as users give them, and the request that is made of them. Not
-owned: starting a master (`launch.py`), being one (`__main__.py`). Pure values; no numpy, as a mount
-is to be there at once.
+A task is the set of nodes that train on one dataset together and share a cache of its chunks. A
+master is the process that keeps one node's part of that cache (`PEERS.md`).
+
+`TaskOptions` declares each option once: the options of `dlcmd mount` are made from its fields, and
+the keyword arguments of `diesel_fs.connect` and `diesel_fs.mount` are read by them. `TaskRequest`
+adds what a master needs besides; it travels to the master over a pipe, never in argv.
+
+All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
 
 import difflib
@@ -11,10 +16,11 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from enum import Enum, auto
 from operator import index
 from pathlib import Path
-from typing import ClassVar, Literal, Self, SupportsIndex, TypedDict, TypeVar, get_args
+from typing import ClassVar, Literal, SupportsIndex, TypedDict, TypeVar, get_args
 from uuid import UUID
 
 from ..credentials import Credentials, parse_key
@@ -24,21 +30,22 @@ from ..system.daemons import DaemonRequest
 from .membership import TaskName
 
 IDLE_TIMEOUT_S = 10.0
-"""How long a master stays that nobody uses: workers end and begin between two epochs."""
+"""How long a master without clients stays: between two epochs workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
+"""When a node's chunks are fetched: when they are first read, or all from the start."""
+
 Eviction = Literal["lru", "lfu", "none"]
 
 
 class TaskKwargs(TypedDict, total=False):
-    """The words of a Python call that are about a task: each as `TaskOptions` has it, and None
-    for what is not said."""
+    """The keyword arguments of a Python call that are fields of `TaskOptions`. None: not given."""
 
     task: str | None
-    task_key: str | None  # None: what the environment has
-    rank: SupportsIndex | str | None  # text: as an environment has it
+    task_key: str | None  # None: the value of DIESEL_TASK_KEY
+    rank: SupportsIndex | str | None  # text: the value of an environment variable
     world: SupportsIndex | str | None
-    peers: Sequence[str] | str | None  # text: with commas between
+    peers: Sequence[str] | str | None  # text: separated by commas
     listen: str | None
     advertise: str | None
     cache_dir: str | os.PathLike[str] | None
@@ -48,55 +55,168 @@ class TaskKwargs(TypedDict, total=False):
     peer_tls: bool | None
 
 
+class OptionKind(Enum):
+    """What a user gives as the value of an option."""
+
+    TEXT = auto()
+    COUNT = auto()  # from `low` on; in Python also as text, as an environment variable has it
+    ADDRESSES = auto()  # HOST:PORT, several, separated by commas; in Python also a list
+    FOLDER = auto()
+    SIZE = auto()  # bytes
+    CHOICE = auto()  # one of `choices`
+    FLAG = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """How a field of `TaskOptions` is given. Without `help`, it is no option of `dlcmd mount`."""
+
+    kind: OptionKind
+    help: str = ""
+    metavar: str | None = None
+    low: int = 0
+    choices: tuple[str, ...] = ()
+
+
 _Kind = TypeVar("_Kind")
 
 _POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
 _EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 _KNOWN_KWARGS = sorted(TaskKwargs.__optional_keys__)
-_WRITTEN = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
+_CLI_NAMES = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
 _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
 
-def _option(name: str) -> str:
-    """A field as `dlcmd` has it."""
-    return _WRITTEN.get(name, "--" + name.replace("_", "-"))
+def cli_name(name: str) -> str:
+    """The option of `dlcmd mount` that sets a field."""
+    return _CLI_NAMES.get(name, "--" + name.replace("_", "-"))
+
+
+def _option(default: _Kind, spec: OptionSpec, *, is_secret: bool = False) -> _Kind:
+    """A field with this default, given as `spec` says."""
+    made: _Kind = field(default=default, repr=not is_secret, metadata={"option": spec})
+    return made
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions(DaemonRequest):
-    """A task and this node's part in it, as users say it. "", 0, None and () mean: the default."""
+    """A task, and this node's part in it, as the user gave them. "", 0, None and () mean that the
+    user did not give the option."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
-    """Some thousand peers, and a key."""
+    """Enough for some thousand peers and a key."""
 
-    task: str = ""
-    task_key: str = field(default="", repr=False)  # what its key file holds
-    rank: int | None = None
-    world: int | None = None
-    peers: tuple[str, ...] = ()
-    listen: str = ""
-    advertise: str = ""
-    cache_dir: str = ""
-    cache_bytes: int = 0
-    policy: FillPolicy = "on-demand"
-    evict: str = "lru"
-    peer_tls: bool = False
+    task: str = _option(
+        "",
+        OptionSpec(
+            OptionKind.TEXT,
+            "Read through the cache that the nodes of this training task share.",
+            metavar="NAME",
+        ),
+    )
+    task_key: str = _option("", OptionSpec(OptionKind.TEXT), is_secret=True)
+    """The content of the task's key file."""
+
+    rank: int | None = _option(
+        None,
+        OptionSpec(
+            OptionKind.COUNT,
+            "Which of the task's nodes this one is, from 0 on.  [default: as SLURM or torchrun"
+            " say]",
+            metavar="N",
+        ),
+    )
+    world: int | None = _option(
+        None,
+        OptionSpec(
+            OptionKind.COUNT,
+            "How many nodes the task has.  [default: as SLURM or torchrun say, else 1]",
+            metavar="N",
+            low=1,
+        ),
+    )
+    peers: tuple[str, ...] = _option(
+        (),
+        OptionSpec(
+            OptionKind.ADDRESSES,
+            "Where all nodes listen, in the order of their ranks; needed where there is no Redis.",
+            metavar="HOST:PORT,...",
+        ),
+    )
+    listen: str = _option(
+        "",
+        OptionSpec(
+            OptionKind.TEXT,
+            "Where this node listens for the others.  [default: its address in --peers, else the"
+            " address by which this machine reaches the server or Redis]",
+            metavar="HOST:PORT",
+        ),
+    )
+    advertise: str = _option(
+        "",
+        OptionSpec(
+            OptionKind.TEXT,
+            "The address that the other nodes are given for this one, if not that of --listen.",
+            metavar="HOST[:PORT]",
+        ),
+    )
+    cache_dir: str = _option(
+        "",
+        OptionSpec(
+            OptionKind.FOLDER,
+            "Keep chunks in this folder, too, also for the next job: when the task ends, the chunks"
+            " in memory are written there. Without --task it is a cache of this node alone.",
+            metavar="DIR",
+        ),
+    )
+    cache_bytes: int = _option(
+        0,
+        OptionSpec(
+            OptionKind.SIZE,
+            "How large --cache-dir may get.  [default: half of the free space there and of what it"
+            " already holds]",
+        ),
+    )
+    policy: FillPolicy = _option(  # noqa: RUF009  # it makes a field
+        "on-demand",
+        OptionSpec(
+            OptionKind.CHOICE,
+            "Make chunks resident when they are first read, or all from the start.",
+            choices=_POLICIES,
+        ),
+    )
+    evict: str = _option(
+        "lru",
+        OptionSpec(
+            OptionKind.CHOICE,
+            "Eviction policy of the task's cache when it is full.",
+            choices=_EVICTIONS,
+        ),
+    )
+    peer_tls: bool = _option(
+        False,
+        OptionSpec(OptionKind.FLAG, "Encrypt what the nodes of the task send each other."),
+    )
 
     def __bool__(self) -> bool:
-        """Whether a task is wanted at all."""
+        """Whether these options name a task."""
         return bool(self.task)
 
-    def or_single_node(self, shared_name: str, spelled: Callable[[str], str] = _option) -> Self:
-        """These; where no task is named but a folder for a cache is, a task of this machine alone,
-        for all on it who mean the same `shared_name`. Raises as `check`."""
+    def or_single_node(
+        self, shared_name: str, spelled: Callable[[str], str] = cli_name
+    ) -> "TaskOptions":
+        """These options; or, where they name a cache folder and no task, those of a task of one
+        node, which all callers with the same `shared_name` on this machine share. Raises as
+        `check`."""
         if self.task or not self.cache_dir or self.rank is not None or self.world is not None:
             self.check(spelled)
             return self
         return replace(self, task=single_node_task(shared_name), rank=0, world=1)
 
-    def check(self, spelled: Callable[[str], str] = _option) -> None:
-        """Raises UsageError for what means nothing without a task, or cannot be had together, and
-        ConfigError for a key of blanks. `spelled`: how users write a field."""
+    def check(self, spelled: Callable[[str], str] = cli_name) -> None:
+        """Raises UsageError for options that need a task where none is named and for options that
+        contradict each other, and ConfigError for a blank key. `spelled` gives the name by which
+        the user knows a field."""
         if self.cache_bytes and not self.cache_dir:
             raise UsageError(
                 "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
@@ -108,48 +228,52 @@ class TaskOptions(DaemonRequest):
                 advice="name all of them, in the order of their ranks",
             )
         if self.task:
-            if self.task_key and not self.task_key.strip():  # no secret, and was meant as one
+            if self.task_key and not self.task_key.strip():  # the user meant to give a secret
                 raise ConfigError("the task's key is empty", advice=_MAKE_A_KEY)
             return
         default = TaskOptions()
         for each in fields(TaskOptions):
-            if each.name in ("task_key", "policy"):  # of the environment; of a mount as well
+            if each.name in (
+                "task_key",
+                "policy",
+            ):  # from the environment; of a mount without a task, too
                 continue
             if getattr(self, each.name) != getattr(default, each.name):
                 raise _needs_task_error(each.name, spelled)
 
     @classmethod
     def from_kwargs(
-        cls, kwargs: TaskKwargs, shared_name: str, *, task_only: Mapping[str, object] | None = None
-    ) -> Self:
-        """The options that these words of a call mean; `shared_name`: see `or_single_node`.
-        `task_only`: more of its words, which mean nothing without a task. Raises UsageError, which
-        names the word, for one that is unknown or has no meaning, and as `check`."""
+        cls,
+        kwargs: TaskKwargs,
+        shared_name: str,
+        *,
+        task_only: Mapping[str, object] | None = None,
+        spelled: Callable[[str], str] = str,
+    ) -> "TaskOptions":
+        """The options that keyword arguments of a call give; `shared_name`: see `or_single_node`.
+
+        `task_only` has more arguments of that call that need a task. Raises UsageError, which names
+        the argument, for one that is unknown or has a bad value, and as `check`.
+        """
         reader = _KwargReader(kwargs)
-        found = cls(
-            task=reader.text("task"),
-            task_key=reader.text("task_key", os.environ.get("DIESEL_TASK_KEY", "")),
-            rank=reader.number("rank"),
-            world=reader.number("world"),
-            peers=reader.names("peers"),
-            listen=reader.text("listen"),
-            advertise=reader.text("advertise"),
-            cache_dir=reader.folder("cache_dir"),
-            cache_bytes=reader.number("cache_bytes", written=False) or 0,
-            policy=reader.one_of("policy", _POLICIES),
-            evict=reader.one_of("evict", _EVICTIONS),
-            peer_tls=reader.flag("peer_tls"),
-        ).or_single_node(shared_name, str)
+        found = TaskOptions.from_values({each.name: reader.value(each) for each in fields(cls)})
+        found = found.or_single_node(shared_name, spelled)
         if not found:
             for word, value in {"task_key": reader.get("task_key"), **(task_only or {})}.items():
                 if value:
-                    raise _needs_task_error(word, str)
+                    raise _needs_task_error(word, spelled)
         return found
 
 
+def option_specs() -> dict[str, OptionSpec]:
+    """How each field of `TaskOptions` is given, by its name."""
+    return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
+
+
 class _KwargReader:
-    """The words of a call, whose values may be anything. Its methods raise UsageError, which names
-    the word, and not what should be text: that may be a secret."""
+    """The keyword arguments of a call, whose values may have any type. Its methods raise
+    UsageError, which names the argument. The error does not quote a value that should be text, as
+    that may be a secret."""
 
     def __init__(self, words: TaskKwargs) -> None:
         self._kwargs: dict[str, object] = {**words}
@@ -159,27 +283,47 @@ class _KwargReader:
                 meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_KWARGS)}"
                 raise UsageError(f"unknown word {word!r}", advice=meant)
 
+    def value(self, option: "Field[object]") -> object:
+        """The value for a field of `TaskOptions`, checked."""
+        word, spec = option.name, option.metadata["option"]
+        match spec.kind:
+            case OptionKind.TEXT:
+                is_key = word == "task_key"
+                return self._text(word, os.environ.get("DIESEL_TASK_KEY", "") if is_key else "")
+            case OptionKind.COUNT:
+                return self._count(word)
+            case OptionKind.SIZE:
+                value = self.get(word)
+                return 0 if value is None else non_negative_int(word, value)
+            case OptionKind.ADDRESSES:
+                return self._addresses(word)
+            case OptionKind.FOLDER:
+                return self._folder(word)
+            case OptionKind.CHOICE:
+                return self._choice(word, spec.choices)
+        return self._flag(word)
+
     def get(self, word: str) -> object:
-        """What is said, None for nothing."""
+        """The value of an argument; None where it was not given."""
         return self._kwargs.get(word)
 
-    def text(self, word: str, default: str = "") -> str:
+    def _text(self, word: str, default: str = "") -> str:
         value = self.get(word)
         if value is not None and not isinstance(value, str):
             raise _bad(word, "text", value)
         return default if value is None else value
 
-    def number(self, word: str, *, written: bool = True) -> int | None:
-        """`written`: also as text, as an environment has it."""
+    def _count(self, word: str) -> int | None:
+        """A number, also as text, as environment variables have it."""
         value = self.get(word)
-        if written and isinstance(value, str):
+        if isinstance(value, str):
             if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
                 raise UsageError(f"{word} is a number, not {value!r}")
             return int(value)
         return None if value is None else non_negative_int(word, value)
 
-    def names(self, word: str) -> tuple[str, ...]:
-        """Several, or one text with commas between."""
+    def _addresses(self, word: str) -> tuple[str, ...]:
+        """A list of texts, or one text with commas between."""
         value = self.get(word)
         if value is None:
             return ()
@@ -192,25 +336,25 @@ class _KwargReader:
                 raise _bad(word, "a list of HOST:PORT", each)
         return tuple(value)
 
-    def folder(self, word: str) -> str:
-        """Absolute; empty for none."""
+    def _folder(self, word: str) -> str:
+        """An absolute path; empty where none was given."""
         value = self.get(word)
         path = os.fspath(value) if isinstance(value, os.PathLike) else value
         if path is not None and not isinstance(path, str):
             raise _bad(word, "a path", path)
         return os.path.abspath(path) if path else ""
 
-    def one_of(self, word: str, kinds: tuple[_Kind, ...]) -> _Kind:
-        """The first where nothing is said."""
+    def _choice(self, word: str, choices: tuple[str, ...]) -> str:
+        """One of these; the first where none is given."""
         value = self.get(word)
         if value is None:
-            return kinds[0]
-        for each in kinds:
+            return choices[0]
+        for each in choices:
             if each == value:
                 return each
-        raise UsageError(f"bad {word} {value!r}", advice=f"one of {', '.join(map(str, kinds))}")
+        raise UsageError(f"bad {word} {value!r}", advice=f"one of {', '.join(choices)}")
 
-    def flag(self, word: str) -> bool:
+    def _flag(self, word: str) -> bool:
         value = self.get(word)
         if value is not None and not isinstance(value, bool):
             raise _bad(word, "True or False", value)
@@ -218,7 +362,8 @@ class _KwargReader:
 
 
 def non_negative_int(word: str, value: object) -> int:
-    """The number from 0 on that a word of a call has. Raises UsageError, which names the word."""
+    """The value of a keyword argument that must be a number from 0 on. Raises UsageError, which
+    names the argument."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise _bad(word, "a whole number", value)
     try:
@@ -246,28 +391,30 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """A master: of which task, for which version of which dataset, and how."""
+    """What a master is started with: the task's options, the dataset and its version, and access to
+    the repository."""
 
     url: str = ""
-    user: str = ""  # to a server
+    user: str = ""  # the account at a DIESEL server
     key: str = field(default="", repr=False)
     dataset: str = ""
-    identity: str = ""  # hexadecimal
+    identity: str = ""  # the dataset's, hexadecimal
     version: int = 0
     memory_bytes: int = 0
-    memory_is_default: bool = False  # nobody has asked for just so much
+    memory_is_default: bool = False  # computed, not given by the user
     log_file: str = ""
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
     @property
     def name(self) -> TaskName:
-        """Which task it is: of the account at a server; without one, of the user of this machine,
-        who should have the same number on all nodes. Raises UsageError."""
+        """The task's full name. Its user is the account at a server; without a server it is the
+        number of this machine's user, which must be the same on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     def differing_options(self, running: "TaskRequest") -> list[str]:
-        """The options that say something else here than what a master was started with, as users
-        write them; keys are not compared, as none is kept."""
+        """The options, as users write them, that ask for something else than `running`, the request
+        that a master was started with, has. Options that this request leaves at their default do
+        not count, nor do keys, which no saved request holds."""
         default, found = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default), []
         for each in fields(TaskRequest):
             value = getattr(self, each.name)
@@ -275,17 +422,18 @@ class TaskRequest(TaskOptions):
                 getattr(default, each.name),
                 getattr(running, each.name),
             ):
-                found.append(_option(each.name))
+                found.append(cli_name(each.name))
         return found
 
     @property
     def credentials(self) -> Credentials | None:
-        """Whose request it is. Raises ConfigError."""
+        """The account at a server, and its key. Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
 def single_node_task(shared_name: str) -> str:
-    """The name of a task that only what is named so on this machine is in."""
+    """The name of a task that is joined by all processes of this user on this machine that give the
+    same `shared_name`, and by no others."""
     place = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}".encode(
         errors="surrogateescape"
     )
@@ -293,11 +441,11 @@ def single_node_task(shared_name: str) -> str:
 
 
 def read_key_file(path: Path) -> str:
-    """What a task's key file holds. Raises ConfigError, and PermissionDenied where others may read
-    it."""
+    """The content of a task's key file, without the space around it. Raises ConfigError, and
+    PermissionDenied where other users may read the file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
-        raise ConfigError(f"{path} holds no text", advice=_MAKE_A_KEY)
+        raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)
     if not text.strip():
         raise ConfigError(f"{path} is empty: it holds no key", advice=_MAKE_A_KEY)
     return text.strip()

@@ -1,15 +1,14 @@
-"""Which node of a task keeps which chunk: a pure function of chunk IDs and the nodes that live.
+"""Which node of a task keeps which chunk: a pure function of the chunk IDs and the live nodes.
 
-Owned here: scores, and how they become shares of equal size. Not owned: who lives (membership),
-and what a node does with its share. The same on every machine. Immutable, so any thread. Pure.
+Every master computes the same owners. Each chunk prefers nodes by a score that depends on chunk and
+node alone (highest random weight: Thaler and Ravishankar, 1998). With scores alone, shares differ
+by chance: by a third where a node has a hundred chunks. So nodes choose, too: chunks propose to
+nodes in the order of their scores, and a node keeps those of the highest scores that fit its room
+(deferred acceptance: Gale and Shapley, 1962). A node that is left with little then takes chunks
+that prefer it next from nodes that have enough.
 
-Each chunk prefers nodes by a score that depends on the two alone (highest random weight: Thaler and
-Ravishankar, 1998). By that alone shares differ by chance: by a third, where a node has a hundred
-chunks. So nodes choose, too: chunks propose to nodes in the order of their scores, and a node keeps
-those of the highest scores that fit its room (deferred acceptance: Gale and Shapley, 1962); a node
-that is left with little then takes chunks that prefer it next from nodes that have enough. Where a
-node leaves, its chunks propose to others, and few of theirs give way; when it is back, it has what
-it had.
+When a node leaves, its chunks propose to other nodes, and few chunks of those give way. When it is
+back, it has what it had. Objects are immutable and may be used in any thread.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 ROOM, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""What a node may have, what it should have, and what it keeps where another has less; in equal
-shares. The nearer to 1, the more chunks move where a node leaves: of 1,000 nodes with 350 chunks
-each 1.2 shares move with these, 1.6 with 1.05 and 0.95, 3 where shares are to differ by 1 %."""
+"""Bytes of a node, in equal shares: the most that it may have, the least that it should have, and
+what it keeps when another node takes chunks. The nearer to 1, the more chunks move when a node
+leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and
+0.95, and 3 where shares are to differ by 1 %."""
 
-_KEPT = 8  # preferences that are computed once: few chunks are ever turned away more often
+_KEPT = 8  # preferences of a chunk that are computed once; few chunks ever need more
 _BLOCK_SCORES = 1 << 21  # scores in memory at once
 
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
@@ -33,10 +33,10 @@ Scores = npt.NDArray[np.uint64]
 
 
 class Ownership:
-    """The owners of a dataset's chunks in a task of `world` nodes, whichever of them live."""
+    """The owners of a dataset's chunks in a task of `world` nodes, for any set of live nodes."""
 
     def __init__(self, ids: Sequence[bytes], sizes: npt.NDArray[np.uint64], world: int) -> None:
-        """Of chunks with these IDs (16 bytes each) and sizes (bytes)."""
+        """`ids` are the chunks' IDs (16 bytes each), `sizes` their bytes."""
         halves = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2)
         self._hashes = _mix(_mix(halves[:, 0]) ^ halves[:, 1])
         self._sizes = sizes.astype(np.float64)
@@ -53,10 +53,8 @@ class Ownership:
             self._scores[rows] = np.take_along_axis(of_best, order, axis=1)
 
     def owners(self, living: npt.NDArray[np.bool_]) -> Nodes:
-        """The owner of each chunk, as a node's number; `living` says of each node whether it lives.
-
-        All are -1 where none does.
-        """
+        """The owner of each chunk, as a node's number; `living` has a flag for each node. All
+        owners are -1 where no node lives."""
         count = len(self._hashes)
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
@@ -78,7 +76,8 @@ class Ownership:
     def _next(
         self, rows: npt.NDArray[np.int64], below: Scores, living: npt.NDArray[np.bool_]
     ) -> tuple[Nodes, Scores]:
-        """The living node that each chunk prefers most among those of lower score; -1 for none."""
+        """For each chunk, the live node that it prefers most among those with scores below `below`;
+        -1 where there is none."""
         open_ = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
         first = open_.argmax(axis=1)
         at = np.arange(len(rows))
@@ -97,19 +96,20 @@ class Ownership:
     def _turned_away(
         self, rows: npt.NDArray[np.int64], owner: Nodes, score: Scores, room: float
     ) -> npt.NDArray[np.int64]:
-        """Of the chunks at some nodes, those that do not fit behind others of higher scores."""
+        """Of the chunks at some nodes, those that do not fit behind chunks with higher scores."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]
         sizes = self._sizes[rows]
         total = np.cumsum(sizes)
         starts = np.flatnonzero(np.diff(at, prepend=-1))
         before = np.repeat(total[starts] - sizes[starts], np.diff(starts, append=len(rows)))
-        return rows[(total - before > room) & (total - before > sizes)]  # one always fits
+        return rows[(total - before > room) & (total - before > sizes)]  # the first always fits
 
     def _place_rest(
         self, rows: npt.NDArray[np.int64], owner: Nodes, living: npt.NDArray[np.bool_]
     ) -> None:
-        """Give what no node has room for to those that have least: sizes need not add up."""
+        """Give chunks that no node has room for to the nodes with the fewest bytes: sizes need not
+        add up."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf
         for row in rows[np.lexsort((self._hashes[rows], -self._sizes[rows]))].tolist():
@@ -117,7 +117,8 @@ class Ownership:
             held[owner[row]] += self._sizes[row]
 
     def _fill(self, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Let nodes that have little take chunks that prefer them next from those with enough."""
+        """Let nodes with too few bytes take chunks that prefer them next, from nodes with
+        enough."""
         held = np.bincount(owner, self._sizes, len(living))
         share = held.sum() / np.count_nonzero(living)
         low = np.flatnonzero(living & (held < FLOOR * share))

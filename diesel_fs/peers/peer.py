@@ -1,12 +1,12 @@
-"""The asking end: one other master, and the connection to it.
+"""One other master of the task, and the connection on which this master sends it requests.
 
-Owned here: when it is connected to, requests that are under way, answers and where their bytes go,
-deadlines. Not owned: whether it is worth asking (`breaker.py`), the handshake (`handshake.py`), who
-is asked for what (`master.py`).
+A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
+to where the caller wants them, and enforces deadlines. Whether the peer is worth a request is for
+the circuit breaker (`../net/breaker.py`); which peer is asked for which chunk is for `master.py`.
 
-Concurrency: trio's. Any number of tasks read; each sends its request itself, and one task receives
-the answers of all, straight into the memory of those who wait. A reader that has gone away takes
-its memory with it between two system calls; what comes for it later is dropped.
+Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
+the answers of all, straight into the memory of the tasks that wait. A reader that is cancelled
+withdraws its memory between two system calls; bytes that arrive for it later are dropped.
 """
 
 import logging
@@ -32,18 +32,18 @@ log = logging.getLogger("diesel.task")
 Statuses = npt.NDArray[np.uint8]
 
 WORKING_S = 2.5
-"""How much longer who is fetching for us is waited for, once it has said so: the store is slow, and
-everybody's reads of that chunk wait for this one fetch."""
+"""How much longer a caller waits for a peer that has answered WORKING: the peer fetches from a slow
+store, and the reads of that chunk on all nodes wait for this one fetch."""
 
-_BUFFER_BYTES = 16 << 10  # small answers come by one call; of large ones this much is copied
+_BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones so much is copied
 
-_BULK_BYTES = 1 << 20  # answers that are larger wait for each other,
-_BULK_UNDER_WAY = 8 << 20  # beyond this: small ones wait behind them on the wire
+_BULK_BYTES = 1 << 20  # answers above this size share _BULK_IN_FLIGHT_BYTES,
+_BULK_IN_FLIGHT_BYTES = 8 << 20  # as small answers wait behind them on the connection
 _NUMBERS = 1 << 32
 
 
 class _PendingRequest:
-    """A request that is under way."""
+    """A request that waits for its answer."""
 
     __slots__ = (
         "count",
@@ -64,7 +64,7 @@ class _PendingRequest:
         self.kind = kind
         self.parts = parts
         self.count = 0 if parts is None else len(parts)
-        self.room: memoryview | None = room  # None: nobody wants the bytes any more
+        self.room: memoryview | None = room  # None: the caller no longer wants the bytes
         self.size = size
         self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
@@ -72,7 +72,7 @@ class _PendingRequest:
         self.statuses: Statuses | None = None
 
     def abandon(self, _: object = None) -> trio.lowlevel.Abort:
-        """Whoever asked waits no longer, and wants no bytes any more."""
+        """The caller no longer waits and wants no bytes."""
         self.waiter = self.room = None
         return trio.lowlevel.Abort.SUCCEEDED
 
@@ -87,10 +87,10 @@ class Peer:
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
-        self._connect_ticket = 0  # a ticket
-        self._connect_attempted = trio.Event()  # set when an attempt to connect is over
+        self._connect_ticket = 0  # the breaker's ticket of the request that wants the connection
+        self._connect_attempted = trio.Event()  # set at the end of an attempt to connect
         self._unsent = trio.Event()
-        self._timer = trio.CancelScope()  # is cancelled when the next request is due
+        self._timer = trio.CancelScope()  # its deadline is that of the next request
         self._pending: dict[int, _PendingRequest] = {}
         self._number = 0
         self._bytes = self._bulk_bytes = 0
@@ -99,11 +99,12 @@ class Peer:
             "connections requests parts bytes late failed unasked damaged".split(), 0
         )
 
-    # What the master asks
+    # What the master calls
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
-        """Parts of chunks. Those that are given lie in `room`, where the sizes of all parts add up
-        to; nothing writes there any more when this is over. Whatever the peer does is a status."""
+        """Read parts of chunks. The parts with status `GIVEN` lie in `room`, each at the sum of the
+        sizes before it. Nothing writes to `room` after the return. Any failure of the peer is a
+        status, not an error."""
         flags = LOAD if load else 0
         count = len(parts)
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
@@ -119,17 +120,17 @@ class Peer:
         return found
 
     async def ping(self) -> bool:
-        """Whether the peer answers at all."""
+        """Whether the peer answers."""
         return not len(await self._ask(wire.PING, 0, None, memoryview(b""), 0))
 
     def record_damage(self) -> None:
-        """A part that it gave did not match its checksum."""
+        """A part from this peer did not match its checksum."""
         self._counts["damaged"] += 1
         if self._breaker.record_damage(trio.current_time()):
-            log.error("%s gives wrong bytes: it is not asked for a minute", self)
+            log.error("%s sent damaged data three times: it is not asked for 60 s", self)
 
     def stats(self) -> dict[str, object]:
-        """For people."""
+        """Counters and state, for people."""
         now_s = trio.current_time()
         return {
             **self._counts,
@@ -147,7 +148,7 @@ class Peer:
     # Connecting
 
     async def run(self) -> None:
-        """Connect when somebody wants to, and receive; until cancelled."""
+        """Connect when a request needs it, and receive answers, until cancelled."""
         try:
             while True:
                 await self._connect_wanted.wait()
@@ -166,17 +167,17 @@ class Peer:
     async def _attempt(self) -> Channel | None:
         try:
             channel = await connect(self._me, self.member)
-        except Exception as error:  # whatever a peer brings about ends neither this nor the master
+        except Exception as error:  # no failure of a peer may end this task or the master
             if not isinstance(error, DieselError):
-                log.exception("%s met a bug", self)
+                log.exception("unexpected error with %s", self)
             if self._breaker.record_refusal(self._connect_ticket, trio.current_time()):
-                self._say_paused(str(error))
+                self._log_pause(str(error))
             return None
         self._counts["connections"] += 1
         return channel
 
     async def _serve(self, channel: Channel) -> None:
-        """Until the connection ends."""
+        """Use a connection until it ends."""
         async with trio.open_nursery() as nursery:
 
             async def until_it_ends(work: Callable[[Channel], Awaitable[None]]) -> None:
@@ -186,10 +187,10 @@ class Peer:
                     log.debug("%s: %s", self, gone)
                 except CorruptError as error:
                     self._breaker.open(trio.current_time())
-                    log.error("%s sends what no master sends: %s", self, error)
+                    log.error("%s violates the protocol: %s", self, error)
                 except Exception:
                     self._breaker.open(trio.current_time())
-                    log.exception("%s met a bug", self)
+                    log.exception("unexpected error with %s", self)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(until_it_ends, self._send_rest)
@@ -198,109 +199,113 @@ class Peer:
         self._drop_channel(channel)
 
     def _drop_channel(self, channel: Channel) -> None:
-        """Of a connection: whoever waits for an answer on it hears of it."""
+        """Close the connection, and wake all requests that wait for an answer on it."""
         if self._channel is not channel:
             return
         self._channel = None
         channel.close()
-        asked, self._pending = self._pending, {}
+        unanswered, self._pending = self._pending, {}
         self._bytes = self._bulk_bytes = 0
         self._freed.unpark_all()
-        for each in asked.values():
+        for each in unanswered.values():
             _wake(each)
 
-    def _say_paused(self, why: str) -> None:
+    def _log_pause(self, why: str) -> None:
         if not self._is_paused:
             log.warning("%s is not asked for now: %s", self, why)
         self._is_paused = True
 
     async def _send_rest(self, channel: Channel) -> None:
-        """Requests that did not leave at once."""
+        """Send requests that did not leave at once."""
         while True:
             await self._unsent.wait()
             self._unsent = trio.Event()
             await channel.drain()
 
     async def _expire_late(self, channel: Channel) -> None:
-        """Wakes who has waited long enough. A scope for each request would cost more than all the
-        rest of it."""
+        """Wake callers whose requests are late. A cancel scope for each request would cost more
+        than all the rest of the request."""
         while True:
-            due_s = (asked.due_s for asked in self._pending.values() if asked.waiter is not None)
+            due_s = (
+                pending.due_s for pending in self._pending.values() if pending.waiter is not None
+            )
             with trio.CancelScope(deadline=min(due_s, default=math.inf)) as self._timer:
                 await trio.sleep_forever()
             now_s = trio.current_time()
-            for asked in self._pending.values():
-                if asked.waiter is not None and asked.due_s <= now_s:
-                    asked.is_late = True
-                    _wake(asked)
+            for pending in self._pending.values():
+                if pending.waiter is not None and pending.due_s <= now_s:
+                    pending.is_late = True
+                    _wake(pending)
 
     # One request
 
     async def _ask(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """The statuses; of a request without parts none, or one that is not `GIVEN`."""
+        """Send a request and wait; returns its statuses. A request without parts has none, or one
+        that is not `GIVEN`."""
         now_s = trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
             self._counts["unasked"] += 1
             return _all(BUSY, parts)
-        asked = _PendingRequest(kind, parts, room[:size], size)
-        asked.sent_s = now_s
+        pending = _PendingRequest(kind, parts, room[:size], size)
+        pending.sent_s = now_s
         try:
-            await self._send_and_wait(asked, flags, ticket)
+            await self._send_and_wait(pending, flags, ticket)
         except BaseException:
             self._breaker.cancel(ticket)
             raise
-        if asked.statuses is not None:
-            self._heard(ticket)
-            return asked.statuses
-        if not asked.is_sent:
+        if pending.statuses is not None:
+            self._record_answer(ticket)
+            return pending.statuses
+        if not pending.is_sent:
             self._counts["unasked"] += 1
             self._breaker.cancel(ticket)
             return _all(BUSY, parts)
-        self._counts["late" if asked.is_late else "failed"] += 1
-        if asked.is_late and asked.is_working:  # its store is slow; or it has stopped meanwhile,
-            self._breaker.cancel(ticket)  # and does not even say so to the next request
+        self._counts["late" if pending.is_late else "failed"] += 1
+        if pending.is_late and pending.is_working:
+            # Its store is slow; a peer that has stopped sends no WORKING to the next requests
+            self._breaker.cancel(ticket)
         elif self._breaker.record_failure(ticket, trio.current_time()):
-            self._say_paused("it does not answer")
+            self._log_pause("it does not answer")
         return _all(FAILED, parts)
 
-    def _heard(self, ticket: int) -> None:
+    def _record_answer(self, ticket: int) -> None:
         if self._breaker.record_success(ticket):
             self._is_paused = False
             log.info("%s is asked again", self)
 
-    async def _send_and_wait(self, asked: _PendingRequest, flags: int, ticket: int) -> None:
-        """Until it is answered, late, or cannot be answered any more."""
-        asked.due_s = asked.sent_s + self._breaker.timeout_s(asked.size + self._bytes)
+    async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
+        """Returns when the request is answered, late, or cannot be answered any more."""
+        pending.due_s = pending.sent_s + self._breaker.timeout_s(pending.size + self._bytes)
         channel = self._channel
-        if channel is None or not self._fits(asked.size):
-            with trio.CancelScope(deadline=asked.due_s):
+        if channel is None or not self._fits(pending.size):
+            with trio.CancelScope(deadline=pending.due_s):
                 channel = await self._connection(ticket) if channel is None else channel
-                while channel is self._channel and not self._fits(asked.size):
+                while channel is self._channel and not self._fits(pending.size):
                     await self._freed.park()
-            if channel is None or channel is not self._channel or not self._fits(asked.size):
+            if channel is None or channel is not self._channel or not self._fits(pending.size):
                 return
-            asked.sent_s = trio.current_time()
+            pending.sent_s = trio.current_time()
         number = self._number = (self._number + 1) % _NUMBERS
-        if number in self._pending:  # for as long as it takes to send 4 billion others
+        if number in self._pending:  # it has waited while 4 billion others were sent
             return
-        self._take(number, asked)
-        request = wire.request(number, asked.kind, flags, asked.parts)
+        self._take(number, pending)
+        request = wire.request(number, pending.kind, flags, pending.parts)
         try:
             if not channel.send_now((request,), len(request)):
                 self._unsent.set()
         except ConnectionClosed:
             self._drop_channel(channel)
             return
-        asked.waiter = trio.lowlevel.current_task()
-        if asked.due_s < self._timer.deadline:
-            self._timer.deadline = asked.due_s
+        pending.waiter = trio.lowlevel.current_task()
+        if pending.due_s < self._timer.deadline:
+            self._timer.deadline = pending.due_s
         try:
-            await trio.lowlevel.wait_task_rescheduled(asked.abandon)
+            await trio.lowlevel.wait_task_rescheduled(pending.abandon)
         finally:
-            asked.abandon()
+            pending.abandon()
 
     async def _connection(self, ticket: int) -> Channel | None:
         if not self._is_over:
@@ -315,105 +320,104 @@ class Peer:
             return False
         if size <= _BULK_BYTES:
             return self._bytes + size <= wire.IN_FLIGHT_BYTES_MAX
-        return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_UNDER_WAY
+        return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_IN_FLIGHT_BYTES
 
-    def _take(self, number: int, asked: _PendingRequest) -> None:
-        asked.is_sent = True
-        self._pending[number] = asked
-        self._bytes += asked.size
-        if asked.size > _BULK_BYTES:
-            self._bulk_bytes += asked.size
+    def _take(self, number: int, pending: _PendingRequest) -> None:
+        pending.is_sent = True
+        self._pending[number] = pending
+        self._bytes += pending.size
+        if pending.size > _BULK_BYTES:
+            self._bulk_bytes += pending.size
 
-    def _finish(self, number: int, asked: _PendingRequest) -> None:
-        """Answered, whether anybody still wants to know or not."""
+    def _finish(self, number: int, pending: _PendingRequest) -> None:
+        """A request has been answered; its caller may have gone."""
         del self._pending[number]
-        self._bytes -= asked.size
-        if asked.size > _BULK_BYTES:
-            self._bulk_bytes -= asked.size
+        self._bytes -= pending.size
+        if pending.size > _BULK_BYTES:
+            self._bulk_bytes -= pending.size
         if self._freed:
             self._freed.unpark_all()
-        if not asked.is_working:  # else it says how long the store takes
-            self._breaker.record_latency(trio.current_time() - asked.sent_s, asked.size)
-        _wake(asked)
+        if not pending.is_working:  # else it would measure the store
+            self._breaker.record_latency(trio.current_time() - pending.sent_s, pending.size)
+        _wake(pending)
 
     # Answers
 
     async def _receive(self, channel: Channel) -> None:
-        """Answers, one after the other. Raises Gone, CorruptError."""
-        inbox = FrameReader(channel, _BUFFER_BYTES)
+        """Receive answers, one after the other. Raises ConnectionClosed, CorruptError."""
+        reader = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         while True:
-            inbox.begin_frame()
-            await inbox.fill_buffer(HEAD_BYTES)
-            head = wire.parse_answer(inbox.buffer, inbox.start)
-            asked = self._pending.get(head.id)
-            if asked is None:
-                raise CorruptError("an answer to what was not asked")
-            wire.check_answer(head, asked.kind, asked.count, asked.size)
+            reader.begin_frame()
+            await reader.fill_buffer(HEAD_BYTES)
+            head = wire.parse_answer(reader.buffer, reader.start)
+            pending = self._pending.get(head.id)
+            if pending is None:
+                raise CorruptError("an answer without a request")
+            wire.check_answer(head, pending.kind, pending.count, pending.size)
             if head.kind == wire.WORKING:
-                inbox.start += HEAD_BYTES
-                if not asked.is_working:
-                    asked.is_working = True
-                    asked.due_s += WORKING_S
+                reader.start += HEAD_BYTES
+                if not pending.is_working:
+                    pending.is_working = True
+                    pending.due_s += WORKING_S
                 continue
-            await inbox.fill_buffer(HEAD_BYTES + head.counted)
-            start = inbox.start + HEAD_BYTES
-            inbox.start = start + head.counted
-            status_bytes = bytearray(inbox.buffer[start : inbox.start])
+            await reader.fill_buffer(HEAD_BYTES + head.counted)
+            start = reader.start + HEAD_BYTES
+            reader.start = start + head.counted
+            status_bytes = bytearray(reader.buffer[start : reader.start])
             statuses = np.frombuffer(status_bytes, np.uint8)
-            if asked.parts is not None and status_bytes != ALL_GIVEN[: head.counted]:
-                await self._fill_some(inbox, asked, statuses, head.payload_bytes)
-            elif head.payload_bytes != asked.size:
+            if pending.parts is not None and status_bytes != ALL_GIVEN[: head.counted]:
+                await self._fill_some(reader, pending, statuses, head.payload_bytes)
+            elif head.payload_bytes != pending.size:
                 raise CorruptError("an answer of another length")
-            elif asked.size:
-                await _fill(inbox, asked, ((0, asked.size),))
+            elif pending.size:
+                await _fill(reader, pending, ((0, pending.size),))
             counts["requests"] += 1
             counts["parts"] += head.counted
             counts["bytes"] += head.payload_bytes
-            asked.statuses = statuses
-            self._finish(head.id, asked)
+            pending.statuses = statuses
+            self._finish(head.id, pending)
 
     async def _fill_some(
-        self, inbox: FrameReader, asked: _PendingRequest, statuses: Statuses, payload_bytes: int
+        self, reader: FrameReader, pending: _PendingRequest, statuses: Statuses, payload_bytes: int
     ) -> None:
-        assert asked.parts is not None
-        if wire.given_bytes(asked.parts, statuses) != payload_bytes:
+        assert pending.parts is not None
+        if wire.given_bytes(pending.parts, statuses) != payload_bytes:
             raise CorruptError("an answer of another length")
-        await _fill(inbox, asked, _given_ranges(asked.parts, statuses))
+        await _fill(reader, pending, _given_ranges(pending.parts, statuses))
 
 
 async def _fill(
-    inbox: FrameReader, asked: _PendingRequest, places: Sequence[tuple[int, int]]
+    reader: FrameReader, pending: _PendingRequest, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Receive into places of the room, each from here to there; drop what nobody wants any
-    more."""
-    for at, end in places:
+    """Receive into ranges of the room; drop the bytes if the caller has gone."""
+    for at, end in ranges:
         while at < end:
-            room = asked.room
+            room = pending.room
             if room is None:
-                await inbox.skip(end - at)
+                await reader.skip(end - at)
                 break
-            at += await inbox.receive_into(room[at:end])
+            at += await reader.receive_into(room[at:end])
 
 
-def _wake(asked: _PendingRequest) -> None:
-    asker, asked.waiter = asked.waiter, None
+def _wake(pending: _PendingRequest) -> None:
+    asker, pending.waiter = pending.waiter, None
     if asker is not None:
         trio.lowlevel.reschedule(asker)
 
 
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
-    """Where what is given belongs: a place for each run of parts."""
+    """The ranges of the room where the given parts belong, one for each run of parts."""
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
-    edges = np.flatnonzero(given[1:] != given[:-1])  # first of a run, first behind it, and so on
+    edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, the end of it, and so on
     starts = np.concatenate(([0], ends))[edges]
     return list(zip(starts[::2].tolist(), starts[1::2].tolist(), strict=True))
 
 
 def _pieces(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Parts cut into requests that keep within the limits: their first and the one behind the last,
-    and where their bytes start and end."""
+    """Split parts into requests within the limits: first row, row behind the last, and where their
+    bytes start and end."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):

@@ -1,10 +1,10 @@
-"""Where a master registers, and from which it learns who else is in its task.
+"""The registry of one master: it registers there, renews that, and learns who else is in its task.
 
-Owned here: which place that is (Redis, directly or behind a server; or a list of addresses that
-never changes), and what a master must remember between two renewals. Not owned: what is kept of it
-(`redis_registry.py`), when a master renews and what follows from an answer (`master.py`).
+A registry works with Redis, either directly or through a DIESEL server, or it is a fixed list of
+addresses (`--peers`). It remembers what a master must send again at its next renewal.
+`redis_registry.py` stores registrations; `master.py` decides when to renew and acts on the answers.
 
-All calls block, for some seconds at most, and may be made from any thread; one goes on at a time.
+All calls block, for some seconds at most. They may come from any thread; one runs at a time.
 """
 
 import threading
@@ -29,65 +29,65 @@ from ..urls import RepositoryUrl
 from .membership import (
     ANY_INSTANCE,
     MEMBERS_MAX,
-    Member,
-    Membership,
-    TaskName,
-    secret_from_key,
-    split_address,
-)
-from .registration import (
     JoinReply,
+    Member,
     MemberRecord,
+    Membership,
     MemberStore,
+    TaskName,
     join_message,
     leave_message,
     parse_join_reply,
+    secret_from_key,
+    split_address,
 )
 
 SERVER_S = 1.5
-"""For one try through a server: two, and a renewal, are over before a registration is."""
+"""The time limit of one try through a server: two tries and a renewal take less than a registration
+lasts."""
 
 FIRST_S = 5.0
-"""For one try to register at all: all nodes of a task start at once, and log in first."""
+"""The time limit of one try of the first registration: all nodes of a task start at once, and log
+in first."""
 
 _TRIES = 2  # the second goes to another server, where there is one
-_AWAY = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
+_UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
-    """The task of one master, as it sees it."""
+    """The task of one master, as this master sees it."""
 
     @abstractmethod
     def renew(self, me: Member) -> Membership:
-        """Register, or renew that; who is in the task now, this master among them.
+        """Register, or renew a registration. Returns all current members, this master among them.
 
-        Raises ConflictError where a newer instance has its rank; MetadataError where that cannot be
-        told now, and the next renewal may succeed; other errors of the tree say that this master
-        may not be in this task, or not in this way.
+        Raises ConflictError where a newer instance has this rank, and MetadataError where the
+        registry cannot answer now and a later renewal may succeed. Other errors of the tree say
+        that this master may not be in this task, or not with these options.
         """
 
     @abstractmethod
     def leave(self, me: Member) -> None:
-        """End the registration. Idempotent. Raises MetadataError: it ends by its time."""
+        """End the registration. Idempotent. Raises MetadataError; the registration then ends when
+        it expires."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. Repeatable."""
+        """Close the connections. Repeatable."""
 
 
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """Where the masters of tasks register, in a repository whose objects are open. `deadline_s` is
-    for each call. Raises UsageError where there is no such place; ConfigError, MetadataError.
-    """
+    """The member store of a repository whose object store is open. `deadline_s` limits each call.
+    Raises UsageError where the repository has no Redis; ConfigError, MetadataError."""
     if not url.meta:
         raise UsageError(
             f"the nodes of a task find each other through Redis, and {url} has none",
             advice="name all nodes by --peers host:port,..., with a --task-key-file",
         )
-    from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415  # a tenth of a second
+    from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415  # takes a tenth of a second
 
     return RedisMemberStore.open(
         url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S
@@ -101,8 +101,8 @@ def open_registry(
     key: bytes | None = None,
     peers: Sequence[str] = (),
 ) -> Registry:
-    """Where the masters of a task register: `peers` are their addresses, by rank, where nothing
-    else says them; `key` is what their key file holds. Nothing is connected before a renewal.
+    """The registry of a task. `peers` are the masters' addresses, in the order of their ranks,
+    where there is no Redis; `key` is the content of the key file. The first renewal connects.
 
     Raises UsageError where there is neither Redis nor `peers`, or no key where one is needed.
     """
@@ -111,20 +111,20 @@ def open_registry(
         return StaticRegistry(peers, secret)
     if isinstance(repository, RemoteRepository):
         return RedisRegistry(task, secret, lambda: ServerMemberStore(repository))
-    if not repository.url.meta:  # says what to do
+    if not repository.url.meta:  # its error says what to do
         open_registrations(repository.url, repository.objects)
     url, objects = repository.url, repository.objects
     return RedisRegistry(task, secret, lambda: open_registrations(url, objects))
 
 
 class StaticRegistry(Registry):
-    """Addresses that somebody has written down: all of them count, whoever is there or not."""
+    """A fixed list of addresses: all of them count as members, whether they answer or not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
         """Raises UsageError."""
         if secret is None:
             raise UsageError(
-                "nodes that --peers names have no secret in common",
+                "nodes that are named by --peers need a common secret",
                 advice="give all of them the same --task-key-file",
             )
         if len(peers) > MEMBERS_MAX:
@@ -137,7 +137,8 @@ class StaticRegistry(Registry):
         self._secret = secret
 
     def renew(self, me: Member) -> Membership:
-        """All, with my version; of the others nobody knows instance and certificate."""
+        """All addresses, with the version of this master. Instances and certificates of the others
+        are unknown."""
         if me.rank >= len(self._peers):
             raise UsageError(
                 f"this is node {me.rank}, and --peers names {len(self._peers)}",
@@ -156,12 +157,13 @@ class StaticRegistry(Registry):
 
 
 class RedisRegistry(Registry):
-    """Registrations in Redis, by whatever way."""
+    """Registrations in Redis, reached directly or through a server."""
 
     def __init__(
         self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
-        """`secret` is that of a key file; without one, the task's own is told at registration."""
+        """`secret` comes from a key file; without one, the registry receives the task's secret when
+        it registers."""
         self._task = task
         self._secret = secret
         self._opener = opener
@@ -183,7 +185,7 @@ class RedisRegistry(Registry):
             secret = reply.secret if self._secret is None else self._secret
             members = self._members if reply.members is None else reply.members
             if mine not in members or not secret:
-                raise MetadataError("what keeps the registrations has another one than was made")
+                raise MetadataError("the member store did not keep this master's registration")
             if not self._record.since:
                 self._check_alike(mine, members)
             self._instance, self._members = me.instance, members
@@ -194,7 +196,8 @@ class RedisRegistry(Registry):
             )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
-        """Who has another secret than the others would be talked to by none of them."""
+        """Raises UsageError where only some of the task's nodes have a key file: their secrets
+        differ, so they could not talk to each other."""
         others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:
             self._opened().leave(self._task, mine)
@@ -213,9 +216,9 @@ class RedisRegistry(Registry):
 
     def close(self) -> None:
         with self._lock:
-            place, self._store = self._store, None
-            if place is not None:
-                place.close()
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
 
     def _opened(self) -> MemberStore:
         if self._store is None:
@@ -224,27 +227,27 @@ class RedisRegistry(Registry):
 
 
 class _UnavailableAsMetadataError:
-    """Errors that say that nothing can be told now become MetadataError."""
+    """Turns errors that mean "no answer now" into MetadataError."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, _AWAY):
+        if isinstance(error, _UNAVAILABLE):
             raise MetadataError(error.message, advice=error.advice) from error
 
 
 class ServerMemberStore(MemberStore):
-    """Registrations that a server keeps."""
+    """Registrations that a DIESEL server keeps."""
 
     def __init__(self, repository: RemoteRepository) -> None:
         self._repository = repository
-        self._may_say = _is_private_link(repository.url)
+        self._may_send_secret = _is_private_link(repository.url)
 
-    def join(self, task: TaskName, me: Member, standing: MemberRecord) -> JoinReply:
-        if not self._may_say:
-            standing = replace(standing, secret=b"")
-        message = join_message(task, me, standing)
-        limit_s = SERVER_S if standing.since else FIRST_S
+    def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
+        if not self._may_send_secret:
+            record = replace(record, secret=b"")
+        message = join_message(task, me, record)
+        limit_s = SERVER_S if record.since else FIRST_S
         for left in reversed(range(_TRIES)):
             try:
                 return parse_join_reply(
@@ -260,10 +263,10 @@ class ServerMemberStore(MemberStore):
         self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
-        """The repository's connections are its own."""
+        """The connections belong to the repository, which closes them."""
 
 
 def _is_private_link(url: RepositoryUrl) -> bool:
-    """Whether nobody between us and any of the servers can listen."""
-    hosts = (urlsplit(f"//{place}").hostname for place in url.host.split(","))
+    """Whether nobody can listen on the connections to the servers: they use TLS or loopback."""
+    hosts = (urlsplit(f"//{each}").hostname for each in url.host.split(","))
     return url.scheme == "diesel+tls" or all(host in _LOOPBACK for host in hosts)

@@ -1,13 +1,11 @@
-"""Memory that processes share: a chunk in a memfd, written once, then sealed for good.
+"""Memory that processes share: a chunk in a memfd, which is written once and then sealed.
 
-Owned here: how such memory is made, filled, sealed and let go of, and how many a process may have.
-Not owned: what is in it, who has borrowed it (`pin_table.py`). Each object belongs to one thread at
-a time.
+A sealed memfd can be given to any process of the same user: nobody can change it any more, through
+a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it privately:
+before Linux 6.7 the seal against writing also refuses shared mappings that only read, and pages
+that are only read exist once either way.
 
-A sealed memfd can be handed to any process of the same user: nobody can write to it any more,
-neither through a descriptor nor through a mapping, and it cannot shrink under who has mapped it.
-Map it privately: before Linux 6.7 the seal against writing refuses shared mappings, for reading
-too, and of pages that are only read there is one copy either way.
+An object belongs to one thread at a time.
 """
 
 import contextlib
@@ -22,19 +20,22 @@ MAPS_MAX = Path("/proc/sys/vm/max_map_count")
 
 DESCRIPTORS_KEPT = 4096
 MAPS_KEPT = 4096
-"""For connections, libraries and threads; at most half of what there is."""
+"""Descriptors and mappings that are left for connections, libraries and threads; at most half of
+the process's limit."""
 
-_DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2  # before, a mapping keeps one too
+_DESCRIPTORS_EACH = (
+    1 if sys.version_info >= (3, 13) else 2
+)  # earlier Pythons keep one for a mapping, too
 _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class WritableMemory:
-    """Memory that is being filled, through `room`. Then it is sealed, or discarded."""
+    """Memory that is being filled through `room`. Then it is sealed or discarded."""
 
     def __init__(self, size: int) -> None:
-        """All of its pages are the machine's before anybody writes to one: what is missing is an
-        error here, and no signal later. Raises OSError."""
+        """Allocates all pages at once: a lack of memory is an OSError here, and not a signal
+        later."""
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
@@ -47,17 +48,17 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """What it holds stays as it is. Raises BufferError where somebody still has a part of the
-        room, OSError; then discard it."""
+        """Make the content unchangeable. Raises BufferError where a part of `room` is still in use,
+        and OSError; the caller then discards it."""
         self.room.release()
-        self._map.close()  # the seal is refused while anything could write
+        self._map.close()  # the kernel refuses the seal while a writable mapping exists
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         sealed = SealedMemory(self._file, self.bytes)
         self._file = -1
         return sealed
 
     def discard(self) -> None:
-        """Let go of it; the memory is free when nobody has a part of the room any more."""
+        """Give the memory up; it is freed when no part of `room` is in use any more."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -66,12 +67,12 @@ class WritableMemory:
             self._map.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:  # made by a thread that nobody waits for any more
+        if getattr(self, "_file", -1) >= 0:  # made in a thread whose caller has gone
             os.close(self._file)
 
 
 class SealedMemory:
-    """Memory that never changes: `view` here, `descriptor` for others."""
+    """Memory that never changes: `view` for this process, `descriptor` for others."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
@@ -80,27 +81,29 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Close the descriptor. Views, and what other processes have, stay valid; the memory is
-        free with the last of them."""
+        """Close the descriptor. Views and other processes' mappings stay valid; the memory is freed
+        with the last of them."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
         self.view = memoryview(b"")
 
     def __del__(self) -> None:
-        if getattr(self, "file", -1) >= 0:
+        if getattr(self, "descriptor", -1) >= 0:
             os.close(self.descriptor)
 
 
 def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
-    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk cost more than all the rest
+    flags |= (
+        mmap.MAP_POPULATE
+    )  # the 1,024 page faults of a 4 MiB chunk cost more than the rest of its way
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, flags=flags, prot=access, trackfd=False)
     return mmap.mmap(file, size, flags=flags, prot=access)
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process have as many descriptors as it may; how many those are."""
+    """Raise the soft limit of open files to the hard one; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -108,7 +111,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """How many chunks a process can have in memory: its descriptors and its mappings end."""
+    """How many chunks a process can have in memory, by its limits of descriptors and mappings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

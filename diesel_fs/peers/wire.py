@@ -1,27 +1,31 @@
-"""What the processes of a task exchange, as bytes: `PEERS.md`, sections 3 and 4.
+"""Every byte that the processes of a task exchange (`PEERS.md`, sections 3 and 4): between masters,
+and between a master and its clients.
 
-Owned here: requests and answers between masters, the local protocol between a master and its
-clients, and every limit on them. Not owned: how masters greet each other (`hello.py`), sockets and
-time (`peer.py`, `acceptor.py`, `local.py`). Any bytes give a value or one error; nothing is
-allocated for a length before that is known to be allowed. Pure.
+This module has the messages and every limit on them. Any bytes give a value or one error, and
+nothing is allocated for a length before that length is known to be allowed. Sockets and time are
+elsewhere: between masters `handshake.py`, `peer.py` and `acceptor.py`, on one node `link.py` and
+`local.py`. Pure.
 """
 
+import hmac
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptError, UsageError
 from ..format.entries import Bytes
 from ..names import shown
+from ..net.frames import BINDING_BYTES, NONCE_BYTES, GreetingCodec, Limits, frame, parse_head
+from ..net.messages import Fields, Message
+from .membership import INSTANCE_BYTES, RANK_MAX
 
 SENTENCE_BYTES_MAX = 512
-
-RANK_MAX = 0xFFFD
-"""Ranks stand in two bytes, of which two values are taken."""
 
 SOURCE_HERE, SOURCE_NONE = 0xFFFE, 0xFFFF
 
@@ -35,11 +39,11 @@ PART_BYTES = 12
 
 READ, PING, WORKING = 1, 3, 4  # 2 is free
 LOAD = 1
-"""Flag of a READ, and of a LEND: fetch what is not here."""
+"""Flag of a READ between masters, and of a PIN: fetch the chunk where it is not here."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
 ALL_GIVEN = bytes(PARTS_MAX)
-"""As many statuses as are wanted of an answer that gives all."""
+"""The longest statuses of an answer that gives all parts; a slice of it fits any such answer."""
 
 Parts = npt.NDArray[np.uint32]
 """Parts of chunks, of the shape (n, 3): chunk, start, bytes."""
@@ -50,7 +54,128 @@ Sizes = npt.NDArray[np.uint64]
 
 _HEAD = struct.Struct("<IBBHII")
 _PART = struct.Struct("<III")
-_FEW = 8  # records that are looked at one by one: what numpy's calls cost takes longer
+_FEW = 8  # up to so many records are read one by one: calls of numpy would take longer
+
+VERSION = 1
+"""Of the wire between masters."""
+
+PROOF_BYTES = 32
+
+HELLO_LIMITS = Limits(4 << 10, 64, 0)
+"""All that is read from a connector that has not proved that it knows the secret."""
+
+_GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "master", "master")
+
+
+# greeting -----------------------------------------------------------------------------------------
+
+
+greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
+welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
+refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
+
+
+def version_mismatch(version: int) -> str:
+    """The sentence for a connector that speaks another version."""
+    return (
+        f"this master speaks version {VERSION} of the peers' wire, the connector {version}: run the"
+        " same diesel-fs on all nodes"
+    )
+
+
+# hello --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Which master connects to which, for which version of which dataset. `nonce` is the
+    connector's."""
+
+    rank: int
+    instance: bytes
+    to: int
+    identity: UUID
+    version: int
+    nonce: bytes
+
+    def to_message(self) -> Message:
+        """The message that travels. Proofs cover its bytes, so the order of its fields is fixed."""
+        return {
+            "rank": self.rank,
+            "instance": self.instance,
+            "to": self.to,
+            "identity": self.identity.bytes,
+            "version": self.version,
+            "nonce": self.nonce,
+        }
+
+
+class Proofs:
+    """With these, each end of a connection shows that it knows the task's secret."""
+
+    def __init__(
+        self, secret: bytes, acceptor_nonce: bytes, binding: bytes, task: bytes, hello: Hello
+    ) -> None:
+        """`binding` is SHA-256 of the acceptor's certificate, or `NO_BINDING`; `task` is SHA-256 of
+        the task's name."""
+        assert (len(acceptor_nonce), len(binding)) == (NONCE_BYTES, BINDING_BYTES)
+        packed: bytes = msgpack.packb(hello.to_message())
+        covered = acceptor_nonce + hello.nonce + binding + task + packed
+        self.connector = _proof(secret, b"connector", covered)
+        self.acceptor = _proof(secret, b"acceptor", covered)
+
+    def __repr__(self) -> str:
+        return "Proofs(***)"
+
+
+def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
+    return hmac.digest(secret, b"diesel-fs peer 1 " + end + b"\0" + covered, "sha256")
+
+
+def proofs_equal(proof: bytes, other: bytes) -> bool:
+    """Compare two proofs in a time that does not depend on where they differ."""
+    return hmac.compare_digest(proof, other)
+
+
+def hello_frame(hello: Hello, proof: bytes) -> bytes:
+    """A hello with its proof."""
+    return frame({**hello.to_message(), "proof": proof}, HELLO_LIMITS)
+
+
+def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
+    """A hello and its proof, which the caller has to check. Raises CorruptError, UsageError."""
+    fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
+    hello = Hello(
+        rank=fields.integer("rank", high=RANK_MAX),
+        instance=_octets(fields, "instance", INSTANCE_BYTES),
+        to=fields.integer("to", high=RANK_MAX),
+        identity=UUID(bytes=_octets(fields, "identity", 16)),
+        version=fields.integer("version"),
+        nonce=_octets(fields, "nonce", NONCE_BYTES),
+    )
+    proof = _octets(fields, "proof", PROOF_BYTES)
+    fields.end()
+    return hello, proof
+
+
+def proof_frame(proof: bytes) -> bytes:
+    """The answer to a hello that was accepted."""
+    return frame({"proof": proof}, HELLO_LIMITS)
+
+
+def parse_proof(message: Message) -> bytes:
+    """The proof in an answer that is no error. Raises UsageError."""
+    fields = Fields(message, "answer to hello")
+    proof = _octets(fields, "proof", PROOF_BYTES)
+    fields.end()
+    return proof
+
+
+def _octets(fields: Fields, name: str, size: int) -> bytes:
+    value = fields.octets(name)
+    if len(value) != size:
+        fields.bad(name, f"it has {size} bytes")
+    return value
 
 
 # parts --------------------------------------------------------------------------------------------
@@ -59,11 +184,11 @@ _FEW = 8  # records that are looked at one by one: what numpy's calls cost takes
 def parse_parts(
     content: Bytes, count: int, sizes: Sizes, *, start: int = 0, bytes_max: int = PARTS_BYTES_MAX
 ) -> tuple[Parts, int]:
-    """The records that begin at `start`, as a view of `content`, and how many bytes they are of.
+    """The records that begin at `start`, as a view of `content`, and the bytes that they ask for.
 
-    One part may be of any size, several have at most `bytes_max`. Raises CorruptError for a part
-    outside its chunk, and beyond the limit. `content` has the records: `parse_request` says where
-    they end.
+    One part may have any size; several have at most `bytes_max` together. Raises CorruptError for a
+    part outside its chunk, and beyond the limit. `content` must have all records: `parse_request`
+    says where they end.
     """
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _FEW:
@@ -90,7 +215,7 @@ def parse_parts(
 
 
 class RequestHead(NamedTuple):
-    """The first 16 bytes of a request; `counted` records follow."""
+    """The first 16 bytes of a request between masters; `counted` records follow."""
 
     id: int
     kind: int
@@ -107,20 +232,21 @@ def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) 
 
 
 def parse_request(content: Bytes, start: int = 0) -> RequestHead:
-    """What begins at `start`. Raises CorruptError."""
+    """The request that begins at `start`. Raises CorruptError."""
     number, kind, flags, zero, count, none = _HEAD.unpack_from(content, start)
     if zero or none or flags & ~LOAD:
-        raise CorruptError("no request")
+        raise CorruptError("these bytes are not a request")
     if kind == READ:
         if not 0 < count <= PARTS_MAX:
             raise CorruptError(f"a request for {count} parts (at most {PARTS_MAX})")
     elif kind != PING or flags or count:
-        raise CorruptError("no request")
+        raise CorruptError("these bytes are not a request")
     return RequestHead(number, kind, flags, count)
 
 
 class AnswerHead(NamedTuple):
-    """The first 16 bytes of an answer; `counted` statuses and the payload follow."""
+    """The first 16 bytes of an answer between masters; `counted` statuses and the payload
+    follow."""
 
     id: int
     kind: int
@@ -134,28 +260,28 @@ def answer_head(number: int, kind: int, statuses: bytes, payload_bytes: int) -> 
 
 
 def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
-    """What begins at `start`. Raises CorruptError. Whether it fits what was asked, the asker knows:
+    """The answer that begins at `start`. Raises CorruptError. Whether it fits the request is for
     `check_answer` and `given_bytes`."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
     if zero or none or kind not in (READ, PING, WORKING) or count > PARTS_MAX:
-        raise CorruptError("no answer")
+        raise CorruptError("these bytes are not an answer")
     return AnswerHead(number, kind, count, payload_bytes)
 
 
 def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> None:
-    """That an answer may be one to a request of this kind for so many parts, of at most so many
-    bytes. Raises CorruptError."""
+    """Check that an answer can belong to a request of this kind, for `count` parts of at most
+    `bytes_max` bytes. Raises CorruptError."""
     if head.kind == WORKING and kind == READ and not (head.counted or head.payload_bytes):
         return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
-        raise CorruptError("an answer to something else than was asked")
+        raise CorruptError("the answer does not fit the request")
 
 
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
-    """How many bytes of payload these statuses are about. Raises CorruptError for one that does not
-    exist."""
+    """How many bytes of payload belong to these statuses. Raises CorruptError for an unknown
+    status."""
     if int(statuses.max()) > FAILED:
-        raise CorruptError("a status that does not exist")
+        raise CorruptError("an unknown status")
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))
 
 
@@ -173,14 +299,14 @@ LOCAL_VERSION = 1
     LOCAL_SWITCH_VERSION,
 ) = range(1, 8)
 LOCAL_OK, LOCAL_REFUSED = range(2)
-"""Statuses: done; this client cannot be served, now or later."""
+"""Statuses: done; the request is rejected, with a reason."""
 
 UNPINNED_MAX = 1 << 16
-"""Chunks that are returned, or wanted back, at once."""
+"""How many chunks a client unpins, or a master revokes, in one message."""
 
 STATS_BYTES_MAX = 4 << 20
 LOCAL_BODY_BYTES_MAX = max(PARTS_MAX * PART_BYTES, 4 * UNPINNED_MAX)
-"""Of a request: what a master has to make room for."""
+"""The longest body of a request: a master has to make room for it."""
 
 _LOCAL = struct.Struct("<BBHIII")
 _LOCAL_HELLO = struct.Struct("<HH16sQ")
@@ -189,9 +315,9 @@ _CHUNK = struct.Struct("<I")
 _SOURCE = struct.Struct("<H")
 _OFFSET = struct.Struct("<I")
 _DAMAGED = struct.Struct("<IIIH")
-_SHOW = struct.Struct("<Q")
+_SWITCH_VERSION = struct.Struct("<Q")
 
-# How long the bodies are: so many bytes, and so many for each that is counted; and how many may be.
+# Length of each body: fixed bytes, bytes for each counted item, and the least and most items.
 _REQUEST_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_HELLO.size, 0, 0, 0),
     LOCAL_READ: (0, PART_BYTES, 1, PARTS_MAX),
@@ -199,7 +325,7 @@ _REQUEST_BODY_SIZES = {
     LOCAL_UNPIN: (0, _CHUNK.size, 0, UNPINNED_MAX),
     LOCAL_DAMAGED: (0, _DAMAGED.size, 1, 1),
     LOCAL_STATS: (0, 0, 0, 0),
-    LOCAL_SWITCH_VERSION: (_SHOW.size, 0, 0, 0),
+    LOCAL_SWITCH_VERSION: (_SWITCH_VERSION.size, 0, 0, 0),
 }
 _ANSWER_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_WELCOME.size, 0),
@@ -226,21 +352,21 @@ def local_request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) 
 
 
 def parse_local_request(content: Bytes) -> LocalRequestHead:
-    """The head of a request, whose body is as long as its kind says. Raises CorruptError."""
+    """The head of a request; its body must be as long as its kind demands. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
-        raise CorruptError("no request")
+        raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _LOCAL.unpack(content)
     fixed, each, low, high = _REQUEST_BODY_SIZES.get(kind, (0, 0, 1, 0))
     if not low <= count <= high or body_bytes != fixed + each * count or status or zero:
-        raise CorruptError("no request")
+        raise CorruptError("these bytes are not a request")
     if flags & ~LOAD or (flags and kind not in (LOCAL_READ, LOCAL_PIN)):
-        raise CorruptError("no request")
+        raise CorruptError("these bytes are not a request")
     return LocalRequestHead(kind, flags, count, body_bytes)
 
 
 class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer; its body follows, with `revoked` chunks at its
-    end."""
+    """The first 16 bytes of a master's answer. Its body follows, with the numbers of `revoked`
+    chunks at its end."""
 
     status: int
     counted: int
@@ -251,12 +377,12 @@ class LocalAnswerHead(NamedTuple):
 def local_answer(
     kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()
 ) -> bytes:
-    """A whole answer. `revoked` are chunks that the master would like back."""
+    """A whole answer. `revoked` are chunks that the client should unmap."""
     return _local_answer(kind, LOCAL_OK, count, body, revoked)
 
 
 def local_refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """An answer that says in one sentence why there is none."""
+    """An answer that rejects the request, with the reason in one sentence."""
     return _local_answer(kind, LOCAL_REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
@@ -272,10 +398,10 @@ def _local_answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequ
 def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
     """The head of an answer to a request of this kind and count. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
-        raise CorruptError("no answer")
+        raise CorruptError("these bytes are not an answer")
     same, flags, status, counted, body_bytes, wanted = _LOCAL.unpack(content)
     if same != kind or flags or wanted > UNPINNED_MAX:
-        raise CorruptError("no answer")
+        raise CorruptError("these bytes are not an answer")
     proper = body_bytes - _CHUNK.size * wanted
     if status != LOCAL_OK:
         good = counted == 0 and 0 <= proper <= SENTENCE_BYTES_MAX
@@ -285,12 +411,12 @@ def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead
         fixed, each = _ANSWER_BODY_SIZES[kind]
         good = counted == (count if each else 0) and proper == fixed + each * counted
     if not good:
-        raise CorruptError("no answer")
+        raise CorruptError("these bytes are not an answer")
     return LocalAnswerHead(status, counted, body_bytes, wanted)
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """The body proper, and the chunks that are wanted back."""
+    """The body without its end, and the chunks that the master revokes."""
     view = memoryview(body)
     proper = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, proper) if head.revoked else None
@@ -298,8 +424,8 @@ def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[
 
 
 def parse_refusal(body: Bytes) -> str:
-    """Why there is no answer, for people."""
-    return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "it gave no reason"
+    """Why the master rejected the request, for people."""
+    return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
 def local_hello(identity: UUID, version: int) -> bytes:
@@ -308,14 +434,15 @@ def local_hello(identity: UUID, version: int) -> bytes:
 
 
 def parse_local_hello(body: Bytes) -> tuple[UUID, int]:
-    """The dataset's identity and version. Raises CorruptError; UsageError for a client of another
-    version of diesel-fs."""
+    """The dataset's identity and version. Raises CorruptError; UsageError for a client that speaks
+    another version of the protocol."""
     if len(body) != _LOCAL_HELLO.size:
         raise CorruptError("no hello")
     protocol, zero, identity, version = _LOCAL_HELLO.unpack(body)
     if protocol != LOCAL_VERSION:
         raise UsageError(
-            f"the master speaks version {LOCAL_VERSION} of the local protocol, you {protocol}",
+            f"the master speaks version {LOCAL_VERSION} of the local protocol, the client"
+            f" {protocol}",
             advice="run the same diesel-fs",
         )
     if zero:
@@ -339,29 +466,29 @@ def parse_local_welcome(body: Bytes) -> tuple[int, int]:
 
 
 def source_body(source: int) -> bytes:
-    """The body of an answer to LEND: where the chunk is."""
+    """The body of an answer to PIN: whether the chunk is pinned here."""
     return _SOURCE.pack(source)
 
 
 def parse_source(body: Bytes) -> int:
-    """Where a chunk is. Raises CorruptError."""
+    """Where a pinned chunk is: `SOURCE_HERE`, or `SOURCE_NONE`. Raises CorruptError."""
     if len(body) != _SOURCE.size:
         raise CorruptError("no source")
     return int(_SOURCE.unpack(body)[0])
 
 
 def read_answer_body(offsets: npt.NDArray[np.uint32], sources: npt.NDArray[np.uint16]) -> bytes:
-    """The body of an answer to READ: where in the window each part lies, and where it is from."""
+    """The body of an answer to READ: the offset of each part in the window, and its source."""
     return offsets.astype("<u4", copy=False).tobytes() + sources.astype("<u2", copy=False).tobytes()
 
 
 def parse_read_answer(
     body: Bytes, sizes: npt.NDArray[np.uint32], window_bytes: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-    """Offset and source of each part, whose sizes the asker knows. Raises CorruptError for a part
-    outside the window."""
+    """Offset and source of each part; `sizes` are those of the parts. Raises CorruptError for a
+    part outside the window."""
     if len(body) != len(sizes) * (_OFFSET.size + _SOURCE.size):
-        raise CorruptError("no places of parts")
+        raise CorruptError("an answer to READ of another length")
     offsets = np.frombuffer(body, "<u4", len(sizes))
     if (np.add(offsets, sizes, dtype=np.uint64) > window_bytes).any():
         raise CorruptError("a part lies outside the window")
@@ -369,12 +496,12 @@ def parse_read_answer(
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:
-    """The body of a LEND or RETURN."""
+    """The body of a PIN or UNPIN."""
     return np.array(chunks, "<u4").tobytes()
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """The chunks of a LEND or RETURN. Raises CorruptError for those that do not exist."""
+    """The chunks of a PIN or UNPIN. Raises CorruptError for a chunk that does not exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()
@@ -384,7 +511,7 @@ def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
 
 
 class DamagedPart(NamedTuple):
-    """A part that did not match its checksum, and who gave it."""
+    """A part that did not match its checksum, and the node that gave it."""
 
     chunk: int
     start: int
@@ -408,12 +535,12 @@ def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
 
 
 def switch_version_body(version: int) -> bytes:
-    """The body of a SHOW."""
-    return _SHOW.pack(version)
+    """The body of a SWITCH_VERSION."""
+    return _SWITCH_VERSION.pack(version)
 
 
 def parse_switch_version(body: Bytes) -> int:
-    """The dataset's version. Raises CorruptError."""
-    if len(body) != _SHOW.size:
+    """The dataset's new version. Raises CorruptError."""
+    if len(body) != _SWITCH_VERSION.size:
         raise CorruptError("no version")
-    return int(_SHOW.unpack(body)[0])
+    return int(_SWITCH_VERSION.unpack(body)[0])

@@ -1,15 +1,16 @@
-"""What a node's memory has no room for, on its disk.
+"""The chunks that a node keeps on its disk, because its memory has no room for them.
 
-Owned here: which chunks of the dataset stand on the shelf of this node, which go when it is full,
-and that a disk that fails, hangs or is slow costs nobody more than a moment. Not owned: the files
-(`cache/disk.py`), and what is worth having here (`node_cache.py`). All in one trio loop; what
-touches the disk is done in threads, which are left alone where they do not come back.
+Chunks that are to be written wait in a queue of limited bytes, where readers find them meanwhile;
+when the queue is full, a chunk is not written. When the disk tier is full, chunks of other nodes
+are replaced first, then chunks that are in memory too, then those that the policy chooses. At the
+end of a node, `flush` writes what it has in memory. Other tasks of the user may use the same folder
+and dataset, so chunks may come and go without this process: it scans the folder again when it
+notices.
 
-What is to be written waits in a queue of so many bytes, and is found there meanwhile; where the
-queue is full, it is not written. Where the shelf is full, what this node does not own goes first,
-then what stands in memory too, then what the policy says. At the end of a node what it has in
-memory comes here, too (`flush`). Other tasks of the user may use the same shelf and dataset, so a
-chunk may come or go without this process: it is looked for anew then.
+Everything runs in one trio loop. Disk accesses run in threads. A read from a disk that hangs is
+given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk is left alone for a
+while, and callers read from the store. Writes and scans may take as long as the disk does, as no
+reader waits for them. `cache/disk.py` has the files, `node_cache.py` decides what is worth keeping.
 """
 
 import contextlib
@@ -35,20 +36,22 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 READ_TIMEOUT_S = 1.0
-"""A disk that takes longer is slower than any store; who asked reads from there."""
+"""A disk that takes longer is slower than any store; the caller reads from the store."""
 
 DISK_PAUSE_S = 30.0
-"""How long a disk that did not answer in time is left alone, or one that takes nothing."""
+"""How long a disk is not used after it did not answer in time, or could not be written."""
 
 RESCAN_S = 60.0
-"""After a chunk was not where it had been: then others may be gone, or be back."""
+"""How soon the folder is scanned after a chunk was not where it had been: others may be gone, or
+back."""
 
 REQUEST_S, BYTES_PER_S = 0.0002, 1e9
-"""What a read costs, roughly, of any SSD; it only weighs reading parts against reading chunks."""
+"""Rough cost of a read from any SSD. It is only used to compare reads of parts with reads of whole
+chunks."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""For what was just being written at the end, by another process, or by a thread of this one that
-was left alone."""
+"""At the end, the wait for a chunk that another process, or an abandoned thread of this one, is
+just writing."""
 
 _THREADS = 8
 
@@ -58,16 +61,17 @@ Mask = npt.NDArray[np.bool_]
 
 
 def disk_cost(size: int) -> float:
-    """Seconds for one read of so many bytes."""
+    """Seconds for one read of `size` bytes."""
     return REQUEST_S + size / BYTES_PER_S
 
 
 class WriteBackQueue:
-    """The chunks of one version of a dataset on a shelf; of none, where there is no shelf."""
+    """The chunks of one version of a dataset on this node's disk, and those that wait to be
+    written. Without a disk tier it holds none."""
 
     def __init__(
         self,
-        shelf: DiskTier | None,
+        disk: DiskTier | None,
         identity: UUID,
         policy: EvictionPolicy,
         *,
@@ -75,12 +79,13 @@ class WriteBackQueue:
         on_change: Callable[[], None],
         queue_bytes: int,
     ) -> None:
-        """`evict_first`: the chunks that go before the policy is asked; `on_change` hears that
-        there may be more room. Then `switch_version` which chunks there are."""
-        self._shelf = shelf
+        """`evict_first` gives the chunks that are replaced before the policy is asked;
+        `on_change` is called when there may be more room. `switch_version` then sets the chunks
+        of the version."""
+        self._disk = disk
         self._identity = identity
         self._policy = policy
-        self._spare = evict_first
+        self._evict_first = evict_first
         self._changed = on_change
         self._queue_bytes_max = queue_bytes
         self._ids: Sequence[ChunkId] = ()
@@ -98,7 +103,7 @@ class WriteBackQueue:
 
     @property
     def on_disk(self) -> Mask:
-        """A flag for each chunk: whether it can be read from the disk."""
+        """A flag for each chunk: whether it can be read from the disk now."""
         return np.zeros_like(self._on_disk) if self._is_paused else self._on_disk
 
     def holds(self, chunk: int) -> bool:
@@ -106,29 +111,29 @@ class WriteBackQueue:
         return bool(self._on_disk[chunk]) and not self._is_paused
 
     def queued(self, chunk: int) -> memoryview | None:
-        """A chunk that is to be written."""
+        """A chunk that waits to be written."""
         return self._queue.get(chunk)
 
     def has_room(self, size: int) -> bool:
-        """Whether a chunk would be written without that another goes."""
+        """Whether a chunk would be written without replacing another."""
         coming = self._queued_bytes + self._reserved_bytes + size
         return self._takes(size) and self._room_bytes >= coming
 
     def find_victims(self, chunk: int) -> list[int] | None:
-        """Who would go for a chunk, beside what goes before the policy is asked; None where it
-        would not be written."""
+        """The chunks that a new one would replace, without those that are replaced first anyway;
+        None where it would not be written."""
         size = self._sizes[chunk]
         if not self._takes(size) or not self._policy.admits(chunk, size, self._room_bytes):
             return None
-        victims, spare = self._victims(size), self._spare()
-        return None if victims is None else [each for each in victims if not spare[each]]
+        victims, cheap = self._victims(size), self._evict_first()
+        return None if victims is None else [each for each in victims if not cheap[each]]
 
     def reserve(self, size: int) -> None:
-        """A chunk is on its way here: the queue keeps room for it."""
+        """Reserve room in the queue for a chunk that is being fetched."""
         self._reserved_bytes += size
 
     def release_reservation(self, size: int) -> None:
-        """It has come, or does not."""
+        """A chunk for which room was reserved has come, or does not come."""
         self._reserved_bytes -= size
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
@@ -141,14 +146,14 @@ class WriteBackQueue:
         self._work.set()
 
     def record_access(self, chunk: int) -> None:
-        """Somebody wants a chunk that is not in memory."""
-        if self._shelf is not None:
+        """A caller wants a chunk that is not in memory."""
+        if self._disk is not None:
             self._policy.on_event(Accessed(chunk))
 
     def switch_version(
         self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]
     ) -> None:
-        """These are the chunks; `before` has the number that each had, or -1."""
+        """Set the chunks of a version; `before` has the number that each had, or -1."""
         old = self._on_disk
         for chunk in np.flatnonzero(old).tolist():
             self._policy.on_event(Evicted(chunk))
@@ -165,18 +170,18 @@ class WriteBackQueue:
         self._work.set()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size; None where it is not here after all."""
+        """Bytes of a chunk, by start and size; None where it turns out not to be here."""
         key = self._key(chunk)
 
-        def work(shelf: DiskTier) -> tuple[list[memoryview] | None, bool]:
-            found = shelf.find(key)
+        def work(disk: DiskTier) -> tuple[list[memoryview] | None, bool]:
+            found = disk.find(key)
             if found is not None:
                 with found, contextlib.suppress(OSError, EOFError, MemoryError):
                     rooms = [np.empty(size, np.uint8).data for _, size in spans]
                     for (start, _), room in zip(spans, rooms, strict=True):
                         found.read_into(start, room)
                     return [room.toreadonly() for room in rooms], True
-            return None, shelf.holds(key)
+            return None, disk.holds(key)
 
         answer = await self._in_thread(work, READ_TIMEOUT_S)
         contents, is_there = answer or (None, True)
@@ -188,18 +193,16 @@ class WriteBackQueue:
         return contents
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk, checked, in memory; None where it is not here after all.
-
-        Raises OSError where there is no memory.
-        """
+        """A whole chunk, checked, in memory; None where it turns out not to be here. Raises OSError
+        where there is no memory."""
         key, size = self._key(chunk), self._sizes[chunk]
 
-        def work(shelf: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
+        def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
             try:
                 draft = WritableMemory(size)
             except OSError as error:
                 return error, True
-            found = shelf.find(key)
+            found = disk.find(key)
             if found is not None:
                 with found:
                     try:
@@ -210,9 +213,9 @@ class WriteBackQueue:
                     except (OSError, EOFError, MemoryError):
                         pass
                     except FormatError:
-                        shelf.drop(key)
+                        disk.drop(key)
             draft.discard()
-            return None, shelf.holds(key)
+            return None, disk.holds(key)
 
         answer = await self._in_thread(work, READ_TIMEOUT_S)
         loaded, is_there = answer or (None, True)
@@ -225,31 +228,31 @@ class WriteBackQueue:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """Bytes of a chunk were damaged, somebody says: look."""
+        """A reader got damaged bytes of a chunk: check it, and drop it where it is damaged."""
         if self._on_disk[chunk]:
             key = self._key(chunk)
 
-            def work(shelf: DiskTier) -> bool:
-                shelf.report_damage(key)
-                return shelf.holds(key)
+            def work(disk: DiskTier) -> bool:
+                disk.report_damage(key)
+                return disk.holds(key)
 
             if await self._in_thread(work, READ_TIMEOUT_S) is False:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """What is here, as far as is known, and counts since the start."""
-        standing = self._on_disk
+        """What is here, as far as is known, and counters since the start."""
+        on_disk = self._on_disk
         return {
             **{name: self._counts[name] for name in _COUNTS},
-            "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[standing].sum()),
-            "disk_chunks": int(np.count_nonzero(standing)),
+            "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[on_disk].sum()),
+            "disk_chunks": int(np.count_nonzero(on_disk)),
             "disk_queued_bytes": self._queued_bytes,
-            "disk_rests": int(self._shelf is not None and self._is_paused),
+            "disk_rests": int(self._disk is not None and self._is_paused),
         }
 
     async def run(self) -> None:
-        """Look for what stands here, then write what comes. Ends when cancelled."""
-        while self._shelf is not None:
+        """Scan the folder, then write what is enqueued. Ends when cancelled."""
+        while self._disk is not None:
             if trio.current_time() >= self._next_scan_s:
                 await self._scan(self._queue_bytes_max)
             if self._queue:
@@ -265,25 +268,25 @@ class WriteBackQueue:
                 await self._work.wait()
 
     async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
-        """At the end, after `run`: write these chunks, the first before the others, as far as there
-        is room without that any but `evictable` goes. May be cancelled anywhere; the log says what
-        came of it."""
-        if self._shelf is None:
+        """At the end, after `run`: write these chunks, in this order, as far as there is room.
+        Only chunks in `evictable` are replaced. May be cancelled anywhere; the log reports the
+        outcome."""
+        if self._disk is None:
             return
         kept_bytes: list[int] = []
         late: list[tuple[int, memoryview]] = []
-        outcome = "there is no more time"
+        outcome = "there was no more time"
         try:
             await self._scan(0)
             for chunk, content in itertools.chain(list(self._queue.items()), contents):
                 if self._on_disk[chunk] or evictable[chunk]:
                     continue
                 victims = self._choose_victims(len(content), evictable)
-                is_there, is_others = await self._put(chunk, content, victims)
+                is_there, other_writes = await self._put(chunk, content, victims)
                 if is_there:
                     self._on_disk[chunk] = True
                     kept_bytes.append(len(content))
-                elif not is_others:
+                elif not other_writes:
                     outcome = "the disk takes no more"
                     return
                 else:
@@ -292,15 +295,15 @@ class WriteBackQueue:
                 await trio.sleep(OTHER_WRITER_WAIT_S)
                 if (await self._put(chunk, content, []))[0]:
                     kept_bytes.append(len(content))
-            outcome = "that is all"
+            outcome = "these were all"
         finally:
             log.info(
-                "what was in memory is kept on the disk, %d chunks (%s bytes): %s",
+                "wrote %d chunks (%s bytes) from memory to the disk cache: %s",
                 len(kept_bytes), f"{sum(kept_bytes):,}", outcome,
             )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of what was to be written."""
+        """Drop the queue."""
         self._queue.clear()
         self._queued_bytes = 0
 
@@ -308,7 +311,7 @@ class WriteBackQueue:
 
     def _takes(self, size: int) -> bool:
         if (
-            self._shelf is None
+            self._disk is None
             or self._is_paused
             or trio.current_time() < self._writes_paused_until_s
         ):
@@ -321,12 +324,12 @@ class WriteBackQueue:
             self._counts["disk_refused"] += 1
             self._next_scan_s = min(self._next_scan_s, trio.current_time() + RESCAN_S)
             return
-        is_there, is_others = await self._put(chunk, content, victims)
+        is_there, other_writes = await self._put(chunk, content, victims)
         if is_there:
             self._counts["disk_writes"] += 1
-            if self._queue.get(chunk) is content:  # there may be another version by now
+            if self._queue.get(chunk) is content:  # the version may have changed
                 self._record_inserted(chunk)
-        elif not is_others:
+        elif not other_writes:
             self._counts["disk_failures"] += 1
             self._writes_paused_until_s = trio.current_time() + DISK_PAUSE_S
             self._next_scan_s = min(self._next_scan_s, self._writes_paused_until_s)
@@ -334,29 +337,29 @@ class WriteBackQueue:
     async def _put(
         self, chunk: int, content: memoryview, victims: Sequence[int]
     ) -> tuple[bool, bool]:
-        """Write a chunk, for which these go: whether it stands here then; whether not as another
-        was writing it."""
+        """Write a chunk that replaces `victims`. Returns whether it is on the disk now, and whether
+        it is not because another writer is at it."""
         key, gone = self._key(chunk), [self._key(each) for each in victims]
         for each in victims:
             self._record_evicted(each)
 
-        def work(shelf: DiskTier) -> tuple[bool, bool, int]:
+        def work(disk: DiskTier) -> tuple[bool, bool, int]:
             if gone:
-                shelf.evict(gone)
-            is_others = False
+                disk.evict(gone)
+            other_writes = False
             with contextlib.suppress(NoSpaceError):
-                place = shelf.reserve(key, len(content))
-                is_others = place is None
+                place = disk.reserve(key, len(content))
+                other_writes = place is None
                 if place is not None:
                     place.commit(content)
-            return shelf.holds(key), is_others, shelf.free_bytes()
+            return disk.holds(key), other_writes, disk.free_bytes()
 
         answer = await self._in_thread(work, math.inf)
-        is_there, is_others, self._room_bytes = answer or (False, False, 0)
-        return is_there, is_others
+        is_there, other_writes, self._room_bytes = answer or (False, False, 0)
+        return is_there, other_writes
 
     def _choose_victims(self, size: int, evictable: Mask) -> list[int]:
-        """Which of these go for so many bytes, where that helps or not."""
+        """Chunks among `evictable` to free `size` bytes, even where they do not suffice."""
         victims: list[int] = []
         missing = size - self._room_bytes
         if missing > 0:
@@ -368,8 +371,8 @@ class WriteBackQueue:
         return victims
 
     def _victims(self, size: int) -> list[int] | None:
-        """Who goes for so many bytes; None where that is not enough."""
-        victims = self._choose_victims(size, self._spare())
+        """The chunks to free `size` bytes; None where they do not suffice."""
+        victims = self._choose_victims(size, self._evict_first())
         beyond = size - self._room_bytes
         missing = beyond - sum(self._sizes[each] for each in victims)
         for chunk in self._policy.victims(beyond) if missing > 0 else ():
@@ -380,17 +383,17 @@ class WriteBackQueue:
                 break
         return victims if missing <= 0 else None
 
-    # What is known of the shelf
+    # What is known about the disk
 
     async def _scan(self, needed_bytes: int) -> None:
-        """Find out what stands here, once what nobody uses any more has made room."""
+        """Make room, then find out which chunks are here."""
         self._next_scan_s = math.inf
         identity = self._identity
 
-        def work(shelf: DiskTier) -> tuple[list[ChunkId], int]:
-            shelf.note_use(identity)  # also where all reads have been from memory
-            room_bytes = shelf.make_room(needed_bytes)
-            return shelf.list_chunks(identity), room_bytes
+        def work(disk: DiskTier) -> tuple[list[ChunkId], int]:
+            disk.note_use(identity)  # also where all reads came from memory
+            room_bytes = disk.make_room(needed_bytes)
+            return disk.list_chunks(identity), room_bytes
 
         answer = await self._in_thread(work, math.inf)
         if answer is None:
@@ -429,19 +432,19 @@ class WriteBackQueue:
 
     @property
     def _is_paused(self) -> bool:
-        return self._shelf is None or trio.current_time() < self._paused_until_s
+        return self._disk is None or trio.current_time() < self._paused_until_s
 
     async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
-        """What `work` gives; None where it fails or does not come back in time."""
-        shelf = self._shelf
-        assert shelf is not None
+        """The result of `work` in a thread; None where it fails or takes longer than `within_s`."""
+        disk = self._disk
+        assert disk is not None
         with trio.move_on_after(within_s):
             try:
                 return await trio.to_thread.run_sync(
-                    work, shelf, limiter=self._threads, abandon_on_cancel=True
+                    work, disk, limiter=self._threads, abandon_on_cancel=True
                 )
-            except (OSError, MemoryError, RuntimeError) as error:  # the last: no thread
-                log.warning("the cache on this node's disk is passed by: %s", error)
+            except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread
+                log.warning("the cache on this node's disk is not used for now: %s", error)
         return None
 
     def _key(self, chunk: int) -> ChunkKey:

@@ -283,7 +283,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """The answer to a request about a task that reads a dataset (`peers/registration.py`)."""
+        """The answer to a request about a task that reads a dataset (`peers/membership.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:

@@ -14,8 +14,13 @@ import trio
 
 from diesel_fs.errors import DeadlineError, MetadataError, UsageError
 from diesel_fs.net.messages import Fields
-from diesel_fs.peers.membership import TaskName
-from diesel_fs.peers.registration import MemberStore, join_reply_message, parse_join, parse_leave
+from diesel_fs.peers.membership import (
+    MemberStore,
+    TaskName,
+    join_reply_message,
+    parse_join,
+    parse_leave,
+)
 from diesel_fs.peers.registry import open_registrations
 from diesel_fs.repository.local import LocalRepository
 

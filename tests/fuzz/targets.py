@@ -24,8 +24,7 @@ from diesel_fs.mounts.sessions.protocol import Malformed, Op
 from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
-from diesel_fs.peers import hello
-from diesel_fs.peers import wire as task_wire
+from diesel_fs.peers import wire as peers_wire
 from diesel_fs.storage.accounts.account import (
     Account,
     Role,
@@ -132,13 +131,13 @@ def wires(content: bytes) -> bool:
 
 def peers(content: bytes) -> bool:
     """What a master gets of another one: greetings and hello, requests, answers."""
-    greeting, after = content[: hello.GREETING_BYTES], content[wire.LENGTHS_BYTES :]
+    greeting, after = content[: wire.GREETING_BYTES], content[wire.LENGTHS_BYTES :]
     taken = [
-        _taken(ForeignError, lambda: hello.parse_greeting(greeting)),
-        _taken(ForeignError, lambda: hello.parse_welcome(greeting)),
-        _taken((CorruptError, UsageError), lambda: hello.parse_hello(after)),
+        _taken(ForeignError, lambda: peers_wire.parse_greeting(greeting)),
+        _taken(ForeignError, lambda: peers_wire.parse_welcome(greeting)),
+        _taken((CorruptError, UsageError), lambda: peers_wire.parse_hello(after)),
     ]
-    if len(content) >= task_wire.HEAD_BYTES:
+    if len(content) >= peers_wire.HEAD_BYTES:
         taken += [
             _taken(CorruptError, lambda: _peer_request(content)),
             _taken(CorruptError, lambda: _peer_answer(content)),
@@ -147,43 +146,43 @@ def peers(content: bytes) -> bool:
 
 
 def _peer_request(content: bytes) -> None:
-    asked = task_wire.parse_request(content)
-    count = min(asked.counted, (len(content) - task_wire.HEAD_BYTES) // task_wire.PART_BYTES)
-    task_wire.parse_parts(content, count, SIZES, start=task_wire.HEAD_BYTES)
+    asked = peers_wire.parse_request(content)
+    count = min(asked.counted, (len(content) - peers_wire.HEAD_BYTES) // peers_wire.PART_BYTES)
+    peers_wire.parse_parts(content, count, SIZES, start=peers_wire.HEAD_BYTES)
 
 
 def _peer_answer(content: bytes) -> None:
-    head = task_wire.parse_answer(content)
-    task_wire.check_answer(head, task_wire.READ, len(PARTS), 200)
-    statuses = np.frombuffer(content, np.uint8, -1, task_wire.HEAD_BYTES)[: len(PARTS)]
+    head = peers_wire.parse_answer(content)
+    peers_wire.check_answer(head, peers_wire.READ, len(PARTS), 200)
+    statuses = np.frombuffer(content, np.uint8, -1, peers_wire.HEAD_BYTES)[: len(PARTS)]
     if len(statuses) == len(PARTS):
-        task_wire.given_bytes(PARTS, statuses)
+        peers_wire.given_bytes(PARTS, statuses)
 
 
 def clients(content: bytes) -> bool:
     """What a master gets of a client, and a client of a master."""
-    head, body = content[: task_wire.HEAD_BYTES], content[task_wire.HEAD_BYTES :]
-    taken = [_taken(CorruptError, lambda: task_wire.parse_local_request(head))]
+    head, body = content[: peers_wire.HEAD_BYTES], content[peers_wire.HEAD_BYTES :]
+    taken = [_taken(CorruptError, lambda: peers_wire.parse_local_request(head))]
 
     def parse_answer(kind: int) -> None:
-        told = task_wire.parse_local_answer(head, kind, len(PARTS))
+        told = peers_wire.parse_local_answer(head, kind, len(PARTS))
         if told.body_bytes == len(body):
-            task_wire.split_revoked(told, body)
+            peers_wire.split_revoked(told, body)
 
-    for kind in range(task_wire.LOCAL_HELLO, task_wire.LOCAL_SWITCH_VERSION + 1):
+    for kind in range(peers_wire.LOCAL_HELLO, peers_wire.LOCAL_SWITCH_VERSION + 1):
         taken.append(_taken(CorruptError, partial(parse_answer, kind)))
     bodies: list[Callable[[bytes], object]] = [
-        task_wire.parse_local_hello,
-        task_wire.parse_local_welcome,
-        task_wire.parse_source,
-        task_wire.parse_switch_version,
-        lambda body: task_wire.parse_read_answer(body, PARTS[:, 2], 300),
-        lambda body: task_wire.parse_chunks(body, len(SIZES)),
-        lambda body: task_wire.parse_damaged(body, SIZES),
+        peers_wire.parse_local_hello,
+        peers_wire.parse_local_welcome,
+        peers_wire.parse_source,
+        peers_wire.parse_switch_version,
+        lambda body: peers_wire.parse_read_answer(body, PARTS[:, 2], 300),
+        lambda body: peers_wire.parse_chunks(body, len(SIZES)),
+        lambda body: peers_wire.parse_damaged(body, SIZES),
     ]
     for parse in bodies:
         _taken((CorruptError, UsageError), partial(parse, body))
-    task_wire.parse_refusal(body)
+    peers_wire.parse_refusal(body)
     return any(taken)
 
 
@@ -217,8 +216,8 @@ def seeds() -> dict[str, list[bytes]]:
     """What is good, to begin with, by target."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
-    said = hello.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))
-    placed = task_wire.read_answer_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
+    said = peers_wire.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))
+    placed = peers_wire.read_answer_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
@@ -233,19 +232,19 @@ def seeds() -> dict[str, list[bytes]]:
             wire.frame({"id": 1, "do": "x", "a": [b"b", None, {"c": 1.5}]}, wire.REQUEST_LIMITS)
         ],
         "peers": [
-            hello.greeting(),
-            hello.welcome(bytes(32)),
-            hello.hello_frame(said, bytes(32)),
-            task_wire.request(1, task_wire.READ, task_wire.LOAD, PARTS),
-            task_wire.answer_head(1, task_wire.READ, b"\0\1", 100) + bytes(100),
+            peers_wire.greeting(),
+            peers_wire.welcome(bytes(32)),
+            peers_wire.hello_frame(said, bytes(32)),
+            peers_wire.request(1, peers_wire.READ, peers_wire.LOAD, PARTS),
+            peers_wire.answer_head(1, peers_wire.READ, b"\0\1", 100) + bytes(100),
         ],
         "clients": [
-            task_wire.local_request(
-                task_wire.LOCAL_HELLO, body=task_wire.local_hello(UUID(int=1), 1)
+            peers_wire.local_request(
+                peers_wire.LOCAL_HELLO, body=peers_wire.local_hello(UUID(int=1), 1)
             ),
-            task_wire.local_request(task_wire.LOCAL_READ, len(PARTS), PARTS.tobytes()),
-            task_wire.local_answer(task_wire.LOCAL_READ, len(PARTS), placed, [2]),
-            task_wire.local_refusal(task_wire.LOCAL_READ, "no"),
+            peers_wire.local_request(peers_wire.LOCAL_READ, len(PARTS), PARTS.tobytes()),
+            peers_wire.local_answer(peers_wire.LOCAL_READ, len(PARTS), placed, [2]),
+            peers_wire.local_refusal(peers_wire.LOCAL_READ, "no"),
         ],
         "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
     }

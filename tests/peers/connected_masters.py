@@ -12,14 +12,13 @@ import numpy as np
 import trio
 from trio.testing import MockClock
 
-from diesel_fs.net.frames import parse_head
+from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_head
 from diesel_fs.net.tls import Certificate
-from diesel_fs.peers import hello, wire
+from diesel_fs.peers import wire
 from diesel_fs.peers.acceptor import Acceptor
-from diesel_fs.peers.hello import Hello, Proofs
 from diesel_fs.peers.membership import Member, TaskName
 from diesel_fs.peers.peer import LocalIdentity, Peer
-from diesel_fs.peers.wire import ABSENT, GIVEN, Parts
+from diesel_fs.peers.wire import ABSENT, GIVEN, Hello, Parts, Proofs
 
 SECRET = bytes(range(32))
 SIZES = np.array([1 << 20, 300_000, 6 << 20, 40 << 20], np.uint64)
@@ -194,7 +193,7 @@ class RawPeer:
 
     async def frame(self) -> dict[str, object]:
         head = int.from_bytes((await self.exactly(8))[:4], "little")
-        return dict(parse_head(await self.exactly(head), hello.HELLO_LIMITS))
+        return dict(parse_head(await self.exactly(head), wire.HELLO_LIMITS))
 
     async def handshake(
         self,
@@ -202,26 +201,26 @@ class RawPeer:
         *,
         to: int = 1,
         secret: bytes = SECRET,
-        binding: bytes = hello.NO_BINDING,
+        binding: bytes = NO_BINDING,
     ) -> dict[str, object]:
         """As a connector. What is answered to the hello."""
-        await self.send(hello.greeting())
-        await self.exactly(hello.GREETING_BYTES)
-        nonce = await self.exactly(hello.NONCE_BYTES)
+        await self.send(wire.greeting())
+        await self.exactly(GREETING_BYTES)
+        nonce = await self.exactly(NONCE_BYTES)
         said = Hello(mine.rank, mine.instance, to, mine.identity, mine.version, os.urandom(32))
         proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
-        await self.send(hello.hello_frame(said, proofs.connector))
+        await self.send(wire.hello_frame(said, proofs.connector))
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
         """As an acceptor."""
-        await self.exactly(hello.GREETING_BYTES)
+        await self.exactly(GREETING_BYTES)
         nonce = os.urandom(32)
-        await self.send(hello.welcome(nonce))
+        await self.send(wire.welcome(nonce))
         length = int.from_bytes((await self.exactly(8))[:4], "little")
-        said, _ = hello.parse_hello(await self.exactly(length))
-        proofs = Proofs(mine.secret, nonce, hello.NO_BINDING, mine.task.digest, said)
-        await self.send(hello.proof_frame(proofs.acceptor))
+        said, _ = wire.parse_hello(await self.exactly(length))
+        proofs = Proofs(mine.secret, nonce, NO_BINDING, mine.task.digest, said)
+        await self.send(wire.proof_frame(proofs.acceptor))
 
     async def request(self) -> tuple[wire.RequestHead, bytes]:
         head = wire.parse_request(await self.exactly(wire.HEAD_BYTES))

@@ -194,7 +194,7 @@ def total_bytes(source: ChunkSource) -> int:
 
 
 def in_memory(held: NodeCache) -> set[int]:
-    return set(held._memory.views)
+    return set(held.memory.views)
 
 
 def held_numbers(held: NodeCache) -> set[int]:

@@ -42,7 +42,7 @@ def test_S5_a_node_alone_listens_on_loopback_and_nobody_on_all_by_default() -> N
     assert (ipaddress.ip_address(alone).is_loopback, port) == (True, 0)
     assert place(world=1) == (alone, 0)
     socket.create_server((alone, 0)).close()
-    with pytest.raises(UsageError, match="at which address") as refused:
+    with pytest.raises(UsageError, match="no address is known") as refused:
         place()
     assert "--listen" in refused.value.advice
     with pytest.raises(UsageError, match=r"0\.0\.0\.0"):
@@ -127,11 +127,11 @@ def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
         asked.append(common)
         return "10.9.8.7"
 
-    monkeypatch.setattr(addresses, "_our_address", ours)
+    monkeypatch.setattr(addresses, "_source_address", ours)
     assert place(url=server) == place(url=redis) == ("10.9.8.7", 0)
     assert asked == [("198.51.100.1", 9300), ("198.51.100.2", 6379)]
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="at which address"):
+    with pytest.raises(UsageError, match="no address is known"):
         place(url=parse_url("diesel://127.0.0.1:9300"))
 
 
@@ -143,7 +143,7 @@ def test_F13_what_is_told_to_others() -> None:
     assert advertised_address("host:0", "10.0.0.1", 5) == "host:5"
     assert advertised_address("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
     for every in ("0.0.0.0", "::"):  # noqa: S104
-        with pytest.raises(UsageError, match="at which address"):
+        with pytest.raises(UsageError, match="all interfaces"):
             advertised_address("", every, 5)
 
 

@@ -74,7 +74,7 @@ def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
 
     trio.run(first)
     size = total(source, *range(1, CHUNKS))
-    assert f"7 chunks ({size:,} bytes): that is all" in caplog.text
+    assert f"7 chunks ({size:,} bytes): these were all" in caplog.text
     trio.run(second)
     assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
@@ -113,8 +113,8 @@ def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: Ch
             await settled(held)
             assert await all_read(held, source) == CHUNKS
             for number in (0, 1):
-                held._write_back.enqueue(number, held._memory.views[number])
-                held._memory.drop(number)
+                held._write_back.enqueue(number, held.memory.views[number])
+                held.memory.drop(number)
         held.set_owned(np.arange(CHUNKS) != 1)
         await ended(held, set())
         held.close()
@@ -156,7 +156,7 @@ def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
     with caplog.at_level("INFO", "diesel.task"):
         trio.run(main)
     assert "3 chunks (" in caplog.text
-    assert "there is no more time" in caplog.text
+    assert "there was no more time" in caplog.text
 
 
 def test_a_dataset_that_is_read_from_memory_is_not_idle_at_the_end(

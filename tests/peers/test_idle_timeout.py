@@ -34,10 +34,10 @@ def test_a_reader_goes_on_with_the_master_at_its_place_alone(
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
     request = TaskRequest(task="night")
-    assert not client._brought_back(request, tmp_path / "mine", has_served=False)
+    assert not client._restart_master(request, tmp_path / "mine", has_served=False)
 
 
 def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "diesel.task"):
         trio.run(LocalServer(None).wait_until_idle, 0.01)  # type: ignore[arg-type]  # nobody comes
-    assert "nobody has used this master for 0.01 s: it ends" in caplog.text
+    assert "no client for 0.01 s: the master ends" in caplog.text

@@ -23,9 +23,16 @@ from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.peers import registry as registry_module
 from diesel_fs.peers.client import master_request
-from diesel_fs.peers.membership import Member, TaskName, secret_from_key
+from diesel_fs.peers.membership import (
+    Member,
+    MemberRecord,
+    TaskName,
+    join_message,
+    parse_join,
+    parse_join_reply,
+    secret_from_key,
+)
 from diesel_fs.peers.options import TaskOptions
-from diesel_fs.peers.registration import MemberRecord, join_message, parse_join, parse_join_reply
 from diesel_fs.peers.registry import Registry, open_registry
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.repository.local import LocalRepository

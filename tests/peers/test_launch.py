@@ -272,7 +272,7 @@ def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
     assert len(node.starts()) == 1
     caplog.clear()
     join(replace(request_, policy="oneshot"), program=STUB)
-    assert caplog.messages[0].startswith("--policy: without effect")
+    assert caplog.messages[0].startswith("--policy: ignored")
 
 
 def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
@@ -402,7 +402,7 @@ def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
     monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
     place = socket_path(replace(request_, rank=0, world=1))
     with launch._folders_locked():
-        with pytest.raises(BusyError, match="at the folders"), launch._locked(place, 0.0):
+        with pytest.raises(BusyError, match="changing the folders"), launch._locked(place, 0.0):
             pass
         remove_folders(place)  # says nothing
     with launch._locked(place, 0.0):

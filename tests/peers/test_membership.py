@@ -12,18 +12,13 @@ from hypothesis import strategies as st
 from diesel_fs.errors import UsageError
 from diesel_fs.net.messages import Fields, unpack
 from diesel_fs.peers.membership import (
-    RANK_LIMIT,
-    Member,
-    Membership,
-    TaskName,
-    resolve_node,
-    secret_from_key,
-    split_address,
-)
-from diesel_fs.peers.registration import (
+    RANK_MAX,
     TIME_MAX,
     JoinReply,
+    Member,
     MemberRecord,
+    Membership,
+    TaskName,
     join_message,
     join_reply_message,
     leave_message,
@@ -31,6 +26,9 @@ from diesel_fs.peers.registration import (
     parse_join,
     parse_join_reply,
     parse_leave,
+    resolve_node,
+    secret_from_key,
+    split_address,
     unpack_member,
 )
 
@@ -44,7 +42,7 @@ hosts = st.one_of(
 )
 members = st.builds(
     Member,
-    st.integers(0, RANK_LIMIT - 1),
+    st.integers(0, RANK_MAX),
     st.binary(min_size=16, max_size=16),
     st.builds("{}:{}".format, hosts, st.integers(1, 65535)),
     st.integers(0, (1 << 63) - 1),
@@ -96,7 +94,7 @@ def test_which_node_this_is(
         ({}, 4, 4),
         ({}, -1, 4),
         ({}, 0, 0),
-        ({}, 0, RANK_LIMIT + 1),
+        ({}, 0, RANK_MAX + 2),
         ({"SLURM_NODEID": "8", "SLURM_NNODES": "8"}, None, None),
         ({"SLURM_NODEID": "0", "SLURM_NNODES": "0"}, None, None),
         ({"SLURM_NODEID": "x", "SLURM_NNODES": "8"}, None, None),
@@ -128,7 +126,7 @@ def test_any_environment_gives_a_node_or_an_error(
         found = resolve_node(environment, rank, world)
     except UsageError:
         return
-    assert 0 <= found[0] < found[1] <= RANK_LIMIT
+    assert 0 <= found[0] < found[1] <= RANK_MAX + 1
     assert rank in (None, found[0])
     assert world in (None, found[1])
 
@@ -220,7 +218,7 @@ def test_any_text_gives_an_address_or_an_error(text: str) -> None:
     "change",
     [
         {"rank": -1},
-        {"rank": RANK_LIMIT},
+        {"rank": RANK_MAX + 1},
         {"instance": b"short"},
         {"instance": bytes(17)},
         {"certificate": bytes(31)},

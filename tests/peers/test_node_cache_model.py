@@ -63,7 +63,7 @@ class Model:
         self.order: list[tuple[int, int, int]] = []  # borrower, number, inode
 
     def here(self) -> set[int]:
-        return set(self.held._memory.views)
+        return set(self.held.memory.views)
 
     async def do(self, operation: tuple[object, ...]) -> None:
         match operation:
@@ -72,7 +72,7 @@ class Model:
             case "read", int(number), bool(load), int(size):
                 await self.read(number, size, load=load)
             case "find", int(number):
-                view = self.held.find(number)
+                view = self.held.memory.find(number)
                 if view is not None:
                     assert view == self.source.contents[number]
             case "together", list(numbers):
@@ -91,11 +91,11 @@ class Model:
             case "take_back", int(borrower), list(numbers):
                 for number in numbers:
                     self.returned(borrower, number)
-                self.held.unpin(borrower, numbers)
+                self.held.memory.unpin(borrower, numbers)
             case "gone", int(borrower):
                 for _, number, _ in [each for each in self.order if each[0] == borrower]:
                     self.returned(borrower, number)
-                self.held.unpin_all(borrower)
+                self.held.memory.unpin_all(borrower)
             case "mine", list(mine):
                 self.mine = mine[: len(self.source.contents)]
                 self.held.set_owned(np.array(self.mine, np.bool_))
@@ -166,7 +166,7 @@ class Model:
             assert found in (None, [content[7 : 7 + size], content[:3]])
 
     def lend(self, borrower: int, number: int) -> None:
-        file = self.held.pin(borrower, number)
+        file = self.held.memory.pin(borrower, number)
         if file is None:
             return
         assert number in self.here()
@@ -192,8 +192,8 @@ class Model:
         here = self.here()
         inodes = set()
         for number in here:
-            assert held._memory.views[number] == self.source.contents[number]
-            memory = held._memory.memory_of(number)
+            assert held.memory.views[number] == self.source.contents[number]
+            memory = held.memory.memory_of(number)
             assert memory is not None
             inodes.add(os.fstat(memory.descriptor).st_ino)
         in_memory = sum(len(self.source.contents[number]) for number in here)
@@ -203,7 +203,7 @@ class Model:
         assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
         assert held_numbers(held) == here
         for borrower in range(3):
-            wanted = held.revoked(borrower)
+            wanted = held.memory.revoked(borrower)
             assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}
         assert len(held._in_flight) == held._awaited == 0
 

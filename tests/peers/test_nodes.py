@@ -345,8 +345,8 @@ def test_F8_of_two_masters_of_one_rank_the_newer_one_counts(task: RunningTask) -
         task.nodes[3], readers[2].opened | {"listen": f"{task.nodes[3].address}:0"}, FILES
     )
     twin.ready()
-    assert twin.log.count("has taken the place of another one of rank 2") == 1
-    assert "has taken the place" not in readers[2].log
+    assert twin.log.count("has replaced another one of rank 2") == 1
+    assert "has replaced another one" not in readers[2].log
     assert "--world says" not in twin.log
     try:
         until(lambda: not any(is_running(pid) for pid in before), "the older one's end", SETTLED_S)

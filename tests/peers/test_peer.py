@@ -303,7 +303,7 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
             assert peer.stats()["state"] == "paused"
 
     run(main)
-    assert len([line for line in caplog.messages if "no master sends" in line]) == 1
+    assert len([line for line in caplog.messages if "violates the protocol" in line]) == 1
 
 
 def test_F5_wrong_bytes_three_times_and_it_is_not_asked() -> None:

@@ -8,10 +8,9 @@ from contextlib import suppress
 import pytest
 import trio
 
-from diesel_fs.net.frames import frame
-from diesel_fs.peers import handshake, hello, wire
-from diesel_fs.peers.hello import Hello, Proofs
-from diesel_fs.peers.wire import GIVEN
+from diesel_fs.net.frames import NO_BINDING, frame
+from diesel_fs.peers import handshake, wire
+from diesel_fs.peers.wire import GIVEN, Hello, Proofs
 
 from .connected_masters import (
     SECRET,
@@ -66,7 +65,7 @@ def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
 @pytest.mark.parametrize(
     "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
-             frame({"proof": b"p" * 32}, hello.HELLO_LIMITS)]
+             frame({"proof": b"p" * 32}, wire.HELLO_LIMITS)]
 )  # fmt: skip
 def test_S1_F7_nothing_beyond_a_small_hello_is_read(
     head: bytes, caplog: pytest.LogCaptureFixture
@@ -74,7 +73,7 @@ def test_S1_F7_nothing_beyond_a_small_hello_is_read(
     async def main() -> None:
         async with answering() as node:
             hand = await open_raw(node.port)
-            await hand.send(hello.greeting())
+            await hand.send(wire.greeting())
             await hand.exactly(48)
             await hand.send(head)
             assert (await hand.frame())["message"] == "no hello"
@@ -89,7 +88,7 @@ def test_S1_nothing_is_answered_before_the_proof() -> None:
     async def main() -> None:
         async with answering() as node:
             hand = await open_raw(node.port)
-            await hand.send(hello.greeting())
+            await hand.send(wire.greeting())
             await hand.exactly(48)
             await hand.send(wire.request(1, wire.READ, 0, parts(SMALL)))
             assert (await hand.frame())["message"] == "no hello"
@@ -104,11 +103,11 @@ def test_S2_a_hello_that_was_recorded_is_worth_nothing() -> None:
             said = Hello(0, bytes(16), 1, me(0).identity, 3, b"n" * 32)
             for attempt in range(2):
                 hand = await open_raw(node.port)
-                await hand.send(hello.greeting())
+                await hand.send(wire.greeting())
                 nonce = (await hand.exactly(48))[16:]
                 if not attempt:
-                    proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
-                    recorded = hello.hello_frame(said, proofs.connector)
+                    proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, said)
+                    recorded = wire.hello_frame(said, proofs.connector)
                 await hand.send(recorded)
                 told = await hand.frame()
                 assert ("proof" in told) is not attempt
@@ -123,11 +122,11 @@ def test_S2_nobody_proves_himself_by_what_the_other_end_said() -> None:
     async def main() -> None:
         async with answering() as node:
             hand = await open_raw(node.port)
-            await hand.send(hello.greeting())
+            await hand.send(wire.greeting())
             nonce = (await hand.exactly(48))[16:]
             said = Hello(0, bytes(16), 1, me(0).identity, 3, nonce)
-            proofs = Proofs(SECRET, nonce, hello.NO_BINDING, me(0).task.digest, said)
-            await hand.send(hello.hello_frame(said, proofs.acceptor))
+            proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, said)
+            await hand.send(wire.hello_frame(said, proofs.acceptor))
             assert (await hand.frame())["message"] == "the wrong secret"
 
     run(main)
@@ -139,9 +138,9 @@ def test_S1_an_acceptor_without_the_secret_is_asked_nothing() -> None:
 
         async def echo(stream: trio.SocketStream) -> None:
             await stream.receive_some(16)
-            await stream.send_all(hello.welcome(b"n" * 32))
-            _, proof = hello.parse_hello(bytes(await stream.receive_some(4096))[8:])
-            await stream.send_all(hello.proof_frame(proof))
+            await stream.send_all(wire.welcome(b"n" * 32))
+            _, proof = wire.parse_hello(bytes(await stream.receive_some(4096))[8:])
+            await stream.send_all(wire.proof_frame(proof))
             got.append(await stream.receive_some(4096))
 
         async with trio.open_nursery() as nursery:
@@ -156,7 +155,7 @@ def test_S1_an_acceptor_without_the_secret_is_asked_nothing() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("said", [b"", hello.greeting()[:7], hello.greeting() + b"\1"])
+@pytest.mark.parametrize("said", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
 def test_F7_who_says_no_hello_has_five_seconds(
     said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,7 +187,7 @@ def test_F7_slow_loris_one_byte_a_second_does_not_help() -> None:
                 assert trio.current_time() - begun_s < within_s
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(drip, hello.greeting() * 4, hand, 9)
+                nursery.start_soon(drip, wire.greeting() * 4, hand, 9)
                 request = wire.request(1, wire.READ, 0, parts(*[SMALL] * 9))
                 nursery.start_soon(drip, request, late, 14)
 
@@ -204,7 +203,7 @@ BAD_REQUESTS = {
     "too many bytes": wire.request(1, wire.READ, 0, parts((3, 0, 30 << 20), (3, 0, 3 << 20))),
     "nothing": struct.pack("<IBBHII", 1, 1, 0, 0, 0, 0),
     "no kind": struct.pack("<IBBHII", 1, 9, 0, 0, 0, 0),
-    "a hello": hello.greeting(),
+    "a hello": wire.greeting(),
 }
 
 
@@ -230,7 +229,7 @@ def test_S12_connections_without_a_hello_are_few_and_keep_nobody_out(
     """The oldest go: a master's own hello takes milliseconds. The log does not grow with them."""
 
     async def main() -> None:
-        async with answering(knocking_max=40, knocking_per_address=10) as node:
+        async with answering(pending_handshakes_max=40, pending_handshakes_per_address=10) as node:
             held = [await open_raw(node.port) for _ in range(300)]
             before = time.perf_counter()
             await well(node)
@@ -250,8 +249,8 @@ def test_S12_there_are_no_more_connections_than_there_may_be() -> None:
             for rank in range(2, 5):
                 await authenticated_raw(node.port, rank)
             hand = await open_raw(node.port)
-            await hand.send(hello.greeting())
-            goes_on, _, length = hello.parse_welcome(await hand.exactly(16))
+            await hand.send(wire.greeting())
+            goes_on, _, length = wire.parse_welcome(await hand.exactly(16))
             assert not goes_on
             assert await hand.exactly(length) == b"too many connections"
 
@@ -272,7 +271,7 @@ def test_F7_S12_memory_stays_flat_whatever_is_sent() -> None:
                 with suppress(trio.BrokenResourceError, EOFError):
                     if number % 2:
                         hand = await open_raw(node.port)
-                        await hand.send(chance.choice([b"", hello.greeting()]))
+                        await hand.send(chance.choice([b"", wire.greeting()]))
                         await hand.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
                     else:
                         hand = await authenticated_raw(node.port, 2)

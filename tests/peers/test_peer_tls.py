@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from diesel_fs.net.frames import NO_BINDING
 from diesel_fs.net.tls import client_context, make_certificate
-from diesel_fs.peers import hello
-from diesel_fs.peers.hello import Hello
-from diesel_fs.peers.wire import GIVEN
+from diesel_fs.peers import wire
+from diesel_fs.peers.wire import GIVEN, Hello
 
 from .connected_masters import (
     FakeAnswers,
@@ -126,7 +126,7 @@ def test_S3_S4_another_certificate_is_refused(
 
     run(main)
     if known:
-        assert any("certificate is not the one" in line for line in caplog.messages)
+        assert any("certificate is not the registered one" in line for line in caplog.messages)
     else:
         assert any("the wrong secret" in line for line in caplog.messages)
 
@@ -157,7 +157,7 @@ def test_F7_who_speaks_no_TLS_to_a_port_of_TLS_gets_one_line(
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
             hand = await open_raw(node.port)
-            await hand.send(hello.greeting())
+            await hand.send(wire.greeting())
             with trio.fail_after(5):
                 assert b"DIESPER" not in await hand.receive_all()
 
@@ -186,7 +186,7 @@ def test_S3_a_proof_is_bound_to_the_certificate() -> None:
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
             for binding, good in ((THEIRS.digest, True), (BETWEEN.digest, False),
-                                  (hello.NO_BINDING, False)):  # fmt: skip
+                                  (NO_BINDING, False)):  # fmt: skip
                 hand = await open_raw(node.port, client_context())
                 assert ("proof" in await hand.handshake(me(0), binding=binding)) is good
 

@@ -29,9 +29,9 @@ def test_what_is_lent_is_whole_sealed_and_outlives_its_chunk() -> None:
 
     async def main() -> None:
         async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
-            assert held.pin(7, 0) is None
+            assert held.memory.pin(7, 0) is None
             await held.get(0, 10, load=True)
-            file = held.pin(7, 0)
+            file = held.memory.pin(7, 0)
             assert file is not None
             taken = os.dup(file)
             for attempt in (
@@ -43,11 +43,11 @@ def test_what_is_lent_is_whole_sealed_and_outlives_its_chunk() -> None:
                 with pytest.raises(PermissionError):
                     attempt()
             mapped = mmap.mmap(taken, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-            view = held.find(0)
+            view = held.memory.find(0)
             held.switch_version([], np.zeros(0, np.uint64))
             assert held.stats()["memory_used_bytes"] == total(source, 0)
             assert view == memoryview(mapped) == source.contents[0]
-            held.unpin(7, [0, 0, 5])
+            held.memory.unpin(7, [0, 0, 5])
             assert held.stats()["memory_used_bytes"] == 0
             mapped.close()
             os.close(taken)
@@ -64,25 +64,25 @@ def test_what_is_lent_takes_its_room_until_it_is_returned() -> None:
         async with run_and_close_cache(make_cache(source, total(source, 3, 3, 3))) as held:
             for number in (0, 1, 2):
                 await held.get(number, 10, load=True)
-                assert held.pin(1, number) is held.pin(1, number) is not None
-                assert held.pin(2, number) is not None
-            held.find_parts(np.array([[2, 0, 4000]] * 50, np.uint32))
-            assert held.revoked(1) == []
+                assert held.memory.pin(1, number) is held.memory.pin(1, number) is not None
+                assert held.memory.pin(2, number) is not None
+            held.memory.find_parts(np.array([[2, 0, 4000]] * 50, np.uint32))
+            assert held.memory.revoked(1) == []
             assert await misses_until_loaded(held, 3, 20) == 0
-            wanted = held.revoked(1)
-            assert wanted == held.revoked(2) == [0, 1, 2]
-            assert held.find(0) is not None, "it serves until then"
-            assert held.pin(1, 0) is None
-            held.unpin(1, wanted)
+            wanted = held.memory.revoked(1)
+            assert wanted == held.memory.revoked(2) == [0, 1, 2]
+            assert held.memory.find(0) is not None, "it serves until then"
+            assert held.memory.pin(1, 0) is None
+            held.memory.unpin(1, wanted)
             assert await misses_until_loaded(held, 3, 1) == 0
-            held.unpin(2, [1])
+            held.memory.unpin(2, [1])
             assert held.stats()["lent_bytes"] == total(source, 0, 2)
             assert await misses_until_loaded(held, 3, 1) == 1
             assert in_memory(held) == {0, 2, 3}
-            held.unpin_all(2)
-            held.unpin_all(2)
+            held.memory.unpin_all(2)
+            held.memory.unpin_all(2)
             assert held.stats()["lent_bytes"] == 0
-            assert held.pin(2, 0) is not None
+            assert held.memory.pin(2, 0) is not None
 
     trio.run(main)
 
@@ -93,19 +93,19 @@ def test_of_two_memories_of_a_chunk_the_first_is_returned_first() -> None:
     async def main() -> None:
         async with run_and_close_cache(make_cache(source, 2 * total_bytes(source))) as held:
             await held.get(0, 10, load=True)
-            assert held.pin(1, 0) is not None
+            assert held.memory.pin(1, 0) is not None
             source.switch_version([])
             held.switch_version(source.ids, source.sizes)
             source.switch_version([0])
             held.switch_version(source.ids, source.sizes)
             held.set_owned(np.ones(1, np.bool_))
             await held.get(0, 10, load=True)
-            assert held.pin(1, 0) is not None
-            assert held.revoked(1) == [0]
+            assert held.memory.pin(1, 0) is not None
+            assert held.memory.revoked(1) == [0]
             assert held.stats()["memory_used_bytes"] == 2 * total(source, 0)
-            held.unpin(1, [0])
+            held.memory.unpin(1, [0])
             assert held.stats()["memory_used_bytes"] == total(source, 0)
-            assert held.revoked(1) == []
+            assert held.memory.revoked(1) == []
 
     trio.run(main)
 
@@ -123,8 +123,8 @@ def test_chunks_of_both_versions_stay() -> None:
             source.switch_version([9, 4, 3, 1])
             held.switch_version(source.ids, source.sizes)
             assert in_memory(held) == {1, 3}
-            assert raw(held.find(1)) == source.contents[1]
-            assert raw(held.find(3)) == source.contents[3]
+            assert raw(held.memory.find(1)) == source.contents[1]
+            assert raw(held.memory.find(3)) == source.contents[3]
             assert held_numbers(held) == {1, 3}
             assert held.stats()["memory_bytes"] == total(source, 1, 3)
             assert raw(await held.get(0, 10, load=True)) == source.contents[0]
@@ -154,7 +154,7 @@ def test_what_is_under_way_arrives_under_its_new_number() -> None:
                 nursery.start_soon(ask, 0)
             assert sorted(map(len, filter(None, got))) == sorted(map(len, [old[0], old[2], old[2]]))
             assert in_memory(held) == {0}
-            assert raw(held.find(0)) == old[2]
+            assert raw(held.memory.find(0)) == old[2]
             assert held.stats()["memory_used_bytes"] == len(old[2])
 
     run_simulated(main)

@@ -20,12 +20,13 @@ from diesel_fs.peers import redis_registry as redis_tasks
 from diesel_fs.peers.membership import (
     ANY_INSTANCE,
     MEMBERS_MAX,
+    MemberRecord,
     Membership,
     TaskName,
+    pack_member,
     secret_from_key,
 )
 from diesel_fs.peers.redis_registry import RedisMemberStore
-from diesel_fs.peers.registration import MemberRecord, pack_member
 from diesel_fs.peers.registry import RedisRegistry, Registry, StaticRegistry, open_registry
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.redis.keys import task_keys
@@ -477,7 +478,7 @@ def test_a_repository_has_its_place(tmp_path: Path, alone: RedisPlace) -> None:
         with pytest.raises(UsageError) as error:
             open_registry(file, task)
         assert "--peers" in error.value.advice
-        with pytest.raises(UsageError, match="no secret") as error:
+        with pytest.raises(UsageError, match="need a common secret") as error:
             open_registry(file, task, peers=["a:1"])
         assert "--task-key-file" in error.value.advice
         assert isinstance(open_registry(file, task, key=KEY, peers=["a:1"]), StaticRegistry)

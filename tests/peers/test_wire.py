@@ -10,8 +10,8 @@ import pytest
 
 from diesel_fs.errors import CorruptError, DieselError, ForeignError, UsageError
 from diesel_fs.net.frames import frame
-from diesel_fs.peers import hello, wire
-from diesel_fs.peers.hello import Hello, Proofs
+from diesel_fs.peers import wire
+from diesel_fs.peers.wire import Hello, Proofs
 
 SIZES = np.array([1000, 1 << 31, 0], np.uint64)
 MINE = Hello(2, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
@@ -19,11 +19,11 @@ PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 
 def test_greetings_come_back() -> None:
-    assert hello.parse_greeting(hello.greeting()) == 1
-    assert hello.parse_welcome(hello.welcome(b"n" * 32)[:16]) == (True, 1, 32)
-    no = hello.refusal("too many connections")
-    assert hello.parse_welcome(no[:16]) == (False, 1, 20)
-    assert hello.refused(1, no[16:]).message == "the master refused: too many connections"
+    assert wire.parse_greeting(wire.greeting()) == 1
+    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 1, 32)
+    no = wire.refusal("too many connections")
+    assert wire.parse_welcome(no[:16]) == (False, 1, 20)
+    assert wire.refusal_error(1, no[16:]).message == "the master refused: too many connections"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_greetings_come_back() -> None:
      (bytes(16), "no greeting"), (b"", "no greeting"), (b"\x93DIESNET\1\0" + bytes(6), "no")],
 )  # fmt: skip
 def test_F7_what_is_no_greeting_is_named(said: bytes, named: str) -> None:
-    for parse in (hello.parse_greeting, hello.parse_welcome):
+    for parse in (wire.parse_greeting, wire.parse_welcome):
         with pytest.raises(ForeignError, match=named):
             parse(said)
 
@@ -40,13 +40,13 @@ def test_F7_what_is_no_greeting_is_named(said: bytes, named: str) -> None:
 @pytest.mark.parametrize("tail", [(2, 0, 32), (1, 0, 31), (1, 2, 0), (1, 1, 4097), (1, 1, 1 << 31)])
 def test_F6_F7_a_welcome_of_another_version_or_length_is_refused(tail: tuple[int, ...]) -> None:
     with pytest.raises(ForeignError):
-        hello.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
+        wire.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
 
 
 def test_a_hello_comes_back() -> None:
-    framed = hello.hello_frame(MINE, b"p" * 32)
+    framed = wire.hello_frame(MINE, b"p" * 32)
     assert len(framed) < 1024
-    assert hello.parse_hello(framed[8:]) == (MINE, b"p" * 32)
+    assert wire.parse_hello(framed[8:]) == (MINE, b"p" * 32)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_a_hello_comes_back() -> None:
 def test_S1_a_hello_with_other_fields_is_none(change: dict[str, int | bytes | str]) -> None:
     message = {**MINE.to_message(), "proof": b"p" * 32, **change}
     with pytest.raises((UsageError, CorruptError)):
-        hello.parse_hello(frame(message, hello.HELLO_LIMITS)[8:])
+        wire.parse_hello(frame(message, wire.HELLO_LIMITS)[8:])
 
 
 def test_S2_S3_proofs_cover_all_that_was_said() -> None:
     """The acceptor's nonce, so none can be said again; the certificate; the task; each field."""
     known = Proofs(*PROOFS)
-    assert not hello.proofs_equal(known.connector, known.acceptor)
+    assert not wire.proofs_equal(known.connector, known.acceptor)
     others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]
     changes = ({"rank": 3}, {"to": 6}, {"version": 78}, {"nonce": b"m" * 32},
                {"instance": b"j" * 16}, {"identity": UUID(int=8)})  # fmt: skip

@@ -103,7 +103,7 @@ def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
         ) as h:
             await settled(h)
             await all_read(h, source)
-            h.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
+            h.memory.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
             for _ in range(8):
                 piece = await h.read(7, [(0, 4000)], load=True)
                 assert piece is not None
@@ -187,7 +187,7 @@ def test_without_memory_there_is_the_disk(place: Path, source: ChunkSource) -> N
             assert await all_read(held, source) == CHUNKS
             assert in_memory(held) == set()
             assert await all_read(held, source) == CHUNKS
-            assert held.pin(1, 0) is None
+            assert held.memory.pin(1, 0) is None
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
@@ -354,7 +354,7 @@ def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
                 assert held_numbers(held) == {0, 1}
             await trio.sleep(0.35)
             assert raw(await held.get(5, 1, load=False)) == source.contents[5]
-            monkeypatch.setattr(held._write_back._shelf, "reserve", refuse)
+            monkeypatch.setattr(held._write_back._disk, "reserve", refuse)
             source.switch_version([4, 0, 1, 2])
             held.switch_version(source.ids, source.sizes)
             held.set_owned(np.ones(4, np.bool_))

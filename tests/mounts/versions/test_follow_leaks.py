@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from diesel_fs.mounts.processes import children_of
-from diesel_fs.peers.client_connection import connect_unix
+from diesel_fs.peers.link import connect_unix
 from diesel_fs.peers.options import TaskOptions
 from tests.mounts.versions.followed_dataset import (
     FILES,
