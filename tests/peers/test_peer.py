@@ -396,12 +396,12 @@ def test_after_its_end_a_peer_is_not_asked() -> None:
 
 PROGRAM = """if True:
     import trio
-    from diesel_fs.task.acceptor import Acceptor
-    from tests.task.linked import Standing, listening, me
+    from diesel_fs.peers.acceptor import Acceptor
+    from tests.peers.connected_masters import FakeAnswers, listening, me
 
     listener = listening()
     print(listener.getsockname()[1], flush=True)
-    trio.run(Acceptor(me(1), Standing()).serve, [listener])
+    trio.run(Acceptor(me(1), FakeAnswers()).serve, [listener])
 """
 
 

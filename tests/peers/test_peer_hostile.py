@@ -15,6 +15,7 @@ from diesel_fs.peers.wire import GIVEN, Hello, Proofs
 from .connected_masters import (
     SECRET,
     Node,
+    RawPeer,
     answering,
     asking,
     authenticated_raw,
@@ -179,10 +180,10 @@ def test_F7_slow_loris_one_byte_a_second_does_not_help() -> None:
             hand, late = await open_raw(node.port), await authenticated_raw(node.port, 2)
             begun_s = trio.current_time()
 
-            async def drip(content: bytes, hand: object, within_s: float) -> None:
+            async def drip(content: bytes, hand: RawPeer, within_s: float) -> None:
                 with suppress(trio.BrokenResourceError):
                     for i in range(len(content)):
-                        await hand.say(content[i : i + 1])  # type: ignore[attr-defined]  # a Hand
+                        await hand.send(content[i : i + 1])
                         await trio.sleep(1)
                 assert trio.current_time() - begun_s < within_s
 

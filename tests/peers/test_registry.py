@@ -152,7 +152,7 @@ def test_F1_a_killed_master_is_forgotten_after_its_time(alone: RedisPlace) -> No
     program = (
         "import sys, time\n"
         "from tests.peers.redis_places import *\n"
-        "registry = Place([], sys.argv[1]).registry(ttl_s=1.0)\n"
+        "registry = RedisPlace([], sys.argv[1]).registry(ttl_s=1.0)\n"
         "while True:\n"
         "    registry.renew(master(1))\n"
         "    print('renewed', flush=True)\n"
