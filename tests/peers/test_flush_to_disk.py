@@ -74,7 +74,7 @@ def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
 
     trio.run(first)
     size = total(source, *range(1, CHUNKS))
-    assert f"7 chunks ({size:,} bytes): these were all" in caplog.text
+    assert f"7 chunks ({size:,} bytes) from memory to the disk cache: these were all" in caplog.text
     trio.run(second)
     assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
